@@ -1,4 +1,5 @@
-"""Shared parts of the experiments: chats and books, drafters, answers by `eyas.bench`, intervals, records and figures."""
+"""Shared parts of the experiments: chats and books, drafters, answers by `eyas.bench`, intervals,
+records and figures."""
 
 from __future__ import annotations
 
@@ -50,11 +51,15 @@ def parser(doc: str | None, chats: bool = False, heads: bool = False, **defaults
         heads: with --draft METHOD=HEAD, as `heads_of` takes it.
     """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--output", type=Path, required=True, help="the record, JSON; raw answers are kept in out/ beside its name")
+    made.add_argument(
+        "--output", type=Path, required=True, help="the record, JSON; raw answers are kept in out/ beside its name"
+    )
     if chats:
         made.add_argument("--chats", type=Path, required=True, metavar="FILE", help="chats, JSONL; .gz too")
     if heads:
-        made.add_argument("--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's heads")
+        made.add_argument(
+            "--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's heads"
+        )
     for name, default in defaults.items():
         kind = str if default is None else type(default)
         made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="default: %(default)s")
@@ -86,7 +91,9 @@ def machine() -> dict[str, object]:
     }
 
 
-def write(path: Path, record: Mapping[str, Any], before: Mapping[str, object] | None = None, quiet: bool = False) -> None:
+def write(
+    path: Path, record: Mapping[str, Any], before: Mapping[str, object] | None = None, quiet: bool = False
+) -> None:
     """Write a record with its command and machine, and print it unless `quiet`.
 
     Args:
@@ -108,7 +115,11 @@ def write(path: Path, record: Mapping[str, Any], before: Mapping[str, object] | 
 
 def open_text(path: Path) -> Any:
     """A text file, compressed or not."""
-    return gzip.open(path, "rt", encoding="utf-8", errors="replace") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    return (
+        gzip.open(path, "rt", encoding="utf-8", errors="replace")
+        if path.suffix == ".gz"
+        else path.open(encoding="utf-8")
+    )
 
 
 def chat_prompts(path: Path, limit: int | None = None, step: int = 1) -> list[Prompt]:
@@ -159,7 +170,8 @@ def drafter(target: Target, method: str, options: Options | None = None, head: s
 
 
 def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
-    """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these methods."""
+    """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these
+    methods."""
     pairs = (argument.partition("=") for argument in named)
     return {method: head for method, _, head in pairs} or dict.fromkeys(methods)
 
@@ -184,14 +196,22 @@ def ask(
     temperatures: Sequence[float] = (0.0,),
     max_new_tokens: int = 96,
 ) -> list[Answer]:
-    """Every drafter's answers, and plain decoding's ("vanilla"), interleaved prompt by prompt. A stopped run goes on.
+    """Every drafter's answers, and plain decoding's ("vanilla"), interleaved prompt by prompt. A
+    stopped run goes on.
 
     Args:
         llm: decodes plainly.
         output: the record; the answers are kept in out/NAME.
     """
     entered = {VANILLA: llm.drafter, **{name: made for name, made in drafters.items() if name != VANILLA}}
-    bench = Bench(llm, [Drafting(name, made) for name, made in entered.items()], prompts, temperatures, max_new_tokens, {"seed": 7})
+    bench = Bench(
+        llm,
+        [Drafting(name, made) for name, made in entered.items()],
+        prompts,
+        temperatures,
+        max_new_tokens,
+        {"seed": 7},
+    )
     folder = Path("out") / output.stem if not output.is_absolute() else output.with_suffix("")
     with locked(folder), progress() as on_prompt:
         answers = bench.run(folder, on_prompt)
@@ -212,7 +232,8 @@ def equal_texts(answers: Sequence[Answer], name: str, temperature: float = 0.0) 
 
 
 def loops(answers: Sequence[Answer], n: int = 8) -> set[str]:
-    """Prompts after which plain decoding loops: more than a fifth of the n-grams repeat. Loops flatter every method."""
+    """Prompts after which plain decoding loops: more than a fifth of the n-grams repeat. Loops
+    flatter every method."""
 
     def share(tokens: Sequence[int]) -> float:
         grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
@@ -261,7 +282,8 @@ def alpha_intervals(answers: Sequence[Answer], depth: int = CHAIN) -> list[list[
 
 
 class Rows:
-    """A JSONL file of measurements, each written when it is made. Started again with the same settings, a run goes on behind the last.
+    """A JSONL file of measurements, each written when it is made. Started again with the same
+    settings, a run goes on behind the last.
 
     InputError when the file was made with other settings.
     """
@@ -273,7 +295,9 @@ class Rows:
         if lines and lines[0] != wanted:
             there = lines[0].get("settings", {})
             differ = [k for k in wanted["settings"] if there.get(k) != wanted["settings"][k]]
-            raise InputError(f"{path} was measured with other settings ({', '.join(differ)}): give another --output, or move it away")
+            raise InputError(
+                f"{path} was measured with other settings ({', '.join(differ)}): give another --output, or move it away"
+            )
         self.path = path
         self.rows = {json.dumps(line["key"]): line for line in lines[1:]}
         if not lines:

@@ -1,7 +1,8 @@
-"""Pages of the documentation site that are not files of docs/: the repository's own pages, each method, the reference, the tutorial.
+"""Pages of the documentation site that are not files of docs/: the repository's own pages, each
+method, the reference, the tutorial.
 
-mkdocs.yml names this file as a hook of mkdocs; `make docs` builds the site. Links that lead out of docs/ become links to these
-pages, or plain words where the site has no such page.
+mkdocs.yml names this file as a hook of mkdocs; `make docs` builds the site. Links that lead out of
+docs/ become links to these pages, or plain words where the site has no such page.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ PICTURES = {
 def methods() -> dict[str, str]:
     """Every method's name and the first line of its file's docstring."""
     files = sorted((ROOT / "src" / "eyas" / "drafters").glob("[a-z]*.py"))
-    return {path.stem: (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0] for path in files}
+    return {
+        path.stem: (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        for path in files
+    }
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -59,11 +63,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
-        there: (ROOT / here).read_text(encoding="utf-8").replace("](docs/", "](").replace("](tutorial.ipynb", "](tutorial.md")
+        there: (ROOT / here)
+        .read_text(encoding="utf-8")
+        .replace("](docs/", "](")
+        .replace("](tutorial.ipynb", "](tutorial.md")
         for here, there in REPOSITORY.items()
     }
     pages |= {f"methods/{name}.md": method_page(name) for name in methods()}
-    pages |= {f"reference/{name}.md": f"# eyas.{name}: {about}\n\n{reference(name)}" for name, about in REFERENCE.items()}
+    pages |= {
+        f"reference/{name}.md": f"# eyas.{name}: {about}\n\n{reference(name)}" for name, about in REFERENCE.items()
+    }
     notebook = ROOT / "docs" / "tutorial.ipynb"
     pages["tutorial.md"] = notebook_page(json.loads(notebook.read_text(encoding="utf-8")))
     pages["wide.css"] = ".md-grid { max-width: 76rem; }\n"  # 100 columns of code
@@ -73,16 +82,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def method_page(name: str) -> str:
-    """The picture of a method where one exists, its row of docs/methods.md, and its file: docstring, options, classes."""
+    """The picture of a method where one exists, its row of docs/methods.md, and its file:
+    docstring, options, classes."""
     rows = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8").splitlines()
-    cells = next(([cell.strip() for cell in row.split("|")[2:5]] for row in rows if row.startswith(f"| `{name}` |")), ["", "", ""])
+    cells = next(
+        ([cell.strip() for cell in row.split("|")[2:5]] for row in rows if row.startswith(f"| `{name}` |")),
+        ["", "", ""],
+    )
     facts = [f"- **{title}:** {cell}" for title, cell in zip(("drafts", "source", "needs"), cells, strict=True) if cell]
     parts = [f"# {name}", "\n".join(facts), PICTURES.get(name, ""), reference(f"drafters.{name}", members="[]")]
-    if "class Options" in (ROOT / "src" / "eyas" / "drafters" / f"{name}.py").read_text(encoding="utf-8"):  # else those of its base
+    # else those of its base
+    if "class Options" in (ROOT / "src" / "eyas" / "drafters" / f"{name}.py").read_text(encoding="utf-8"):
         parts += [
             "## Options",
             reference(
-                f"drafters.{name}.Options", inherited_members="true", heading_level="3", show_bases="false", show_if_no_docstring="true"
+                f"drafters.{name}.Options",
+                inherited_members="true",
+                heading_level="3",
+                show_bases="false",
+                show_if_no_docstring="true",
             ),
         ]
     return "\n\n".join([*parts, "## In Python", reference(f"drafters.{name}.Method", heading_level="3")])
@@ -91,7 +109,9 @@ def method_page(name: str) -> str:
 def reference(name: str, **options: str) -> str:
     """The directive from which mkdocstrings makes the page of a module or a class."""
     chosen = {"show_root_heading": "false", "show_root_toc_entry": "false", **options}
-    return f"::: eyas.{name}\n    options:\n" + "".join(f"      {option}: {value}\n" for option, value in chosen.items())
+    return f"::: eyas.{name}\n    options:\n" + "".join(
+        f"      {option}: {value}\n" for option, value in chosen.items()
+    )
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:

@@ -1,14 +1,17 @@
-"""A GPU that is not there: tensors of device cuda without memory, and a log of what a recorded cycle would launch on it.
+"""A GPU that is not there: tensors of device cuda without memory, and a log of what a recorded
+cycle would launch on it.
 
-FakeTensors of device cuda have shapes, strides, dtypes and a device, and no values. A cycle that runs on them goes through all of eyas and
-of the model's own code. What it cannot do shows as an exception (a value that the host reads) or as a fault in the log:
+FakeTensors of device cuda have shapes, strides, dtypes and a device, and no values. A cycle that
+runs on them goes through all of eyas and of the model's own code. What it cannot do shows as an
+exception (a value that the host reads) or as a fault in the log:
 
     launches     operations that are no views, by stage of the cycle, with the bytes that they read and write
     faults       tensors of the host inside the recorded region, two devices in one operation, attention masks of odd widths
 
-An operation counts as one launch: a sort or a top-k is several kernels in truth, and a product may be split. Operators of ours
-(torch.library) count as many kernels as `eyas.gpu.KERNELS` says. A build of torch without CUDA serves too: it lacks the guard of the
-device that indexing asks for, so `Unguarded` does that in its place.
+An operation counts as one launch: a sort or a top-k is several kernels in truth, and a product may
+be split. Operators of ours (torch.library) count as many kernels as `eyas.gpu.KERNELS` says. A
+build of torch without CUDA serves too: it lacks the guard of the device that indexing asks for, so
+`Unguarded` does that in its place.
 """
 
 from __future__ import annotations
@@ -81,7 +84,11 @@ class LaunchLog(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         read, made = (_tensors(part) for part in ((args, kwargs), outputs))
         devices = {t.device for t in (*read, *made) if t.ndim}
-        if len(devices) > 1 or any(device.type != "cuda" for device in devices) or (name in ("_to_copy", "copy_") and _mixed(read, made)):
+        if (
+            len(devices) > 1
+            or any(device.type != "cuda" for device in devices)
+            or (name in ("_to_copy", "copy_") and _mixed(read, made))
+        ):
             shapes = [f"{t.device.type}{list(t.shape)}" for t in (*read, *made)]
             self.faults[f"{self.stage()}: {name} of {', '.join(shapes)}"] += 1
         if "attention" in name:
@@ -135,7 +142,8 @@ def _size(tensor: Tensor) -> int:
 
 
 class Unguarded(TorchFunctionMode):
-    """Does what asks for the guard of the device by operators that do not: x[...], x[...] = y. Random numbers are not drawn.
+    """Does what asks for the guard of the device by operators that do not: x[...], x[...] = y.
+    Random numbers are not drawn.
 
     Attributes:
         from_host: tensors that were made on the device from numbers of the host.
@@ -184,7 +192,8 @@ SAME = {
 
 
 def _indexed(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None] | None]:
-    """The view that slices, numbers and None make of x, and the tensors that index it; None without any."""
+    """The view that slices, numbers and None make of x, and the tensors that index it; None without
+    any."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(item is not None and item is not Ellipsis for item in items)
     place = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
@@ -228,14 +237,18 @@ def fake_cuda() -> Iterator[Unguarded]:
         Unguarded() as mode,
         torch.inference_mode(),
     ):
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # keys of recordings hold addresses
+        # keys of recordings hold addresses
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield mode
 
 
 @contextmanager
-def logged_by_stage(mode: Unguarded) -> Iterator[Callable[[Callable[[], T], Callable[[], None]], tuple[T, Callable[[], None]]]]:
-    """A capture for `runners.graphs.GraphRunner` that runs the work twice and logs the second run, by the stages of the cycle, in its list
-    `logs`. The first one is for what is made once, as in the warm-up of a real capture.
+def logged_by_stage(
+    mode: Unguarded,
+) -> Iterator[Callable[[Callable[[], T], Callable[[], None]], tuple[T, Callable[[], None]]]]:
+    """A capture for `runners.graphs.GraphRunner` that runs the work twice and logs the second run,
+    by the stages of the cycle, in its list `logs`. The first one is for what is made once, as in
+    the warm-up of a real capture.
     """
     stages = ["rest"]
 

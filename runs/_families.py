@@ -1,7 +1,9 @@
-"""Tiny random models of any model type of transformers, and what eyas can do with one. For runs/families.py.
+"""Tiny random models of any model type of transformers, and what eyas can do with one. For
+runs/families.py.
 
-`tiny_model` shrinks a type's own default configuration: sizes by the names of their fields, lists with an entry per layer, token ids.
-Types that need more have a line in OVERRIDES, or are made by tests/zoo.py.
+`tiny_model` shrinks a type's own default configuration: sizes by the names of their fields, lists
+with an entry per layer, token ids. Types that need more have a line in OVERRIDES, or are made by
+tests/zoo.py.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def multimodal_types() -> list[str]:
 
 
 def text_type(model_type: str) -> str:
-    """The type of the text model inside a model of this type; the type itself if it is one, or cannot be told."""
+    """The type of the text model inside a model of this type; the type itself if it is one, or
+    cannot be told."""
     try:
         return str(AutoConfig.for_model(model_type).get_text_config(decoder=True).model_type)
     except Exception:  # some configurations have no defaults
@@ -99,9 +102,18 @@ def small_options(model_type: str) -> dict[str, Any]:
     fields = config.to_dict()
     known = set(fields) | set(type(config).attribute_map)
     layers = next(
-        (fields[name] for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers") if name in fields), 0
+        (
+            fields[name]
+            for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+            if name in fields
+        ),
+        0,
     )
-    options = {name: size for name, size in SIZES.items() if name in known and (fields.get(name) is not None or name not in fields)}
+    options = {
+        name: size
+        for name, size in SIZES.items()
+        if name in known and (fields.get(name) is not None or name not in fields)
+    }
     for name, value in fields.items():
         if isinstance(value, list | tuple) and layers and len(value) == layers:
             options[name] = _some(list(value))
@@ -127,13 +139,18 @@ def _some(values: list[Any]) -> list[Any]:
 
 def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _small_rope(value) if isinstance(value, dict) else zoo.CONTEXT // 4 if key == "original_max_position_embeddings" else value
+        key: _small_rope(value)
+        if isinstance(value, dict)
+        else zoo.CONTEXT // 4
+        if key == "original_max_position_embeddings"
+        else value
         for key, value in rope.items()
     }
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
-    """A tiny random model, the same in every run; `NotTinyError` if the configuration cannot be shrunk."""
+    """A tiny random model, the same in every run; `NotTinyError` if the configuration cannot be
+    shrunk."""
     makers = {**zoo.FAMILIES, **zoo.HYBRIDS, **zoo.REFUSED}
     by_type = {maker.args[0]: maker for maker in makers.values()}  # type: ignore[attr-defined]
     try:
@@ -158,7 +175,9 @@ class NotTinyError(Exception):
 
 
 def _check_size(model_type: str, options: dict[str, Any]) -> None:
-    config = AutoConfig.for_model(model_type, **{k: v for k, v in zoo.COMMON.items() if k in zoo._fields(model_type)} | options)
+    config = AutoConfig.for_model(
+        model_type, **{k: v for k, v in zoo.COMMON.items() if k in zoo._fields(model_type)} | options
+    )
     with torch.device("meta"):
         count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if count > MOST_PARAMETERS:
@@ -183,7 +202,9 @@ def attention_of(model_type: str) -> str:
     kinds = {kind for name in KIND_LISTS for kind in getattr(text, name, None) or ()}
     if model_type in zoo.HYBRIDS or model_type in RECURRENT or kinds & set(STATE_KINDS):
         return "recurrent"
-    if kinds & {kind for kind, why in REFUSED_KINDS.items() if why == SPARSE} or any(getattr(text, name, None) for name in SPARSE_NAMES):
+    if kinds & {kind for kind, why in REFUSED_KINDS.items() if why == SPARSE} or any(
+        getattr(text, name, None) for name in SPARSE_NAMES
+    ):
         return "sparse"
     if "chunked_attention" in kinds or getattr(text, "attention_chunk_size", None):
         return "chunked"
@@ -205,10 +226,11 @@ def trial(model_type: str) -> dict[str, Any]:
     """Try a tiny random model of this type: load it, decode plainly, with trees, and with two methods.
 
     Returns:
-        verdict: "trees", "chains", "wrong" (other tokens than plain decoding), "refused", "fails" (an error that is no refusal),
-            or "not made".
+        verdict: "trees", "chains", "wrong" (other tokens than plain decoding), "refused", "fails"
+            (an error that is no refusal), or "not made".
         why: the reason, unless the verdict is "trees".
-        parameters; tau of a drafter that knows the answers; kernels: whether the C++ kernels run it; methods: method -> "ok" or the fault.
+        parameters; tau of a drafter that knows the answers; kernels: whether the C++ kernels run
+        it; methods: method -> "ok" or the fault.
     """
     try:
         model = tiny_model(model_type)
@@ -250,8 +272,15 @@ def _decoded(target: Target) -> dict[str, Any]:
 def generated(model: PreTrainedModel, request: Request) -> list[int]:
     """The new tokens of transformers' own greedy `generate`."""
     ids = torch.tensor([request.prompt])
-    ends: dict[str, Any] = {"eos_token_id": -1, "pad_token_id": 0, "forced_eos_token_id": None, "forced_bos_token_id": None}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_new_tokens, **ends)
+    ends: dict[str, Any] = {
+        "eos_token_id": -1,
+        "pad_token_id": 0,
+        "forced_eos_token_id": None,
+        "forced_bos_token_id": None,
+    }
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_new_tokens, **ends
+    )
     return [int(token) for token in out[0, len(request.prompt) :]]
 
 

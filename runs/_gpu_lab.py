@@ -1,4 +1,5 @@
-"""The tools of runs/gpu.py: models made on the device, decoders whose cycles are timed, a file of results, a limit of time.
+"""The tools of runs/gpu.py: models made on the device, decoders whose cycles are timed, a file of
+results, a limit of time.
 
     Plan        sizes of everything that is measured: FULL for a GPU, SMALL for trying all of it on a CPU
     Lab         the device, and the one model that lies on it, with its runners and drafters
@@ -37,7 +38,20 @@ from eyas.runners.compiled import CompiledLayers
 from eyas.runners.graphs import GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
 
-__all__ = ["FULL", "SMALL", "Clock", "Entry", "Lab", "OutOfTime", "Plan", "Results", "Timing", "elapsed_ms", "table", "timed_cycles"]
+__all__ = [
+    "FULL",
+    "SMALL",
+    "Clock",
+    "Entry",
+    "Lab",
+    "OutOfTime",
+    "Plan",
+    "Results",
+    "Timing",
+    "elapsed_ms",
+    "table",
+    "timed_cycles",
+]
 
 T = TypeVar("T")
 POSITIONS = 65_536  # of every shape: contexts of 32k and their answers fit
@@ -55,7 +69,8 @@ class Plan:
     long: int = 16_384
     window: tuple[int, int, int] = (2048, 2048, 32_768)  # SEAGLE: size, short context, long context
     rows: tuple[int, ...] = (1, 4, 16)
-    trees: tuple[str, ...] = ("60/8/10", "60/6/10", "32/6/8")  # nodes/levels/branch; the first one unless something else is said
+    # nodes/levels/branch; the first one unless something else is said
+    trees: tuple[str, ...] = ("60/8/10", "60/6/10", "32/6/8")
     rounds: int = 5
     cycles: int = 16  # of a round
     warm: int = 4  # cycles before the first round; graphs are recorded in them
@@ -100,11 +115,14 @@ class Clock:
 
 
 class Results:
-    """The records of all cases, by stage and case, in one JSON file that is replaced as a whole whenever a case is added."""
+    """The records of all cases, by stage and case, in one JSON file that is replaced as a whole
+    whenever a case is added."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
-        self.content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": [], "stages": {}}
+        self.content: dict[str, Any] = (
+            json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": [], "stages": {}}
+        )
         self.content["runs"].append(dict(about))
 
     def has(self, stage: str, case: str) -> bool:
@@ -162,10 +180,11 @@ class Entry:
 
 
 class Lab:
-    """The device, and the one model that lies on it; it is made once, on the device, and shared by all runners.
+    """The device, and the one model that lies on it; it is made once, on the device, and shared by
+    all runners.
 
-    On a CPU "on" and "compile" take the way of a GPU as far as it goes: recorded cycles are run again instead of replayed, and compiled
-    layers are compiled by a backend that changes nothing.
+    On a CPU "on" and "compile" take the way of a GPU as far as it goes: recorded cycles are run
+    again instead of replayed, and compiled layers are compiled by a backend that changes nothing.
     """
 
     def __init__(self, device: torch.device, plan: Plan) -> None:
@@ -211,7 +230,9 @@ class Lab:
         """The method, with random weights."""
         kind, options = find(entry.method), dict(entry.options)
         if entry.tree:
-            options |= dict(zip(("tree.nodes", "tree.depth", "tree.branch"), map(int, entry.tree.split("/")), strict=True))
+            options |= dict(
+                zip(("tree.nodes", "tree.depth", "tree.branch"), map(int, entry.tree.split("/")), strict=True)
+            )
         target = self.target(shape or self.plan.shape, entry.kernels, entry.draft_weights)
         return kind.random(target, build_options(kind.Options, options))
 
@@ -227,7 +248,8 @@ def prepared(target: Target, kernels: str) -> Target:
 
 
 def again(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
-    """A capture for a CPU: a replay runs the work again, and copies its results to where the first run's are."""
+    """A capture for a CPU: a replay runs the work again, and copies its results to where the first
+    run's are."""
     result = work()
     undo()
 
@@ -263,9 +285,11 @@ def timed_cycles(
     lab: Lab, drafters: Mapping[str, Drafter], context: int, rows: int, rates: Sequence[float] = DENSE, temperature: float = 0.0,
     ahead: bool = True,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time rounds of cycles of all drafters by turns. Each decodes `rows` texts behind prompts of `context` random tokens.
+    """Time rounds of cycles of all drafters by turns. Each decodes `rows` texts behind prompts of
+    `context` random tokens.
 
-    A round begins and ends on an idle device, so whatever the host does in between counts, and so does the cycle that ran ahead.
+    A round begins and ends on an idle device, so whatever the host does in between counts, and so
+    does the cycle that ran ahead.
 
     Args:
         ahead: whether a cycle is launched before the last one is read.
@@ -299,7 +323,8 @@ def timed_cycles(
 
 
 def elapsed_ms(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """[median, lower quartile, upper quartile] of the milliseconds that work takes: on a GPU between events, else by the clock."""
+    """[median, lower quartile, upper quartile] of the milliseconds that work takes: on a GPU
+    between events, else by the clock."""
     for _ in range(3):
         work()
     times = list[float]()

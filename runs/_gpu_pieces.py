@@ -1,4 +1,5 @@
-"""Pieces of runs/gpu.py that look below a cycle: attention alone, a draft alone, the kernels of a cycle; and transformers' own generate."""
+"""Pieces of runs/gpu.py that look below a cycle: attention alone, a draft alone, the kernels of a
+cycle; and transformers' own generate."""
 
 from __future__ import annotations
 
@@ -45,10 +46,21 @@ def attention_rows(lab: Lab, context: int) -> Record:
                 ms = elapsed_ms(lambda: attend(*stores[next(turn) % layers]), device, lab.plan.repeats)  # noqa: B023 - called at once
                 error = _error(attend(*stores[0]), _exact(q, stores[0][0], stores[0][1], context))
             except RuntimeError as reason:
-                rows.append({"nodes": nodes, "slots": W, "by": name, "us": None, "why": str(reason).splitlines()[0][:60]})
+                rows.append(
+                    {"nodes": nodes, "slots": W, "by": name, "us": None, "why": str(reason).splitlines()[0][:60]}
+                )
                 continue
             read = stores[0].numel() * stores[0].element_size()
-            rows.append({"nodes": nodes, "slots": W, "by": name, "us": [1e3 * x for x in ms], "TB/s": read / ms[0] / 1e9, "error": error})
+            rows.append(
+                {
+                    "nodes": nodes,
+                    "slots": W,
+                    "by": name,
+                    "us": [1e3 * x for x in ms],
+                    "TB/s": read / ms[0] / 1e9,
+                    "error": error,
+                }
+            )
     return {"rows": rows}
 
 
@@ -64,7 +76,11 @@ def _contestants(q: Tensor, context: int, width: int) -> dict[str, Callable[[Ten
 
         return attend
 
-    backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
+    backends = {
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
     chosen = backends if q.device.type == "cuda" else {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
     found = {name: by(backend) for name, backend in chosen.items()}
     nodes = q.shape[2]
@@ -80,7 +96,8 @@ def _contestants(q: Tensor, context: int, width: int) -> dict[str, Callable[[Ten
 
 
 def _mask(q: Tensor, context: int, width: int) -> Tensor:
-    """bool [1, 1, N, W]: the committed slots, and the node itself and the root among those behind them."""
+    """bool [1, 1, N, W]: the committed slots, and the node itself and the root among those behind
+    them."""
     mask = torch.zeros(1, 1, q.shape[2], width, dtype=torch.bool, device=q.device)
     mask[..., : context + 1] = True
     nodes = torch.arange(q.shape[2], device=q.device)
@@ -103,17 +120,29 @@ def _error(ours: Tensor, exact: Tensor) -> float:
 
 @torch.inference_mode()
 def draft_ms(lab: Lab, entry: Entry, context: int) -> list[float]:
-    """Milliseconds of one draft behind so many tokens, recorded and replayed, one row. Its features are random."""
+    """Milliseconds of one draft behind so many tokens, recorded and replayed, one row. Its features
+    are random."""
     drafter = lab.drafter(entry)
     target, session, device = drafter.target, drafter.open(1), lab.device
     width = target.hidden_size * len(drafter.feature_layers)
     session.begin(0, 0, context)
     for begin in range(0, context, 512):
         count = min(512, context - begin)
-        session.prefill(0, torch.full((count,), 7, device=device), random_like(count, width, device=device, dtype=target.dtype), begin)
+        session.prefill(
+            0,
+            torch.full((count,), 7, device=device),
+            random_like(count, width, device=device, dtype=target.dtype),
+            begin,
+        )
     one_1 = torch.ones(1, dtype=torch.long, device=device)
     cycle_input = CycleInput(
-        7 * one_1, context * one_1, one_1 > 0, (Sampling(),), GumbelNoise.of([Sampling()], device), context, active_rows=(0,)
+        7 * one_1,
+        context * one_1,
+        one_1 > 0,
+        (Sampling(),),
+        GumbelNoise.of([Sampling()], device),
+        context,
+        active_rows=(0,),
     )
     capturable = session.capturable(cycle_input)
     assert capturable is not None
@@ -132,27 +161,36 @@ def kernel_rows(lab: Lab, entry: Entry, context: int) -> Record:
     """The kernels of recorded cycles by their names: how often, how long; and the device's idle time."""
     drafter = lab.drafter(entry)
     decoder = Decoder(drafter.target, drafter, verify=simulated((0.8, 0.7)))
-    prompt = torch.randint(3, drafter.target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompt = torch.randint(
+        3, drafter.target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     decoder.add(Request(tuple(prompt), 12 * (TRACED + lab.plan.warm + 2)))
     for _ in range(1 + lab.plan.warm):
         decoder.step()
     on_gpu = lab.device.type == "cuda"
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as profiler:
         traced_ms = elapsed_ms(decoder.step, lab.device, TRACED - 3)
     count, micros = Counter[str](), Counter[str]()
     for event in profiler.key_averages():
-        if on_gpu and event.device_type != DeviceType.CUDA:  # what the host called; its kernels have entries of their own
+        # what the host called; its kernels have entries of their own
+        if on_gpu and event.device_type != DeviceType.CUDA:
             continue
         time_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if time_us:
             count[event.key], micros[event.key] = event.count, time_us
-    listed = [{"kernel": name[:90], "a cycle": count[name] / TRACED, "us a cycle": us / TRACED} for name, us in micros.most_common(LISTED)]
+    listed = [
+        {"kernel": name[:90], "a cycle": count[name] / TRACED, "us a cycle": us / TRACED}
+        for name, us in micros.most_common(LISTED)
+    ]
     whole = {"kernel": "all", "a cycle": sum(count.values()) / TRACED, "us a cycle": sum(micros.values()) / TRACED}
     return {"rows": [whole, *listed], "cycle_ms_while_traced": traced_ms, "kernels": dict(count), "us": dict(micros)}
 
 
 def reference_rows(lab: Lab, how: str, context: int) -> Record:
-    """Milliseconds a token of transformers' generate: answers of two lengths, whose difference is timed."""
+    """Milliseconds a token of transformers' generate: answers of two lengths, whose difference is
+    timed."""
     model: Any = lab.model(lab.plan.shape)
     few, many = lab.plan.reference_tokens
     ids = torch.randint(3, model.config.vocab_size, (1, context), device=lab.device)
@@ -163,7 +201,13 @@ def reference_rows(lab: Lab, how: str, context: int) -> Record:
     def answer(new: int) -> float:
         def work() -> None:
             model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **cache
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+                **cache,
             )
 
         return elapsed_ms(work, lab.device, 3)[0]
@@ -171,6 +215,12 @@ def reference_rows(lab: Lab, how: str, context: int) -> Record:
     short, long = answer(few), answer(many)
     return {
         "rows": [
-            {"generate": how, "context": context, "ms a token": (long - short) / (many - few), f"ms of {few}": short, f"ms of {many}": long}
+            {
+                "generate": how,
+                "context": context,
+                "ms a token": (long - short) / (many - few),
+                f"ms of {few}": short,
+                f"ms of {many}": long,
+            }
         ]
     }

@@ -1,7 +1,8 @@
 """The stages of runs/gpu.py, in the order in which they are run: what is needed first comes first.
 
-A stage has cases; each is a function of a `Bench` that returns a record with "rows" (a table) and whatever else is worth keeping. Cases are
-run one by one and written at once, so a stage may end in one run and go on in the next.
+A stage has cases; each is a function of a `Bench` that returns a record with "rows" (a table) and
+whatever else is worth keeping. Cases are run one by one and written at once, so a stage may end in
+one run and go on in the next.
 """
 
 from __future__ import annotations
@@ -74,17 +75,28 @@ def _machine(bench: Bench) -> Record:
     card = machine.card(dtype=plan.dtype, device=str(device))
     found = {"bandwidth": cost.bandwidth(device), "flops": cost.flop_rate(bench.lab.target(plan.shape, "off"))}
     gpu = card["gpus"][0]["name"] if card["gpus"] else card["cpu"]
-    row = {"device": gpu, "TB/s read": (found["bandwidth"] or 0) / 1e12, "TFLOP/s": (found["flops"] or 0) / 1e12, **card["versions"]}
+    row = {
+        "device": gpu,
+        "TB/s read": (found["bandwidth"] or 0) / 1e12,
+        "TFLOP/s": (found["flops"] or 0) / 1e12,
+        **card["versions"],
+    }
     return {"rows": [row], "card": card, **found}
 
 
 def _texts(bench: Bench, dtype: str, kernels: Sequence[str]) -> Record:
-    """The embedded model's texts by all runners, against plain decoding by the model's own forward in the same dtype.
+    """The embedded model's texts by all runners, against plain decoding by the model's own forward
+    in the same dtype.
 
-    A text that differs is judged by the float32 logits behind the common prefix: in float32 a margin above 1e-4 is a bug.
+    A text that differs is judged by the float32 logits behind the common prefix: in float32 a
+    margin above 1e-4 is a bug.
     """
     llm = eyas.load(device=str(bench.lab.device), dtype=dtype, method="vanilla", kernels="off")
-    exact = llm if dtype == "float32" else eyas.load(device=str(bench.lab.device), dtype="float32", method="vanilla", kernels="off")
+    exact = (
+        llm
+        if dtype == "float32"
+        else eyas.load(device=str(bench.lab.device), dtype="float32", method="vanilla", kernels="off")
+    )
     prompts = [llm.request(p.turns[0], raw=p.raw)[0].prompt for p in bundled_prompts(bench.plan.prompts)]
     rows, plain = list[Record](), dict[tuple[float, int], list[int]]()
     for runner in ("off", *kernels):
@@ -93,7 +105,9 @@ def _texts(bench: Bench, dtype: str, kernels: Sequence[str]) -> Record:
             drafting = pretrained(target, method, tree)
             decoder, margins = Decoder(drafting.target, drafting), list[float]()
             for number, prompt in enumerate(prompts):
-                text = _decoded(decoder, Request(prompt, bench.plan.new_tokens, Sampling(temperature, seed=number), llm.eos))
+                text = _decoded(
+                    decoder, Request(prompt, bench.plan.new_tokens, Sampling(temperature, seed=number), llm.eos)
+                )
                 true = plain.setdefault((temperature, number), text)
                 if (at := first_difference(text, true)) is not None:
                     margins.append(_margin(exact.target, [*prompt, *true[:at]], text[at:], true[at:]))
@@ -114,7 +128,8 @@ def _decoded(decoder: Decoder, request: Request) -> list[int]:
 
 
 def _margin(exact: Target, prefix: list[int], ours: Sequence[int], true: Sequence[int]) -> float:
-    """How much the logit of plain decoding's token is larger than that of ours; infinite where one text ends."""
+    """How much the logit of plain decoding's token is larger than that of ours; infinite where one
+    text ends."""
     if not ours or not true:
         return float("inf")
     logits_V = exact.open(1).prefill(0, prefix)
@@ -143,7 +158,15 @@ def _cycles(
     base = timings[plain.name]
     run: Any = drafters[plain.name].target.run
     runner = f"{run.name}, layers by kernels" if getattr(run, "fused", None) else run.name
-    about = {"shape": shape, "kernels": plain.kernels, "runner": runner, "context": context, "rows": rows, "T": temperature, "ahead": ahead}
+    about = {
+        "shape": shape,
+        "kernels": plain.kernels,
+        "runner": runner,
+        "context": context,
+        "rows": rows,
+        "T": temperature,
+        "ahead": ahead,
+    }
     target = drafters[plain.name].target
     bound_ms = _bound_ms(bench, target, context, rows)
     lines = [{**about, **_line(name, timing, base, rows, bound_ms)} for name, timing in timings.items()]
@@ -186,7 +209,10 @@ def _draft(bench: Bench, method: str, options: tuple[tuple[str, Any], ...]) -> R
     """A draft alone, recorded, at a short and at a long context."""
     (_, short, long), entry = bench.plan.window, Entry(method, bench.plan.trees[0], options=options)
     found = {context: draft_ms(bench.lab, entry, context) for context in (short, long)}
-    rows = [{"method": entry.name, "context": n, "draft ms": ms, "over short": ms[0] / found[short][0]} for n, ms in found.items()]
+    rows = [
+        {"method": entry.name, "context": n, "draft ms": ms, "over short": ms[0] / found[short][0]}
+        for n, ms in found.items()
+    ]
     return {"rows": rows}
 
 

@@ -66,7 +66,13 @@ def parser(doc: str | None, name: str, tokens: int, seeds: int) -> argparse.Argu
     """The options of every comparison."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--data", nargs="+", required=True, metavar="FILE", help="chats (JSONL, .gz too) to train on")
-    made.add_argument("--chats", type=Path, required=True, metavar="FILE", help="held-out chats: the last user turn of each is answered")
+    made.add_argument(
+        "--chats",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="held-out chats: the last user turn of each is answered",
+    )
     made.add_argument("--target", help="default: the embedded model")
     made.add_argument("--output", type=Path, default=Path(f"docs/results/{name}.json"), help="default: %(default)s")
     made.add_argument("--work", type=Path, default=Path(f"out/{name}"), help="heads and answers (default: %(default)s)")
@@ -77,7 +83,9 @@ def parser(doc: str | None, name: str, tokens: int, seeds: int) -> argparse.Argu
     made.add_argument("--tree", default="26/5/4", help="nodes/depth/branch of the dynamic tree (default: %(default)s)")
     made.add_argument("--fast-tree", default="5/3/2", help="nodes/depth/branch of a small tree (default: %(default)s)")
     made.add_argument("--ttt", type=int, default=5, help="steps of EAGLE-3's training-time test (default: %(default)s)")
-    made.add_argument("--draft-vocab", type=int, default=4096, help="tokens that EAGLE-3 can draft (default: %(default)s)")
+    made.add_argument(
+        "--draft-vocab", type=int, default=4096, help="tokens that EAGLE-3 can draft (default: %(default)s)"
+    )
     made.add_argument("--batch-tokens", type=int, default=2048, help="of a step (default: %(default)s)")
     made.add_argument("--max-length", type=int, default=512, help="tokens of an example (default: %(default)s)")
     made.add_argument("--heldout-tokens", type=int, default=15_000, help="of the held-out loss (default: %(default)s)")
@@ -112,7 +120,13 @@ def train(head: Head, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     line += [part for file in head.data for part in ("--data", file)]
     line += ["--target", args.target] if args.target else []
     numbers = {"tokens": head.tokens, "lr": head.lr, "seed": head.seed, "batch-tokens": args.batch_tokens}
-    numbers |= {"max-length": args.max_length, "heldout-tokens": args.heldout_tokens, "heldout": 0.05, "save-every": 20, "eval-every": 0}
+    numbers |= {
+        "max-length": args.max_length,
+        "heldout-tokens": args.heldout_tokens,
+        "heldout": 0.05,
+        "save-every": 20,
+        "eval-every": 0,
+    }
     line += [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     if not is_done(folder, head.tokens):
         print(" ".join(line[1:]), file=sys.stderr, flush=True)
@@ -122,7 +136,9 @@ def train(head: Head, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def compare(heads: Sequence[Head], shapes: Shapes, pairs: Sequence[tuple[str, str]], args: argparse.Namespace, **settings: Any) -> None:
+def compare(
+    heads: Sequence[Head], shapes: Shapes, pairs: Sequence[tuple[str, str]], args: argparse.Namespace, **settings: Any
+) -> None:
     """Train the heads, answer the chats with all of them, and write the record.
 
     Args:
@@ -144,8 +160,13 @@ def compare(heads: Sequence[Head], shapes: Shapes, pairs: Sequence[tuple[str, st
     def of(kind: str, shape: str) -> list[Answer]:
         return [a for head in heads if head.kind == kind for a in select(answers, f"{head.name} {shape}")]
 
-    kinds = {kind: figures(kind, shapes, of, select(answers, "vanilla")) for kind in dict.fromkeys(head.kind for head in heads)}
-    differences = {f"{b} - {a}": {"tau": {shape: tau_difference(of(b, shape), of(a, shape)) for shape in shapes}} for a, b in pairs}
+    kinds = {
+        kind: figures(kind, shapes, of, select(answers, "vanilla"))
+        for kind in dict.fromkeys(head.kind for head in heads)
+    }
+    differences = {
+        f"{b} - {a}": {"tau": {shape: tau_difference(of(b, shape), of(a, shape)) for shape in shapes}} for a, b in pairs
+    }
     tokens = sorted({record["tokens"] for record in trainings.values()})
     caption = (
         f"{llm.target.name}; {' to '.join(f'{n:,}' for n in dict.fromkeys((tokens[0], tokens[-1])))} tokens per head, "
@@ -161,7 +182,14 @@ def compare(heads: Sequence[Head], shapes: Shapes, pairs: Sequence[tuple[str, st
         for head in heads
     ]
     chats = {"file": args.chats.name, "answered": len(prompts) - len(looping), "loops": len(looping)}
-    record = {"caption": caption, "settings": settings, "chats": chats, "kinds": kinds, "differences": differences, "heads": described}
+    record = {
+        "caption": caption,
+        "settings": settings,
+        "chats": chats,
+        "kinds": kinds,
+        "differences": differences,
+        "heads": described,
+    }
     write(args.output, record, before)
 
 
@@ -170,14 +198,19 @@ def figures(kind: str, shapes: Shapes, of: Any, vanilla: Sequence[Answer]) -> di
     out: dict[str, Any] = {"tau": {shape: tau_interval(of(kind, shape)) for shape in shapes}}
     if "chain" in shapes:
         out["n-alpha"] = alpha_intervals(of(kind, "chain"))
-    out["speedup"] = {shape: interval(ratio_of_ratios, *speed_columns(of(kind, shape)), *speed_columns(vanilla)) for shape in shapes}
+    out["speedup"] = {
+        shape: interval(ratio_of_ratios, *speed_columns(of(kind, shape)), *speed_columns(vanilla)) for shape in shapes
+    }
     return out
 
 
 def speed_columns(answers: Sequence[Answer]) -> list[list[float]]:
     """(tokens, seconds) of each prompt, whole answers."""
     turns = by_prompt(answers).values()
-    return [[sum(len(a.token_ids) for a in group) for group in turns], [sum(a.seconds for a in group) for group in turns]]
+    return [
+        [sum(len(a.token_ids) for a in group) for group in turns],
+        [sum(a.seconds for a in group) for group in turns],
+    ]
 
 
 def shapes_of(args: argparse.Namespace, *names: str) -> Shapes:

@@ -1,4 +1,5 @@
-"""Engines for runs/peers.py: the model and its head in the form of each, and a process that answers questions.
+"""Engines for runs/peers.py: the model and its head in the form of each, and a process that answers
+questions.
 
 What is made of the model stays in out/peers, so that a second run begins at once.
 """
@@ -86,7 +87,9 @@ class Workshop:
         place = self.folder / f"{model.name}-{kind}.gguf"
         if not place.exists():
             more = [] if model == self.target() else [self.target()]
-            self._run([ROOT / ".venv-interop/bin/python", PROGRAMS / "to_gguf.py", self.llama_cpp, kind, model, place, *more])
+            self._run(
+                [ROOT / ".venv-interop/bin/python", PROGRAMS / "to_gguf.py", self.llama_cpp, kind, model, place, *more]
+            )
         return place
 
     def openvino(self, model: Path, kind: str) -> Path:
@@ -94,15 +97,28 @@ class Workshop:
         place = self.folder / f"openvino-{model.name}-{kind}"
         if not (place / "openvino_model.xml").exists():
             shutil.rmtree(place, ignore_errors=True)
-            command: list[Any] = [ROOT / ".venv-openvino/bin/optimum-cli", "export", "openvino", "--model", model, "--weight-format", kind]
-            trusted = ["--trust-remote-code"] if model == self.openvino_head() else []  # its own class for such heads asks for it
+            command: list[Any] = [
+                ROOT / ".venv-openvino/bin/optimum-cli",
+                "export",
+                "openvino",
+                "--model",
+                model,
+                "--weight-format",
+                kind,
+            ]
+            # its own class for such heads asks for it
+            trusted = ["--trust-remote-code"] if model == self.openvino_head() else []
             self._run([*command, "--task", "text-generation-with-past", *trusted, place])
         return place
 
     def _run(self, command: Sequence[Any]) -> None:
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        done = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
         if done.returncode:
-            raise InputError(f"{Path(str(command[1])).name} failed: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1][:300]}")
+            raise InputError(
+                f"{Path(str(command[1])).name} failed: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1][:300]}"
+            )
 
     # --- processes
 
@@ -114,7 +130,12 @@ class Workshop:
         with (
             (self.folder / f"{log}.log").open("w") as errors,
             subprocess.Popen(
-                [python, PROGRAMS / name, given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                [python, PROGRAMS / name, given],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
             ) as process,
         ):
             stdin, stdout = process.stdin, process.stdout
@@ -149,13 +170,24 @@ class Workshop:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         assert self.llama_build
-        command: list[Any] = [self.llama_build / "bin/llama-server", "-m", self.gguf(self.target(), kind), "--port", port, "-np", 1]
+        command: list[Any] = [
+            self.llama_build / "bin/llama-server",
+            "-m",
+            self.gguf(self.target(), kind),
+            "--port",
+            port,
+            "-np",
+            1,
+        ]
         command += ["-c", 1024, "-t", self.threads, "--no-webui", "--cache-ram", 0]
         if drafting:
             head = self.gguf(self.head(), kind)
             command += ["-md", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", DRAFTS, "-td", self.threads]
         log = self.folder / f"llama-{kind}{'-eagle3' * drafting}.log"
-        with log.open("w") as output, subprocess.Popen([str(part) for part in command], stdout=output, stderr=output) as process:
+        with (
+            log.open("w") as output,
+            subprocess.Popen([str(part) for part in command], stdout=output, stderr=output) as process,
+        ):
             try:
                 yield _llama_asker(f"http://127.0.0.1:{port}", process, log)
             finally:
@@ -174,8 +206,16 @@ def _llama_asker(url: str, process: subprocess.Popen[bytes], log: Path) -> Ask:
     drafts, accepted = 0, 0
 
     def completion(ids: Sequence[int], tokens: int, cached: bool) -> dict[str, Any]:
-        body = {"prompt": list(ids), "n_predict": tokens, "temperature": 0, "return_tokens": True, "cache_prompt": cached}
-        request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        body = {
+            "prompt": list(ids),
+            "n_predict": tokens,
+            "temperature": 0,
+            "return_tokens": True,
+            "cache_prompt": cached,
+        }
+        request = urllib.request.Request(
+            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=300) as response:
             found: dict[str, Any] = json.load(response)
         return found
@@ -220,7 +260,9 @@ def engines(workshop: Workshop) -> list[Engine]:
 
     def eyas_engine(name: str, exact: bool = True, **options: Any) -> Engine:
         log = "eyas-" + name.replace(" ", "-").replace(",", "")
-        return Engine(f"eyas, {name}", "eyas", lambda: w.program(own, "with_eyas.py", log, target=target, **options), exact, True)
+        return Engine(
+            f"eyas, {name}", "eyas", lambda: w.program(own, "with_eyas.py", log, target=target, **options), exact, True
+        )
 
     def generate(name: str, mode: str) -> Engine:
         start = lambda: w.program(own, "with_transformers.py", f"transformers-{mode}", target=target, mode=mode)  # noqa: E731
@@ -273,12 +315,26 @@ def _openvino(w: Workshop) -> list[Engine]:
         def start() -> Any:
             drafting = {"head": w.openvino(w.openvino_head(), kind)} if what == "eagle3" else {}
             log = f"openvino-{kind}-{what}"
-            return w.program(python, "with_openvino.py", log, target=w.openvino(w.target(), kind), tokens=DRAFTS, **drafting, **options)
+            return w.program(
+                python,
+                "with_openvino.py",
+                log,
+                target=w.openvino(w.target(), kind),
+                tokens=DRAFTS,
+                **drafting,
+                **options,
+            )
 
         shown = {"plain": "plain", "eagle3": f"EAGLE-3, {DRAFTS} drafts", "lookup": "prompt lookup"}[what]
         return Engine(f"OpenVINO GenAI, {shown}, {kind}", "OpenVINO GenAI", start, kind == "fp32", what == "plain")
 
-    return [one("fp32", "plain"), one("fp32", "eagle3"), one("fp32", "lookup", lookup=True), one("int8", "plain"), one("int8", "eagle3")]
+    return [
+        one("fp32", "plain"),
+        one("fp32", "eagle3"),
+        one("fp32", "lookup", lookup=True),
+        one("int8", "plain"),
+        one("int8", "eagle3"),
+    ]
 
 
 def _llama(w: Workshop) -> list[Engine]:

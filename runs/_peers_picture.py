@@ -14,7 +14,13 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
 OURS, OTHERS = "#2e7d32", "#9aa3b2"
-LINES = {"eyas": OURS, "transformers": "#3b7dd8", "OpenVINO GenAI": "#e0853d", "llama.cpp": "#9c6ade", "SafeAILab's code": "#b09060"}
+LINES = {
+    "eyas": OURS,
+    "transformers": "#3b7dd8",
+    "OpenVINO GenAI": "#e0853d",
+    "llama.cpp": "#9c6ade",
+    "SafeAILab's code": "#b09060",
+}
 
 
 def draw(found: Mapping[str, Any], exact: Mapping[str, bool], path: Path) -> None:
@@ -35,7 +41,9 @@ def draw(found: Mapping[str, Any], exact: Mapping[str, bool], path: Path) -> Non
             if cost and exact[name] and (not name.startswith("eyas") or name == "eyas, plain"):
                 shown = name.split(", ")[0] + (", " + name.rsplit(", ", 1)[1] if name.count(", ") > 1 else "")
                 color = LINES.get(name.split(", ")[0])
-                passes.plot([int(n) for n in cost], list(cost.values()), marker="o", markersize=3, color=color, label=shown)
+                passes.plot(
+                    [int(n) for n in cost], list(cost.values()), marker="o", markersize=3, color=color, label=shown
+                )
         passes.set_title("ms of a pass, by its tokens")
         passes.set_ylim(bottom=0)
         passes.margins(y=0.3)

@@ -1,7 +1,9 @@
-"""SafeAILab's own code among the engines of runs/peers.py, and the model and head in the form that it reads.
+"""SafeAILab's own code among the engines of runs/peers.py, and the model and head in the form that
+it reads.
 
-Without a copy of their repository (REFERENCE=FOLDER) it is their package eagle-llm 1.2.1: EAGLE-1 with its static tree of 26 nodes, so it
-gets the embedded model's EAGLE-1 head. A copy of the repository is EAGLE-3 and gets the same head as all others.
+Without a copy of their repository (REFERENCE=FOLDER) it is their package eagle-llm 1.2.1: EAGLE-1
+with its static tree of 26 nodes, so it gets the embedded model's EAGLE-1 head. A copy of the
+repository is EAGLE-3 and gets the same head as all others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ PYTHON = Path(__file__).resolve().parents[1] / ".venv-reference/bin/python"
 
 
 def ways(workshop: Workshop) -> dict[str, dict[str, Any]]:
-    """Options of with_reference.py by the name that is shown; none where the environment is not installed."""
+    """Options of with_reference.py by the name that is shown; none where the environment is not
+    installed."""
     if not PYTHON.exists():
         workshop.left_out["SafeAILab's code"] = "not installed: make interop"
         return {}
@@ -38,7 +41,8 @@ def ways(workshop: Workshop) -> dict[str, dict[str, Any]]:
 
 
 def target_form(workshop: Workshop) -> Path:
-    """The target as transformers of 2024 saved it: in shards with an index, `rope_theta` beside the other settings, merges as strings."""
+    """The target as transformers of 2024 saved it: in shards with an index, `rope_theta` beside the
+    other settings, merges as strings."""
     place = workshop.folder / "reference-target"
     if not (place / "model.safetensors.index.json").exists():
         tiny.model().save_pretrained(place, max_shard_size="20MB")
@@ -50,18 +54,22 @@ def target_form(workshop: Workshop) -> Path:
         kept = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "model_max_length")}
         (place / "tokenizer_config.json").write_text(json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}))
         tokenizer = json.loads((place / "tokenizer.json").read_text())
-        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]  # as tokenizers wrote them before 0.20
+        # as tokenizers wrote them before 0.20
+        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
         (place / "tokenizer.json").write_text(json.dumps(tokenizer))
     return place
 
 
 def head_form(workshop: Workshop, method: str, target: Path) -> Path:
-    """The head in its authors' format. Their EAGLE-1 reads the embedding from the head's own file, which is a pickle."""
+    """The head in its authors' format. Their EAGLE-1 reads the embedding from the head's own file,
+    which is a pickle."""
     place = workshop.folder / f"reference-{method}"
     if not place.exists():
         export(load(tiny.HEADS[method]), "safeailab", place, ExportTarget(str(target)))
         tensors = {name: tensor.float() for name, tensor in load_file(place / "model.safetensors").items()}
         if method == "eagle1":
-            tensors.setdefault("embed_tokens.weight", tiny.model().get_input_embeddings().weight.detach().float().clone())
+            tensors.setdefault(
+                "embed_tokens.weight", tiny.model().get_input_embeddings().weight.detach().float().clone()
+            )
         torch.save(tensors, place / "pytorch_model.bin")
     return place

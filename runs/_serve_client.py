@@ -1,7 +1,8 @@
-"""The clients of runs/serve_load.py, in a process of their own: an order as JSON on stdin, what came back as JSON on stdout.
+"""The clients of runs/serve_load.py, in a process of their own: an order as JSON on stdin, what
+came back as JSON on stdout.
 
-Answers are recorded as they come, bytes with times, and read when everything is over: on a small machine a client that parses
-while it measures would be measured itself.
+Answers are recorded as they come, bytes with times, and read when everything is over: on a small
+machine a client that parses while it measures would be measured itself.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@
     last layer only           reads the input of the target's last layer alone
     eagle1 net                EAGLE-1/2's net and loss, for comparison
 
-Every variant is first trained for --tune tokens with each of the --rates; the one with the least held-out loss is taken.
+Every variant is first trained for --tune tokens with each of the --rates; the one with the least
+held-out loss is taken.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ FULL = "eagle3"
 def main(arguments: list[str] | None = None) -> None:
     parser = _heads.parser(__doc__, "ablation", tokens=300_000, seeds=3)
     parser.add_argument("--variants", help="parted by ';' (default: all)")
-    parser.add_argument("--rates", default="1e-3,2e-3,4e-3", help="learning rates to try; a single one is taken as it is (%(default)s)")
-    parser.add_argument("--tune", type=int, default=60_000, help="tokens that each rate is tried on (default: %(default)s)")
+    parser.add_argument(
+        "--rates", default="1e-3,2e-3,4e-3", help="learning rates to try; a single one is taken as it is (%(default)s)"
+    )
+    parser.add_argument(
+        "--tune", type=int, default=60_000, help="tokens that each rate is tried on (default: %(default)s)"
+    )
     args = parser.parse_args(arguments)
     last, common = eyas.load(args.target, method="vanilla").target.num_layers - 1, _heads.eagle3_flags(args)
     known = {
@@ -54,7 +59,15 @@ def main(arguments: list[str] | None = None) -> None:
         tuning[kind] = {"lr": best, "tried": {f"{rate:g}": loss for rate, loss in losses.items()}}
         heads += [replace(head, tokens=args.tokens, lr=best, seed=seed) for seed in range(args.seeds)]
     pairs = [(FULL, kind) for kind in kinds if kind != FULL and FULL in kinds]
-    _heads.compare(heads, _heads.shapes_of(args, "chain", "tree"), pairs, args, tuning=tuning, tree=args.tree, tokens_per_head=args.tokens)
+    _heads.compare(
+        heads,
+        _heads.shapes_of(args, "chain", "tree"),
+        pairs,
+        args,
+        tuning=tuning,
+        tree=args.tree,
+        tokens_per_head=args.tokens,
+    )
 
 
 if __name__ == "__main__":

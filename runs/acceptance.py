@@ -4,8 +4,9 @@
     python runs/acceptance.py --chats HELDIN.jsonl.gz --temperature 1 --output docs/results/acceptance_embedded_t1.json
     python runs/acceptance.py --chats HELDIN.jsonl.gz --target DIR --draft eagle1=DIR --draft eagle3=DIR --output FILE.json
 
-Every chat's last user turn is answered by every method; texts are compared with plain decoding's. Chats in whose answers more than 20 % of
-the 8-grams repeat are reported apart: loops flatter every method. Intervals: 95 %, bootstrap over chats, paired for differences.
+Every chat's last user turn is answered by every method; texts are compared with plain decoding's.
+Chats in whose answers more than 20 % of the 8-grams repeat are reported apart: loops flatter every
+method. Intervals: 95 %, bootstrap over chats, paired for differences.
 """
 
 from __future__ import annotations
@@ -57,13 +58,19 @@ def summary(answers: list[Answer], names: list[str], temperature: float) -> dict
 
 
 def main() -> None:
-    args = parser(__doc__, chats=True, heads=True, target=None, limit=300, max_new_tokens=96, temperature=0.0).parse_args()
+    args = parser(
+        __doc__, chats=True, heads=True, target=None, limit=300, max_new_tokens=96, temperature=0.0
+    ).parse_args()
     llm = eyas.load(args.target, method="vanilla")
     heads = dict(named.split("=", 1) for named in args.draft)
-    entered = {name: (heads.get(head), *how) for name, (head, *how) in METHODS.items() if head in heads or not args.target}
+    entered = {
+        name: (heads.get(head), *how) for name, (head, *how) in METHODS.items() if head in heads or not args.target
+    }
     drafters = {name: drafter(llm.target, method, options, head) for name, (head, method, options) in entered.items()}
     prompts = chat_prompts(args.chats, args.limit)
-    answers = ask(llm, drafters, prompts, args.output, temperatures=(args.temperature,), max_new_tokens=args.max_new_tokens)
+    answers = ask(
+        llm, drafters, prompts, args.output, temperatures=(args.temperature,), max_new_tokens=args.max_new_tokens
+    )
     names, looping = ["vanilla", *drafters], loops(answers)
     apart = [a for a in answers if a.prompt in looping]
     record = {

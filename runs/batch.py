@@ -1,10 +1,12 @@
-"""Batches: speed-up over plain decoding in as many rows, chain against tree, and throughput (EAGLE-1, table 7).
+"""Batches: speed-up over plain decoding in as many rows, chain against tree, and throughput
+(EAGLE-1, table 7).
 
     python runs/batch.py --chats HELDIN.jsonl.gz --output docs/results/batch.json
 
-The same chats are answered in 1, 2, 3, 4, 8 rows, greedily, to their end or --max-new-tokens; as a row gets free the next chat takes it.
-Everything from the first prompt's pass to the last token is timed. Contestants and batch sizes are interleaved group by group; speed-ups
-are paired by group, 95 %, bootstrap over groups. Published: Vicuna-7B on one RTX 3090, EAGLE with its tree.
+The same chats are answered in 1, 2, 3, 4, 8 rows, greedily, to their end or --max-new-tokens; as a
+row gets free the next chat takes it. Everything from the first prompt's pass to the last token is
+timed. Contestants and batch sizes are interleaved group by group; speed-ups are paired by group, 95
+%, bootstrap over groups. Published: Vicuna-7B on one RTX 3090, EAGLE with its tree.
 """
 
 from __future__ import annotations
@@ -62,8 +64,12 @@ def main() -> None:
     unequal = 0
     for size in args.rows:
         for name in METHODS:
-            ours, plain = ([rows.of(group, size, method)[0] for group in range(args.groups)] for method in (name, "vanilla"))
-            unequal += sum(a["ids"] != rows.of(group, args.rows[0], "vanilla")[0]["ids"] for group, a in enumerate(ours))
+            ours, plain = (
+                [rows.of(group, size, method)[0] for group in range(args.groups)] for method in (name, "vanilla")
+            )
+            unequal += sum(
+                a["ids"] != rows.of(group, args.rows[0], "vanilla")[0]["ids"] for group, a in enumerate(ours)
+            )
             columns = [[row[key] for row in side] for side in (ours, plain) for key in ("tokens", "seconds")]
             speed = round(sum(columns[0]) / sum(columns[1]), 1)
             table[name][str(size)] = {"tokens_per_second": speed, "speedup": interval(ratio_of_ratios, *columns)}

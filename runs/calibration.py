@@ -3,11 +3,12 @@
     python runs/calibration.py --chats HELDIN.jsonl.gz --limit 100 --output docs/results/calibration.json          the embedded EAGLE-3 head
     python runs/calibration.py --method eagle2 --draft HEAD --target MODEL --chats HELDIN.jsonl.gz --output FILE.json
 
-A dynamic tree takes softmax((log q + noise) / temperature) for the chance that a child is the target's token
-(`--tree.confidence-temperature`, 0.5 at every depth). Chains are drafted; where all tokens before a depth are the target's, the script asks
-which temperature gives the target's token at that depth the highest likelihood. For each depth: the number of such places, the best
-temperature, the mean negative log-likelihood with it and with 0.5, and how often the target's token is the first child, or one of the first
-two or four.
+A dynamic tree takes softmax((log q + noise) / temperature) for the chance that a child is the
+target's token (`--tree.confidence-temperature`, 0.5 at every depth). Chains are drafted; where all
+tokens before a depth are the target's, the script asks which temperature gives the target's token
+at that depth the highest likelihood. For each depth: the number of such places, the best
+temperature, the mean negative log-likelihood with it and with 0.5, and how often the target's token
+is the first child, or one of the first two or four.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def watched() -> Iterator[list[Level]]:
     levels: list[Level] = []
     original = _grow._best_children
 
-    def watching(growth: Any, cycle_input: Any, tree: Any, hidden: Tensor, adjustments: Any, so_far: Any, level: int) -> Any:
+    def watching(
+        growth: Any, cycle_input: Any, tree: Any, hidden: Tensor, adjustments: Any, so_far: Any, level: int
+    ) -> Any:
         logits_BQV = growth.head(hidden)
         key_BQV = _grow._log_q(_grow.apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments))
         if not cycle_input.noise.all_greedy:
@@ -56,7 +59,8 @@ def watched() -> Iterator[list[Level]]:
 
 
 def judged(levels: Sequence[Level], prompt: int, answer: Sequence[int]) -> Iterator[tuple[int, int, list[float]]]:
-    """(depth, children better than the target's token, its log-likelihood with each temperature), where the chain is right before it."""
+    """(depth, children better than the target's token, its log-likelihood with each temperature),
+    where the chain is right before it."""
     right = True
     for root, depth, key_V in levels:
         place = root + depth - prompt  # of the predicted token in the answer
@@ -95,7 +99,9 @@ def main() -> None:
         places = defaultdict[int, list[tuple[int, list[float]]]](list)
         for seed, prompt in enumerate(track(chat_prompts(args.chats, args.limit), f"T = {temperature:g}")):
             with watched() as levels:
-                result = llm.generate(list(prompt.messages), max_new_tokens=args.max_new_tokens, temperature=temperature, seed=seed)
+                result = llm.generate(
+                    list(prompt.messages), max_new_tokens=args.max_new_tokens, temperature=temperature, seed=seed
+                )
             for depth, better, likelihoods in judged(levels, len(llm.ids(list(prompt.messages))), result.token_ids):
                 places[depth].append((better, likelihoods))
         rows = [row(depth, found) for depth, found in sorted(places.items()) if len(found) >= LEAST]

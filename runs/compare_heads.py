@@ -1,12 +1,15 @@
-"""tau of several heads of one target on the same prompts, with dynamic trees of 4, 8 and 26 nodes, greedily and at T = 1.
+"""tau of several heads of one target on the same prompts, with dynamic trees of 4, 8 and 26 nodes,
+greedily and at T = 1.
 
     python runs/compare_heads.py --head eagle2=eagle2 --head eagle3=eagle3 --chats HELDIN.jsonl.gz --output docs/results/heads_embedded.json
     python runs/compare_heads.py --head before=eagle3:OLD_DIR --head after=eagle3:NEW_DIR --speed --output FILE.json
 
---head NAME=METHOD:DIR; without a DIR the embedded model's head. Every head is compared with those named before it. Without --chats the
-bundled prompts of one turn are answered; --skip leaves out the first chats, --trained-on those that also stand in a file. --speed compares
-tokens/s of whole answers too, for which the machine should have nothing else to do. Prompts in whose greedy answers more than 20 % of the
-8-grams repeat are left out of tau: loops flatter every head. Intervals: 95 %, bootstrap over prompts, paired for differences and ratios.
+--head NAME=METHOD:DIR; without a DIR the embedded model's head. Every head is compared with those
+named before it. Without --chats the bundled prompts of one turn are answered; --skip leaves out the
+first chats, --trained-on those that also stand in a file. --speed compares tokens/s of whole
+answers too, for which the machine should have nothing else to do. Prompts in whose greedy answers
+more than 20 % of the 8-grams repeat are left out of tau: loops flatter every head. Intervals: 95 %,
+bootstrap over prompts, paired for differences and ratios.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ def conversations(path: Path) -> list[str]:
 
 
 def asked(args: argparse.Namespace) -> list[Prompt]:
-    """The chats behind the first --skip, less those that stand in the file --trained-on too; without --chats the bundled prompts."""
+    """The chats behind the first --skip, less those that stand in the file --trained-on too;
+    without --chats the bundled prompts."""
     if args.chats is None:
         return bundled_prompts(args.limit)
     seen = set(conversations(args.trained_on)) if args.trained_on else set[str]()
@@ -98,8 +102,8 @@ def rounded(interval: Interval | None) -> list[float | None] | None:
 
 
 def speeds(answers: list[Answer], names: list[str], shapes: list[str], temperature: float) -> dict[str, Any]:
-    """For each tree: whole answers' tokens/s with every head, over plain decoding's and over other heads'; the median time of a
-    cycle and of its draft."""
+    """For each tree: whole answers' tokens/s with every head, over plain decoding's and over other
+    heads'; the median time of a cycle and of its draft."""
     plain, out = select(answers, VANILLA, temperature), dict[str, Any]()
 
     def over(ours: list[Answer], baseline: list[Answer]) -> list[float | None] | None:
@@ -109,9 +113,12 @@ def speeds(answers: list[Answer], names: list[str], shapes: list[str], temperatu
         found = {name: select(answers, f"{name} {shape}", temperature) for name in names}
         tokens = {name: sum(len(answer.token_ids) for answer in ours) for name, ours in found.items()}
         out[shape] = {
-            "tokens_per_second": {name: round(tokens[name] / sum(answer.seconds for answer in ours), 1) for name, ours in found.items()},
+            "tokens_per_second": {
+                name: round(tokens[name] / sum(answer.seconds for answer in ours), 1) for name, ours in found.items()
+            },
             "median_cycle_ms": {
-                name: round(1e3 * median(c.seconds for answer in ours for c in answer.cycles), 3) for name, ours in found.items()
+                name: round(1e3 * median(c.seconds for answer in ours for c in answer.cycles), 3)
+                for name, ours in found.items()
             },
             "median_draft_ms": {
                 name: round(1e3 * median(c.draft for answer in ours for c in answer.cycles if c.draft is not None), 3)
@@ -139,9 +146,15 @@ def compared(answers: list[Answer], names: list[str], shapes: list[str], tempera
 def main() -> None:
     options = parser(__doc__, target=None, limit=300, skip=0, max_new_tokens=96, temperatures="0,1", trees=TREES)
     options.add_argument("--head", action="append", default=[], metavar="NAME=METHOD:DIR", help="a head to compare")
-    options.add_argument("--chats", type=Path, metavar="FILE", help="chats, JSONL; .gz too (default: the bundled prompts of one turn)")
-    options.add_argument("--trained-on", type=Path, metavar="FILE", help="chats, JSONL; .gz too: these are left out of --chats")
-    options.add_argument("--speed", action="store_true", help="also tokens per second; all prompts, those that loop too")
+    options.add_argument(
+        "--chats", type=Path, metavar="FILE", help="chats, JSONL; .gz too (default: the bundled prompts of one turn)"
+    )
+    options.add_argument(
+        "--trained-on", type=Path, metavar="FILE", help="chats, JSONL; .gz too: these are left out of --chats"
+    )
+    options.add_argument(
+        "--speed", action="store_true", help="also tokens per second; all prompts, those that loop too"
+    )
     args = options.parse_args()
     heads, shapes = read_heads(args.head), args.trees.split(",")
     temperatures = [float(part) for part in args.temperatures.split(",")]

@@ -1,10 +1,12 @@
-"""`--tree auto` on a simulated machine: its speed over the best that stays the same throughout, and over plain decoding.
+"""`--tree auto` on a simulated machine: its speed over the best that stays the same throughout, and
+over plain decoding.
 
     python runs/controller.py [--seeds 10] [--only TEXT] [--output FILE.json]
 
-Each scenario is a machine (costs of a pass and a draft), a text and a head; tests/simulated.py says what is made up. The best
-that stays the same is the fastest of 46 fixed trees, the fallback alone, and plain decoding, chosen afterwards. Where a text
-changes midway, the controller can be faster than that. docs/controller.md shows the table. Needs no model and no quiet machine.
+Each scenario is a machine (costs of a pass and a draft), a text and a head; tests/simulated.py says
+what is made up. The best that stays the same is the fastest of 46 fixed trees, the fallback alone,
+and plain decoding, chosen afterwards. Where a text changes midway, the controller can be faster
+than that. docs/controller.md shows the table. Needs no model and no quiet machine.
 """
 
 from __future__ import annotations

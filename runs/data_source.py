@@ -1,11 +1,13 @@
-"""Is it worth while to let the target answer the training data itself? Fixed data against regenerated data (EAGLE-1, table 6).
+"""Is it worth while to let the target answer the training data itself? Fixed data against
+regenerated data (EAGLE-1, table 6).
 
     eyas regenerate --data chat.jsonl.gz --output out/own.jsonl
     python runs/data_source.py --data chat.jsonl.gz out/own.jsonl --chats HELDIN.jsonl.gz           (work in out/data_source)
 
---data: first the fixed answers, then the regenerated ones. Conversations are paired by what the user says; one that ends early cuts its
-partner to as many turns. So both heads see the same prompts, and both read --tokens tokens at the same learning rate. Where one source's
-answers are shorter, its data are passed over more often.
+--data: first the fixed answers, then the regenerated ones. Conversations are paired by what the
+user says; one that ends early cuts its partner to as many turns. So both heads see the same
+prompts, and both read --tokens tokens at the same learning rate. Where one source's answers are
+shorter, its data are passed over more often.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def main(arguments: list[str] | None = None) -> None:
         for source, path in files.items()
     ]
     shapes = _heads.shapes_of(args, "chain", "tree", "fast tree")
-    _heads.compare(heads, shapes, [SOURCES], args, method=args.method, lr=args.lr, conversations=len(paired), tree=args.tree)
+    _heads.compare(
+        heads, shapes, [SOURCES], args, method=args.method, lr=args.lr, conversations=len(paired), tree=args.tree
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Measure the cost of drafting against context: the draft's own time and memory beyond the target's context.
+"""Measure the cost of drafting against context: the draft's own time and memory beyond the target's
+context.
 
     python runs/draft_cost.py --draft HEAD --rounds 8 --output docs/results/draft_cost.json
 
-Sessions of the real head are fed random features and tokens, as many as the context has; then cycles of `draft` and `commit` are timed, of
-which every one accepts nothing (the time does not depend on it: the pass over what was accepted is padded). No target is needed. Bytes are
-those of the session's cache and of its pending features. "prompt" is the time to read the context, "first" that of the first cycle.
+Sessions of the real head are fed random features and tokens, as many as the context has; then
+cycles of `draft` and `commit` are timed, of which every one accepts nothing (the time does not
+depend on it: the pass over what was accepted is padded). No target is needed. Bytes are those of
+the session's cache and of its pending features. "prompt" is the time to read the context, "first"
+that of the first cycle.
 
-Times are the wall's and the processor's: other programs on the machine lengthen the former more. Medians with quartiles. Sessions of all
-contexts run side by side, cycle by cycle; the ratio of a round's cycles to those at --base is paired by round, 95 %, bootstrap over rounds.
+Times are the wall's and the processor's: other programs on the machine lengthen the former more.
+Medians with quartiles. Sessions of all contexts run side by side, cycle by cycle; the ratio of a
+round's cycles to those at --base is paired by round, 95 %, bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -83,10 +87,13 @@ class Session:
         """One cycle, timed."""
         token_B, sampling = self.tokens_T[self.position % CHUNK][None], (Sampling(),)
         active_B, position_B = torch.ones(1, dtype=torch.bool), torch.full((1,), self.position)
-        given = CycleInput(token_B, position_B, active_B, sampling, GumbelNoise.of(sampling, token_B.device), self.position)
+        given = CycleInput(
+            token_B, position_B, active_B, sampling, GumbelNoise.of(sampling, token_B.device), self.position
+        )
         with self.cycles:
             draft = self.session.draft(given)
-            output = TargetOutput(self.features_TF[:0], self.features_TF[None, : draft.tree.nodes])  # the draft reads features only
+            # the draft reads features only
+            output = TargetOutput(self.features_TF[:0], self.features_TF[None, : draft.tree.nodes])
             self.session.commit(draft, nothing_accepted(draft), output)
         self.position += 1
 
@@ -103,7 +110,8 @@ class Session:
 
 
 def measure(drafters: dict[str, Drafter], contexts: list[int], count: int, seed: int) -> dict[str, Any]:
-    """All sessions side by side: one cycle of each, in an order that is drawn anew every time, then the next."""
+    """All sessions side by side: one cycle of each, in an order that is drawn anew every time, then
+    the next."""
     order, shuffle = [(name, context) for name in drafters for context in contexts], random.Random(seed)
     sessions = {key: Session(drafters[key[0]], key[1], seed) for key in order}
     for _ in range(count + 1):
@@ -127,7 +135,9 @@ def summary(rows: list[dict[str, Any]], contexts: list[int], base: int) -> dict[
         for clock in CLOCKS:
             medians = {c: [float(np.median(r["cycles"][clock][1:])) for r in found[c]] for c in contexts}
             out[name] |= {
-                f"cycle_{clock}_ms": [quartiles([x for r in found[c] for x in r["cycles"][clock][1:]]) for c in contexts],
+                f"cycle_{clock}_ms": [
+                    quartiles([x for r in found[c] for x in r["cycles"][clock][1:]]) for c in contexts
+                ],
                 f"first_{clock}_ms": [quartiles([r["cycles"][clock][0] for r in found[c]]) for c in contexts],
                 f"prompt_{clock}_ms": [quartiles([r["prompt"][clock][0] for r in found[c]]) for c in contexts],
                 f"cycle_{clock}_ratio": [interval(ratio, medians[c], medians[base]) for c in contexts],
@@ -136,14 +146,18 @@ def summary(rows: list[dict[str, Any]], contexts: list[int], base: int) -> dict[
 
 
 def main() -> None:
-    made = parser(__doc__, draft=None, target=None, base=2048, rounds=7, cycles=20, nodes=16, depth=5, branch=4, trained=0, seed=0)
+    made = parser(
+        __doc__, draft=None, target=None, base=2048, rounds=7, cycles=20, nodes=16, depth=5, branch=4, trained=0, seed=0
+    )
     made.add_argument("--contexts", type=int, nargs="+", default=[2**n for n in range(10, 16)])
     args = made.parse_args()
     if args.base not in args.contexts:
         made.error(f"--base {args.base} is none of --contexts")
     before, shape = machine(), tree(args.nodes, args.depth, args.branch)
     target = eyas.load(args.target, method="vanilla").target
-    drafters = {name: drafter(target, method, {**shape, **more}, args.draft) for name, (method, more) in METHODS.items()}
+    drafters = {
+        name: drafter(target, method, {**shape, **more}, args.draft) for name, (method, more) in METHODS.items()
+    }
     for made_drafter in drafters.values():
         made_drafter.trained_length = args.trained or made_drafter.trained_length
     settings = {k: v for k, v in vars(args).items() if k not in ("output", "rounds", "draft")}

@@ -60,10 +60,13 @@ def draw_svg(nodes: list[Node]) -> str:
     place(0)
     width = max(x + w for x, w in zip(left, widths, strict=True)) + 1
     height = (rows - 1) * ROW + HEIGHT + 2
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    ]
     parts.append('     role="img" aria-label="A draft tree and its accepted path">')
     parts.append(f"  <style>{STYLE}  </style>")
-    for n, node in sorted(enumerate(nodes[1:], 1), key=lambda pair: pair[1].kind, reverse=True):  # accepted edges on top
+    # accepted edges on top
+    for n, node in sorted(enumerate(nodes[1:], 1), key=lambda pair: pair[1].kind, reverse=True):
         x0, y0 = left[node.parent] + widths[node.parent], top[node.parent] + HEIGHT / 2
         x1, y1 = left[n], top[n] + HEIGHT / 2
         middle = (x1 + left[n] - COLUMN) / 2
@@ -71,7 +74,9 @@ def draw_svg(nodes: list[Node]) -> str:
         parts.append(f'  <path class="{node.kind}" d="{curve}"/>')
     for n, node in enumerate(nodes):
         box = f'<rect x="{left[n]:.1f}" y="{top[n]:.1f}" width="{widths[n]:.1f}" height="{HEIGHT}" rx="6"/>'
-        text = f'<text x="{left[n] + PADDING:.1f}" y="{top[n] + 17.5:.1f}" xml:space="preserve">{escape(node.text)}</text>'
+        text = (
+            f'<text x="{left[n] + PADDING:.1f}" y="{top[n] + 17.5:.1f}" xml:space="preserve">{escape(node.text)}</text>'
+        )
         parts.append(f'  <g class="{node.kind}">{box}{text}</g>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -1,13 +1,15 @@
-"""Try eyas on a tiny random model of every causal language model of transformers; make docs/families.md from the record.
+"""Try eyas on a tiny random model of every causal language model of transformers; make
+docs/families.md from the record.
 
     python runs/families.py                     tries all types that were not tried yet, and makes the page
     python runs/families.py --again llama,opt   tries these types again
     python runs/families.py --page              only makes the page from the record
     python runs/families.py --check             exit status 1 when the page is not what the record says
 
-Each type is tried in a process of its own, with a limit of time and memory, so that a crash or a hang of one does not stop the others.
-What was found is kept in docs/results/families.raw.jsonl (beside --output); the same command goes on behind it.
-With another version of transformers, or of eyas, move it away.
+Each type is tried in a process of its own, with a limit of time and memory, so that a crash or a
+hang of one does not stop the others. What was found is kept in docs/results/families.raw.jsonl
+(beside --output); the same command goes on behind it. With another version of transformers, or of
+eyas, move it away.
 """
 
 from __future__ import annotations
@@ -78,12 +80,17 @@ def try_all(output: Path, only: set[str], again: set[str]) -> None:
             bar.advance(task)
     families = {row["key"][0]: {k: v for k, v in row.items() if k != "key"} for row in rows.of()}
     wrappers = {name: text for name, text in texts.items() if name != text and text in families}
-    made = {"date": datetime.now(UTC).date().isoformat(), "families": dict(sorted(families.items())), "text_models": wrappers}
+    made = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "families": dict(sorted(families.items())),
+        "text_models": wrappers,
+    }
     write(output, made, quiet=True)
 
 
 def in_a_process(model_type: str, seconds: int = SECONDS) -> Record:
-    """The result of `_families.trial` in a process that is forked for it; "fails" with the reason if it ends in any other way."""
+    """The result of `_families.trial` in a process that is forked for it; "fails" with the reason
+    if it ends in any other way."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(model_type, there, seconds))
@@ -91,7 +98,9 @@ def in_a_process(model_type: str, seconds: int = SECONDS) -> Record:
     there.close()
     try:
         found: Record = (
-            here.recv() if here.poll(4 * seconds) else {"attention": "full", "verdict": "fails", "why": f"no end within {4 * seconds} s"}
+            here.recv()
+            if here.poll(4 * seconds)
+            else {"attention": "full", "verdict": "fails", "why": f"no end within {4 * seconds} s"}
         )
     except EOFError:
         process.join()
@@ -141,13 +150,22 @@ def page(record: Record) -> str:
     families: Mapping[str, Record] = record["families"]
     text = HEAD.format(**record["machine"], date=record["date"])
     counts = {verdict: sum(row["verdict"] == verdict for row in families.values()) for verdict in VERDICTS}
-    text += f"{len(families)} types: " + ", ".join(f"{count} {VERDICTS[v].strip('*')}" for v, count in counts.items() if count) + ".\n"
+    text += (
+        f"{len(families)} types: "
+        + ", ".join(f"{count} {VERDICTS[v].strip('*')}" for v, count in counts.items() if count)
+        + ".\n"
+    )
     for kind, title in SECTIONS.items():
         rows = {name: row for name, row in families.items() if row["attention"] == kind}
         if rows:
-            text += f"\n## {title}\n\n" + table(("type", "eyas", "kernels", "why"), (line(name, row) for name, row in rows.items()))
+            text += f"\n## {title}\n\n" + table(
+                ("type", "eyas", "kernels", "why"), (line(name, row) for name, row in rows.items())
+            )
     text += "\n## Multimodal types\n\nThe text model decides; eyas decodes the text that follows.\n\n"
-    lines = ((f"`{name}`", f"`{inner}`", VERDICTS[families[inner]["verdict"]]) for name, inner in record["text_models"].items())
+    lines = (
+        (f"`{name}`", f"`{inner}`", VERDICTS[families[inner]["verdict"]])
+        for name, inner in record["text_models"].items()
+    )
     return text + table(("type", "its text model", "eyas"), lines)
 
 
@@ -163,8 +181,14 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--output", type=Path, default=RECORD, help="the record, JSON; the page lies beside it, but for the default's")
-    made.add_argument("--only", default="", help="types to try, separated by commas; the record then has only these and those tried before")
+    made.add_argument(
+        "--output", type=Path, default=RECORD, help="the record, JSON; the page lies beside it, but for the default's"
+    )
+    made.add_argument(
+        "--only",
+        default="",
+        help="types to try, separated by commas; the record then has only these and those tried before",
+    )
     made.add_argument("--again", default="", help="types to try again")
     made.add_argument("--page", action="store_true", help="try nothing")
     made.add_argument("--check", action="store_true", help="try nothing, write nothing")

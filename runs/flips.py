@@ -1,12 +1,14 @@
-"""Where half precision makes a tree's text another than plain decoding's: how often, and how near the tie was.
+"""Where half precision makes a tree's text another than plain decoding's: how often, and how near
+the tie was.
 
     python runs/flips.py --output docs/results/flips.json                                        the embedded model
     python runs/flips.py --target MODEL --draft eagle3=HEAD --draft eagle2=HEAD --output FILE.json
 
-Greedy answers to the bundled prompts of one turn by the model's own forward in each dtype (kernels compute in float32 and flip nothing). A
-text flips where it first differs from plain decoding's in the same dtype. Its margin is the difference of the two tokens' logits in the
-float32 model behind the common prefix; spacing is the distance of neighbouring numbers of the dtype at the larger logit, the least that a
-rounding moves.
+Greedy answers to the bundled prompts of one turn by the model's own forward in each dtype (kernels
+compute in float32 and flip nothing). A text flips where it first differs from plain decoding's in
+the same dtype. Its margin is the difference of the two tokens' logits in the float32 model behind
+the common prefix; spacing is the distance of neighbouring numbers of the dtype at the larger logit,
+the least that a rounding moves.
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ def main() -> None:
                 spacing = torch.finfo(getattr(torch, dtype)).eps * 2 ** math.floor(math.log2(max(abs(a), abs(b))))
                 flips.append({"token": at, "margin": round(a - b, 5), "spacing": round(spacing, 5)})
             tokens = sum(len(a.token_ids) for a in plain)
-            found[f"{method}, {dtype}"] = {"texts": len(prompts), "tokens": tokens, "flipped": len(flips), "flips": flips}
+            found[f"{method}, {dtype}"] = {
+                "texts": len(prompts),
+                "tokens": tokens,
+                "flipped": len(flips),
+                "flips": flips,
+            }
     write(args.output, {"tree": TREE, "found": found})
 
 

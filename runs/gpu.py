@@ -1,15 +1,18 @@
-"""Measure everything that wants a GPU, in one process: what is needed first comes first, and nothing that was measured is lost.
+"""Measure everything that wants a GPU, in one process: what is needed first comes first, and
+nothing that was measured is lost.
 
     python runs/gpu.py --output FILE.json                               all stages, about 28 minutes; see --minutes
     python runs/gpu.py --stages machine,texts,first --output FILE.json  some of them
     python runs/gpu.py --shape small --output FILE.json                 the whole of it in small, on a CPU too
     python runs/gpu.py --tables FILE.json                               the tables of a record
 
-Target and heads get random weights, on the device, in shapes of published models; acceptance is simulated at published rates. After every
-case the record is written as a whole and the case's table is printed. When the time is over (--minutes, 9 by default), or a case would
-not end in time, the run ends with status 0 and says what is left; the same command goes on where it was. A case that fails is noted, and
-the others go on (--retry measures it again); a device that no longer answers ends the process, and the run goes on in a new one. The run
-needs torch, transformers, numpy, psutil and rich, and no network; the stage `texts` reads the embedded model (the folder tiny/).
+Target and heads get random weights, on the device, in shapes of published models; acceptance is
+simulated at published rates. After every case the record is written as a whole and the case's table
+is printed. When the time is over (--minutes, 9 by default), or a case would not end in time, the
+run ends with status 0 and says what is left; the same command goes on where it was. A case that
+fails is noted, and the others go on (--retry measures it again); a device that no longer answers
+ends the process, and the run goes on in a new one. The run needs torch, transformers, numpy, psutil
+and rich, and no network; the stage `texts` reads the embedded model (the folder tiny/).
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds), 2.0)  # again, where a library takes it for an error of its own
+    # again, where a library takes it for an error of its own
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds), 2.0)
     try:
         yield
     finally:
@@ -81,7 +85,8 @@ def measure(stage_list: Sequence[Stage], bench: Bench, clock: Clock, seconds_sca
 
 
 def attempt(case: Any, clock: Clock) -> dict[str, Any]:
-    """The case's record; of one that fails, its error. Warnings are part of it: they say which kernels were left out, and why."""
+    """The case's record; of one that fails, its error. Warnings are part of it: they say which
+    kernels were left out, and why."""
     try:
         with interrupted_after(clock.left - LAST_SECONDS), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -91,7 +96,10 @@ def attempt(case: Any, clock: Clock) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, OutOfTime):
             raise
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "traceback": traceback.format_exc()[-3000:]}
+        return {
+            "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "traceback": traceback.format_exc()[-3000:],
+        }
 
 
 class DeviceError(Exception):
@@ -141,8 +149,12 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("out/gpu.json"), help="the record (default: %(default)s)")
     parser.add_argument("--stages", default="", help="names, separated by commas (default: all)")
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if there is one")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="of the target (default: llama-8b on a GPU, small on a CPU)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if there is one"
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="of the target (default: llama-8b on a GPU, small on a CPU)"
+    )
     parser.add_argument("--contexts", help="tokens, separated by commas")
     parser.add_argument("--rows", help="numbers of rows, separated by commas")
     parser.add_argument("--rounds", type=int, help="of cycles, of each contestant")
@@ -162,9 +174,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("torch sees no GPU: name another --device, or try the whole of it with --device cpu")
     device = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    plan, command = plan_of(args), " ".join(["python", "runs/gpu.py", *(sys.argv[1:] if arguments is None else arguments)])
+    plan, command = (
+        plan_of(args),
+        " ".join(["python", "runs/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]),
+    )
     stage_list = chosen(stages(plan), args.stages)
-    results = Results(args.output, {"command": command, "machine": machine(), "plan": vars(plan), "device": str(device)})
+    results = Results(
+        args.output, {"command": command, "machine": machine(), "plan": vars(plan), "device": str(device)}
+    )
     if args.retry:
         results.forget_failures()
     began = time.time() if arguments is not None else psutil.Process().create_time()
@@ -179,7 +196,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{tables(results.content)}\n", flush=True)
     left_over = [f"{s.name} {c.name}" for s in stage_list for c in s.cases if not results.has(s.name, c.name)]
     failed = [f"{s.name} {c.name}" for s in stage_list for c in s.cases if "error" in results.get(s.name, c.name)]
-    print(f"record: {args.output}; left: {', '.join(left_over) or 'nothing'}; failed: {', '.join(failed) or 'none'}", flush=True)
+    print(
+        f"record: {args.output}; left: {', '.join(left_over) or 'nothing'}; failed: {', '.join(failed) or 'none'}",
+        flush=True,
+    )
     if failed:
         raise EyasError(f"{len(failed)} of the cases failed; --retry measures them again")
 

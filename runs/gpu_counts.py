@@ -1,13 +1,15 @@
-"""Count what a recorded cycle launches on a GPU, without one: by method, temperature and precision of the draft.
+"""Count what a recorded cycle launches on a GPU, without one: by method, temperature and precision
+of the draft.
 
     python runs/gpu_counts.py                   the table, as Markdown
     python runs/gpu_counts.py --check           exit status 1 where a cycle launches more than docs/gpu.md says, or is no recording any more
     python runs/gpu_counts.py --write           write the table into docs/gpu.md
 
-One row behind 1,024 tokens, shapes of Llama-3.1-8B, bfloat16, trees of 60 nodes (8 levels, 10 wide) or the method's own, unless the first
-column says otherwise. The cycle is run on tensors without memory (_fake_cuda.py), with two numbers of layers, so that the launches of a
-layer are known apart. Methods that are not here are recorded without their draft: their pass, verification and commit are as those of
-the others.
+One row behind 1,024 tokens, shapes of Llama-3.1-8B, bfloat16, trees of 60 nodes (8 levels, 10 wide)
+or the method's own, unless the first column says otherwise. The cycle is run on tensors without
+memory (_fake_cuda.py), with two numbers of layers, so that the launches of a layer are known apart.
+Methods that are not here are recorded without their draft: their pass, verification and commit are
+as those of the others.
 """
 
 from __future__ import annotations
@@ -144,7 +146,9 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
         base = ShapedTarget(model)
         base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
         runner = (
-            GraphRunner(base, capture, fused=FusedLayers(base, joins=True)) if case.kernels else GraphRunner(base, capture, ops=REFERENCE)
+            GraphRunner(base, capture, fused=FusedLayers(base, joins=True))
+            if case.kernels
+            else GraphRunner(base, capture, ops=REFERENCE)
         )
         target = base.run_with(runner)
         kind = find(case.method)
@@ -167,7 +171,9 @@ def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
     session.reserve(case.context + NEW + cycle.extra_slots)
     session.lengths, session.length_B = [case.context] * rows, torch.full((rows,), case.context, device=CUDA)
     noise = GumbelNoise(
-        torch.zeros(rows, dtype=torch.long, device=CUDA), torch.full((rows,), sampling[0].greedy, device=CUDA), sampling[0].greedy
+        torch.zeros(rows, dtype=torch.long, device=CUDA),
+        torch.full((rows,), sampling[0].greedy, device=CUDA),
+        sampling[0].greedy,
     )
     text = [5, 6, 7, 8] * (case.context // 4) + [5]
     cycle_input = CycleInput(
@@ -175,7 +181,8 @@ def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
         active_B=torch.ones(rows, dtype=torch.bool, device=CUDA), sampling=sampling, noise=noise, max_position=case.context,
         active_rows=tuple(range(rows)), row_tokens=(text,) * rows, eos=(frozenset(),) * rows, remaining=(NEW,) * rows,
     )  # fmt: skip
-    with suppress(DataDependentOutputException):  # methods that read text see the result on the host, after the recording
+    # methods that read text see the result on the host, after the recording
+    with suppress(DataDependentOutputException):
         cycle(cycle_input, StageTimer())
 
 
@@ -184,7 +191,9 @@ def _counts(log: LaunchLog, layers: int) -> Counts:
         return {stage: sum(value(launch) for launch in log.launches if launch.stage == stage) for stage in STAGES}
 
     faults = tuple(f"{fault} (x{count})" for fault, count in log.faults.items())
-    return Counts(layers, summed(lambda x: x.kernels), summed(lambda x: x.kernels * x.product), summed(lambda x: x.bytes), faults)
+    return Counts(
+        layers, summed(lambda x: x.kernels), summed(lambda x: x.kernels * x.product), summed(lambda x: x.bytes), faults
+    )
 
 
 def counted(case: Case, layers: int = 32) -> tuple[Counts, float]:
@@ -194,7 +203,19 @@ def counted(case: Case, layers: int = 32) -> tuple[Counts, float]:
 
 
 KEYS = 4  # leading cells that name a row
-HEADER = ("method", "T", "draft", "by", "draft: launches", "target: a layer", "target: rest", "verify", "commit", "all, 32 layers", "GB")
+HEADER = (
+    "method",
+    "T",
+    "draft",
+    "by",
+    "draft: launches",
+    "target: a layer",
+    "target: rest",
+    "verify",
+    "commit",
+    "all, 32 layers",
+    "GB",
+)
 
 
 def row(case: Case) -> list[str]:
@@ -209,7 +230,9 @@ def row(case: Case) -> list[str]:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """The rows as Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * KEYS + ("---:",) * (len(HEADER) - KEYS), *rows))
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * KEYS + ("---:",) * (len(HEADER) - KEYS), *rows)
+    )
 
 
 def written(page: str) -> dict[tuple[str, ...], list[float]]:
@@ -220,7 +243,8 @@ def written(page: str) -> dict[tuple[str, ...], list[float]]:
 
 
 def difference(counted_row: Sequence[str], page: dict[tuple[str, ...], list[float]]) -> str | None:
-    """Why the page does not hold for this row: it launches more than is written, or much less; None if it holds."""
+    """Why the page does not hold for this row: it launches more than is written, or much less; None
+    if it holds."""
     key, numbers = tuple(counted_row[:KEYS]), [float(cell.replace(",", "")) for cell in counted_row[KEYS:]]
     if key not in page:
         return f"{', '.join(key)}: not on the page"
@@ -228,7 +252,11 @@ def difference(counted_row: Sequence[str], page: dict[tuple[str, ...], list[floa
         if now > before:
             return f"{', '.join(key)}: {name} is {now:g}, the page says {before:g}"
     now, before = numbers[-2], page[key][-2]
-    return f"{', '.join(key)}: {now:g} launches, the page says {before:g}: renew it" if now < (1 - SLACK) * before else None
+    return (
+        f"{', '.join(key)}: {now:g} launches, the page says {before:g}: renew it"
+        if now < (1 - SLACK) * before
+        else None
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -244,7 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("\n".join(differences) or 0)
     if args.write:
         page = re.sub(
-            f"{re.escape(BEGIN)}.*?{re.escape(END)}", f"{BEGIN}\n{table(rows)}\n{END}", PAGE.read_text(encoding="utf-8"), flags=re.S
+            f"{re.escape(BEGIN)}.*?{re.escape(END)}",
+            f"{BEGIN}\n{table(rows)}\n{END}",
+            PAGE.read_text(encoding="utf-8"),
+            flags=re.S,
         )
         write_text(PAGE, page)
     print(table(rows))

@@ -1,8 +1,10 @@
-"""Expected times of a cycle on a GPU that is not there, by arithmetic: the table "Expected times" of docs/gpu.md.
+"""Expected times of a cycle on a GPU that is not there, by arithmetic: the table "Expected times"
+of docs/gpu.md.
 
-A small kernel takes 2 us or the time of its bytes, a product or attention at least 3.5 us; bytes come at 3.6 TB/s. The bound reads weights
-and keys once at 4.0 TB/s. Shapes are Llama-3.1-8B's, one row, an EAGLE-3 head with 32,000 draft tokens and trees of 60 nodes. No clock of
-any GPU has confirmed these figures.
+A small kernel takes 2 us or the time of its bytes, a product or attention at least 3.5 us; bytes
+come at 3.6 TB/s. The bound reads weights and keys once at 4.0 TB/s. Shapes are Llama-3.1-8B's, one
+row, an EAGLE-3 head with 32,000 draft tokens and trees of 60 nodes. No clock of any GPU has
+confirmed these figures.
 
     python runs/gpu_estimate.py
 """
@@ -30,7 +32,9 @@ def product(size: float) -> float:
 def layer(nodes: int, tokens: int, weight_bytes: int, inputs: int = HIDDEN) -> float:
     """Microseconds of a layer's ten kernels, and of one more for each product in fp8."""
     sizes = ((QKV, inputs), (HIDDEN, HEADS * WIDTH), (2 * INNER, HIDDEN), (HIDDEN, INNER))
-    products = sum(product(weight_bytes * o * i + 2 * nodes * (o + i)) for o, i in sizes) + (4 * SMALL_US if weight_bytes == 1 else 0)
+    products = sum(product(weight_bytes * o * i + 2 * nodes * (o + i)) for o, i in sizes) + (
+        4 * SMALL_US if weight_bytes == 1 else 0
+    )
     blocks = KV_HEADS * -(-nodes * HEADS // KV_HEADS // 64)
     splits = max(1, min(264 // blocks, -(-tokens // 64)))
     queries, parts = 2 * nodes * HEADS * WIDTH, 4 * nodes * HEADS * WIDTH * splits
@@ -44,12 +48,14 @@ def target_pass(nodes: int, tokens: int) -> float:
 
 
 def verification(nodes: int) -> float:
-    """Draws from the logits and their path, and the commit: of lengths, in a tree also of keys, features and the draft's state."""
+    """Draws from the logits and their path, and the commit: of lengths, in a tree also of keys,
+    features and the draft's state."""
     return small(2 * nodes * VOCAB) + (2 if nodes == 1 else 13) * SMALL_US
 
 
 def draft(levels: int, tokens: int, weight_bytes: int) -> float:
-    """Microseconds of the pending pairs (the first level), the other levels, and the tree's last three kernels."""
+    """Microseconds of the pending pairs (the first level), the other levels, and the tree's last
+    three kernels."""
     time = product(weight_bytes * 3 * HIDDEN * HIDDEN) + 18 * SMALL_US
     for level in range(levels):
         time += layer(BRANCH if level else PENDING, tokens, weight_bytes, 2 * HIDDEN)
@@ -59,7 +65,9 @@ def draft(levels: int, tokens: int, weight_bytes: int) -> float:
 
 def table() -> str:
     """The table of docs/gpu.md."""
-    lines = ["| tokens | bound, ms | vanilla, ms | share of the bound | 60 nodes, ms | c: fp8, 6 levels | c: bf16, 8 levels |"]
+    lines = [
+        "| tokens | bound, ms | vanilla, ms | share of the bound | 60 nodes, ms | c: fp8, 6 levels | c: bf16, 8 levels |"
+    ]
     lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     weights = 2 * (LAYERS * HIDDEN * (QKV + HEADS * WIDTH + 3 * INNER) + VOCAB * HIDDEN)
     for tokens in (1_024, 16_384):

@@ -1,12 +1,14 @@
-"""Expected times of a 70B target split over several GPUs that are not there, by arithmetic: the table "Several GPUs" of docs/gpu.md.
+"""Expected times of a 70B target split over several GPUs that are not there, by arithmetic: the
+table "Several GPUs" of docs/gpu.md.
 
     python runs/gpu_parallel.py
 
-Kernels and bytes as in gpu_estimate.py, each GPU with its share of the heads, of the inner width and of the vocabulary. Two sums over all
-GPUs a layer, after the output matrix and after the MLP, in the target and in the draft; one gathering of the logits a pass, one of the
-best children a level. A collective takes COLLECTIVE_US and the time of its bytes over the links. Shapes are Llama-3.1-70B's in bfloat16,
-one row behind 1,024 tokens, an EAGLE-3 head of the same layer shape with 32,000 draft tokens in fp8, 60 nodes, 6 levels. Nothing of it
-has been measured.
+Kernels and bytes as in gpu_estimate.py, each GPU with its share of the heads, of the inner width
+and of the vocabulary. Two sums over all GPUs a layer, after the output matrix and after the MLP, in
+the target and in the draft; one gathering of the logits a pass, one of the best children a level. A
+collective takes COLLECTIVE_US and the time of its bytes over the links. Shapes are Llama-3.1-70B's
+in bfloat16, one row behind 1,024 tokens, an EAGLE-3 head of the same layer shape with 32,000 draft
+tokens in fp8, 60 nodes, 6 levels. Nothing of it has been measured.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Sizes:
     def weight_bytes(self) -> int:
         """Bytes of the target's layers and head, in bfloat16."""
         qkv = (self.heads + 2 * self.kv_heads) * self.width
-        return 2 * (self.layers * self.hidden * (qkv + self.heads * self.width + 3 * self.inner) + self.vocab * self.hidden)
+        return 2 * (
+            self.layers * self.hidden * (qkv + self.heads * self.width + 3 * self.inner) + self.vocab * self.hidden
+        )
 
     @property
     def key_bytes(self) -> int:
@@ -63,7 +67,9 @@ def layer(sizes: Sizes, gpus: int, nodes: int, tokens: int, weight_bytes: int, i
     D, heads, kv_heads, inner = sizes.hidden, sizes.heads // gpus, max(1, sizes.kv_heads // gpus), sizes.inner // gpus
     qkv = (heads + 2 * kv_heads) * sizes.width
     matrices = ((qkv, inputs), (D, heads * sizes.width), (2 * inner, D), (D, inner))
-    products = sum(product(weight_bytes * o * i + 2 * nodes * (o + i)) for o, i in matrices) + (4 * SMALL_US if weight_bytes == 1 else 0)
+    products = sum(product(weight_bytes * o * i + 2 * nodes * (o + i)) for o, i in matrices) + (
+        4 * SMALL_US if weight_bytes == 1 else 0
+    )
     blocks = kv_heads * -(-nodes * heads // kv_heads // 64)
     splits = max(1, min(2 * PROCESSORS // blocks, -(-tokens // 64)))
     queries = 2 * nodes * heads * sizes.width
@@ -74,8 +80,11 @@ def layer(sizes: Sizes, gpus: int, nodes: int, tokens: int, weight_bytes: int, i
 
 
 def target_pass(sizes: Sizes, gpus: int, nodes: int, tokens: int = TOKENS) -> float:
-    """Microseconds of a pass. The logits of all parts of the vocabulary are gathered: every GPU verifies, with the same bits."""
-    head = product((2 * sizes.vocab * sizes.hidden + 2 * nodes * sizes.vocab) / gpus) + gathered(2 * nodes * sizes.vocab, gpus)
+    """Microseconds of a pass. The logits of all parts of the vocabulary are gathered: every GPU
+    verifies, with the same bits."""
+    head = product((2 * sizes.vocab * sizes.hidden + 2 * nodes * sizes.vocab) / gpus) + gathered(
+        2 * nodes * sizes.vocab, gpus
+    )
     return sizes.layers * layer(sizes, gpus, nodes, tokens, 2, sizes.hidden) + head + 4 * SMALL_US
 
 

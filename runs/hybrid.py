@@ -1,10 +1,13 @@
-"""Measure what a cycle over a chain or a tree costs on targets with recurrent or convolutional state, against one token.
+"""Measure what a cycle over a chain or a tree costs on targets with recurrent or convolutional
+state, against one token.
 
     python runs/hybrid.py --output docs/results/hybrid.json
 
-The models have the shapes of hybrids and random weights: the time of a pass does not depend on what is accepted. Each row reads a prompt;
-then passes of all kinds are timed in turns, round after round: the forward over the trees and the commit of a longest path. "transformers"
-is the model's own step of one token, with transformers' cache. Milliseconds: medians with quartiles; ratios to the pass of one node.
+The models have the shapes of hybrids and random weights: the time of a pass does not depend on what
+is accepted. Each row reads a prompt; then passes of all kinds are timed in turns, round after
+round: the forward over the trees and the commit of a longest path. "transformers" is the model's
+own step of one token, with transformers' cache. Milliseconds: medians with quartiles; ratios to the
+pass of one node.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ from eyas.core.tree import Tree, Verdict
 SCHEMA = "eyas.hybrid/1"
 COMMON = {"vocab_size": 16_384, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 SHAPES: dict[str, dict[str, Any]] = {
-    "lfm2": {"intermediate_size": 2048, "num_hidden_layers": 12, "layer_types": (["conv"] * 2 + ["full_attention"]) * 4},
+    "lfm2": {
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "layer_types": (["conv"] * 2 + ["full_attention"]) * 4,
+    },
     "qwen3_next": {
         "num_hidden_layers": 12,
         "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3,
@@ -77,7 +84,9 @@ class Passes:
 
     @torch.inference_mode()
     def own_step(self) -> None:
-        self.target.model(input_ids=torch.zeros(self.rows, 1, dtype=torch.long), past_key_values=self.cache, use_cache=True)
+        self.target.model(
+            input_ids=torch.zeros(self.rows, 1, dtype=torch.long), past_key_values=self.cache, use_cache=True
+        )
 
     def verify(self, parents: list[int]) -> None:
         tree = tree_of(parents, self.rows)
@@ -95,7 +104,9 @@ def commit_deepest(session: TargetSession, tree: Tree) -> None:
     path_P = tree.mask_BNN[0, int(tree.depth_BN[0].argmax())].nonzero()[:, 0]
     path_BP = path_P.expand(session.rows, -1)
     length_B = torch.full((session.rows,), depth + 1)
-    session.commit(Verdict(path_BP, torch.zeros_like(path_BP), length_B, length_B), torch.ones(session.rows, dtype=torch.bool))
+    session.commit(
+        Verdict(path_BP, torch.zeros_like(path_BP), length_B, length_B), torch.ones(session.rows, dtype=torch.bool)
+    )
     session.settle([length + depth + 1 for length in session.lengths])
 
 
@@ -113,7 +124,9 @@ def measure(model_type: str, rows: int, prompt: int, rounds: int) -> dict[str, A
     state_bytes = 0 if passes.session.states is None else passes.session.states.bytes
     return {
         "parameters": sum(weight.numel() for weight in target.model.parameters()),
-        "parameters_of_state_modules": sum(weight.numel() for one in target.state_modules for weight in one.module.parameters()),
+        "parameters_of_state_modules": sum(
+            weight.numel() for one in target.state_modules for weight in one.module.parameters()
+        ),
         "state_bytes_per_row": state_bytes // rows,
         "ms": {name: [round(float(x), 2) for x in np.percentile(values, (25, 50, 75))] for name, values in ms.items()},
         "over_one_token": {name: round(float(np.median(values)) / base, 2) for name, values in ms.items()},

@@ -2,13 +2,15 @@
 
     python runs/long_context.py --draft HEAD --books BOOK.txt.gz ... --output docs/results/long_context.json
 
-A passage is a point in a book. Its prompts end there and reach back over different numbers of tokens; two tasks: `continue` (the plain
-text) and `summary` (a chat that asks for one paragraph about the passage). All prompts of a passage are followed by the same text: what the
-target itself says after the longest one. So only the visible prefix varies. The text is forced by a verification that accepts it alone;
-drafts see the target's own features of it. Only the first token is the target's own choice after each prompt.
+A passage is a point in a book. Its prompts end there and reach back over different numbers of
+tokens; two tasks: `continue` (the plain text) and `summary` (a chat that asks for one paragraph
+about the passage). All prompts of a passage are followed by the same text: what the target itself
+says after the longest one. So only the visible prefix varies. The text is forced by a verification
+that accepts it alone; drafts see the target's own features of it. Only the first token is the
+target's own choice after each prompt.
 
-Methods: eagle3 and seagle as eyas has them, and seagle with other sinks and crops. Intervals: 95 %, bootstrap over passages. Interrupted
-runs go on.
+Methods: eagle3 and seagle as eyas has them, and seagle with other sinks and crops. Intervals: 95 %,
+bootstrap over passages. Interrupted runs go on.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class Prompts:
     def __init__(self, llm: LLM, task: str) -> None:
         tokenizer = llm.tokenizer
         specials = set(tokenizer.all_special_ids)
-        first = [t for t in tokenizer("a")["input_ids"][:1] if t in specials] or [t for t in (tokenizer.bos_token_id,) if t is not None]
+        first = [t for t in tokenizer("a")["input_ids"][:1] if t in specials] or [
+            t for t in (tokenizer.bos_token_id,) if t is not None
+        ]
         self.head, self.tail = first, list[int]()
         if task == "summary":
             mark = "\N{BLACK STAR}"  # in the passage's place
@@ -93,7 +97,8 @@ class Prompts:
 
 
 def points(book: list[int], count: int, longest: int, new: int) -> list[int]:
-    """Where passages end: spread evenly, however many are asked for later (multiples of the golden ratio)."""
+    """Where passages end: spread evenly, however many are asked for later (multiples of the golden
+    ratio)."""
     first, last = longest, len(book) - new
     if first >= last:
         raise InputError(f"a book has {len(book)} tokens, too few for prompts of {longest}")
@@ -101,7 +106,8 @@ def points(book: list[int], count: int, longest: int, new: int) -> list[int]:
 
 
 def summary(passages: list[dict[str, Any]], lengths: list[int], within: list[int]) -> dict[str, Any]:
-    """tau by method and length, its ratio to tau within the trained length, and to the other method's; paired by passage."""
+    """tau by method and length, its ratio to tau within the trained length, and to the other
+    method's; paired by passage."""
 
     def pair(name: str, at: Sequence[int]) -> list[list[float]]:
         chosen = [[row["cycles"][name][lengths.index(n)] for n in at] for row in passages]
@@ -122,12 +128,16 @@ def main() -> None:
     made = parser(__doc__, draft=None, target=None, passages=4, new_tokens=64, nodes=16, depth=5, branch=4, trained=0)
     made.add_argument("--books", type=Path, nargs="+", required=True, help=".txt.gz")
     made.add_argument("--tasks", nargs="+", choices=("continue", "summary"), default=["continue", "summary"])
-    made.add_argument("--at", type=int, nargs="+", default=[256, 448, 1024, 2048, 3072, 4032], help="lengths of the prompts")
+    made.add_argument(
+        "--at", type=int, nargs="+", default=[256, 448, 1024, 2048, 3072, 4032], help="lengths of the prompts"
+    )
     args = made.parse_args()
     before, lengths = machine(), sorted(args.at)
     llm = eyas.load(args.target, method="vanilla")
     shape = tree(args.nodes, args.depth, args.branch)
-    drafters = {name: drafter(llm.target, method, {**shape, **more}, args.draft) for name, (method, more) in METHODS.items()}
+    drafters = {
+        name: drafter(llm.target, method, {**shape, **more}, args.draft) for name, (method, more) in METHODS.items()
+    }
     for made_drafter in drafters.values():
         made_drafter.trained_length = args.trained or made_drafter.trained_length
     trained = drafters["seagle"].trained_length
@@ -143,7 +153,13 @@ def main() -> None:
         prompts, point = Prompts(llm, task), points(books[name], args.passages, lengths[-1], args.new_tokens)[i]
         made_prompts = {n: prompts.of(books[name], point, n) for n in lengths}
         text = list(llm.generate(made_prompts[lengths[-1]], max_new_tokens=args.new_tokens).token_ids)
-        rows.add(key, {"text": text, "cycles": {m: [cycles(d, made_prompts[n], text) for n in lengths] for m, d in drafters.items()}})
+        rows.add(
+            key,
+            {
+                "text": text,
+                "cycles": {m: [cycles(d, made_prompts[n], text) for n in lengths] for m, d in drafters.items()},
+            },
+        )
     within = [n for n in lengths if n + args.new_tokens <= (trained or 0)] or lengths[:1]
     tasks = {}
     for task in args.tasks:

@@ -11,9 +11,10 @@
     python runs/make_tiny.py narrow    --model out/tiny/head3f --chat out/tiny/own_t1.jsonl --size 6144 --output out/tiny/head3g
     python runs/make_tiny.py report    --chat HELDIN.jsonl.gz --book BOOK.txt.gz --output docs/results/tiny.json
 
-Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold documents parted by <|endoftext|>.
-`pretrain` checkpoints every few minutes and resumes by itself when it is started again with the same --output.
-The draft head is made afterwards by `eyas train` (see runs/make_tiny.sh).
+Chat files hold one JSON object a line with `conversations: [{role, content}]`; text files hold
+documents parted by <|endoftext|>. `pretrain` checkpoints every few minutes and resumes by itself
+when it is started again with the same --output. The draft head is made afterwards by `eyas train`
+(see runs/make_tiny.sh).
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def tokenizer_stage(args: argparse.Namespace) -> None:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=SHAPE["vocab_size"], special_tokens=SPECIAL, initial_alphabet=alphabet))
+    bpe.train_from_iterator(
+        texts(), trainers.BpeTrainer(vocab_size=SHAPE["vocab_size"], special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=SPECIAL[0], eos_token=SPECIAL[1], pad_token=SPECIAL[5],
         additional_special_tokens=SPECIAL[2:5], model_max_length=SHAPE["max_position_embeddings"],
@@ -93,7 +96,8 @@ def tokenizer_stage(args: argparse.Namespace) -> None:
 
 
 def tokens_stage(args: argparse.Namespace) -> None:
-    """Tokenise once: chat.bin (conversations, shuffled), text.bin (documents), heldout.bin (every 100th conversation)."""
+    """Tokenise once: chat.bin (conversations, shuffled), text.bin (documents), heldout.bin (every
+    100th conversation)."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -170,7 +174,11 @@ def pretrain_stage(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     streams = {n: np.fromfile(args.tokens / f"{n}.bin", np.uint16) for n in ("chat", "text", "heldout")}
     config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 50_000.0})
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32) if args.init == "model" else LlamaForCausalLM(config)
+    model = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        if args.init == "model"
+        else LlamaForCausalLM(config)
+    )
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -211,7 +219,10 @@ def pretrain_stage(args: argparse.Namespace) -> None:
         for group in optimiser.param_groups:
             group["lr"] = lr
         share = 0.25 if length == 1024 else 0.5
-        rows = [sources[length, "text" if picks.random() < share else "chat"].take() for _ in range(args.batch_tokens // length)]
+        rows = [
+            sources[length, "text" if picks.random() < share else "chat"].take()
+            for _ in range(args.batch_tokens // length)
+        ]
         with torch.autocast("cpu", torch.bfloat16):
             loss = train_loss(model, torch.from_numpy(np.stack(rows)))
         loss.backward()
@@ -246,7 +257,13 @@ def quantise_stage(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / CHECKSUMS).unlink(missing_ok=True)  # those of the model before
     save_file(tiny.quantise(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
         (args.output / name).write_bytes((args.model / name).read_bytes())
     exact, packed = load_file(args.model / "model.safetensors"), tiny.model(args.output).state_dict()
     error = max(float((exact[n].float() - packed[n]).abs().max() / exact[n].float().abs().max()) for n in exact)
@@ -255,7 +272,8 @@ def quantise_stage(args: argparse.Namespace) -> None:
 
 
 def head_stage(args: argparse.Namespace) -> None:
-    """Copy a trained head into the package, its weights in float16; and the checksums of everything there, for `eyas doctor`."""
+    """Copy a trained head into the package, its weights in float16; and the checksums of everything
+    there, for `eyas doctor`."""
     from safetensors.torch import load_file, save_file
 
     from eyas import tiny
@@ -281,7 +299,8 @@ def head_stage(args: argparse.Namespace) -> None:
 
 
 def widen_stage(args: argparse.Namespace) -> None:
-    """Give every head of a draft layer keys and values of its own, by repeating the shared ones: what the head says stays the same."""
+    """Give every head of a draft layer keys and values of its own, by repeating the shared ones:
+    what the head says stays the same."""
     from eyas import checkpoints
 
     weights = checkpoints.load(args.model)
@@ -294,7 +313,8 @@ def widen_stage(args: argparse.Namespace) -> None:
 
 
 def extend_stage(args: argparse.Namespace) -> None:
-    """Let an EAGLE-3 head draft every token: the new rows of its lm_head are a linear function of the target's, fitted to the old rows."""
+    """Let an EAGLE-3 head draft every token: the new rows of its lm_head are a linear function of
+    the target's, fitted to the old rows."""
     from eyas import checkpoints, tiny
     from eyas.drafters.eagle3 import DRAFT_IDS
 
@@ -312,16 +332,23 @@ def extend_stage(args: argparse.Namespace) -> None:
 
 
 def questions_stage(args: argparse.Namespace) -> None:
-    """Lines of chats in a random order, those of --without left out: what the target answers itself, for a head to be trained on."""
+    """Lines of chats in a random order, those of --without left out: what the target answers
+    itself, for a head to be trained on."""
     held = {json.dumps(turns) for path in args.without for turns in chats(path)}
-    lines = [line for path in args.chat for line in read_lines(path) if json.dumps(json.loads(line)["conversations"]) not in held]
+    lines = [
+        line
+        for path in args.chat
+        for line in read_lines(path)
+        if json.dumps(json.loads(line)["conversations"]) not in held
+    ]
     random.Random(args.seed).shuffle(lines)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text("".join(lines[args.skip : args.skip + args.limit]))
 
 
 def narrow_stage(args: argparse.Namespace) -> None:
-    """Keep the --size most frequent tokens of the assistant's replies in --chat of those that an EAGLE-3 head drafts, in its lm_head."""
+    """Keep the --size most frequent tokens of the assistant's replies in --chat of those that an
+    EAGLE-3 head drafts, in its lm_head."""
     from eyas import checkpoints, tiny
     from eyas.drafters.eagle3 import DRAFT_IDS, choose_draft_vocabulary
 
@@ -331,7 +358,9 @@ def narrow_stage(args: argparse.Namespace) -> None:
     counts_V = torch.zeros(weights.config["vocab_size"], dtype=torch.long)
     for path in args.chat:
         for line in read_lines(path):
-            replies = [turn["content"] + "<|end|>" for turn in json.loads(line)["messages"] if turn["role"] == "assistant"]
+            replies = [
+                turn["content"] + "<|end|>" for turn in json.loads(line)["messages"] if turn["role"] == "assistant"
+            ]
             for ids in tokenizer(replies, add_special_tokens=False)["input_ids"]:
                 counts_V += torch.tensor(ids).bincount(minlength=len(counts_V))
     ids_v = choose_draft_vocabulary(counts_V, args.size)
@@ -350,7 +379,10 @@ def report_stage(args: argparse.Namespace) -> None:
 
     model, tokenizer = tiny.model(), tiny.tokenizer()
     turns = [c for path in args.chat for c in chats(path)]
-    ids = [tokenizer(tokenizer.apply_chat_template(c, tokenize=False), add_special_tokens=False)["input_ids"] for c in turns]
+    ids = [
+        tokenizer(tokenizer.apply_chat_template(c, tokenize=False), add_special_tokens=False)["input_ids"]
+        for c in turns
+    ]
     nats = [float(loss_of(model, torch.tensor([row[:4096]])) * (len(row[:4096]) - 1)) for row in ids]
     chat_loss = sum(nats) / sum(len(row[:4096]) - 1 for row in ids)
     by_position: dict[str, float] = {}
@@ -359,14 +391,19 @@ def report_stage(args: argparse.Namespace) -> None:
         blocks = torch.tensor(book[: 8 * 4097]).view(8, 4097)
         logits = [model(row[None, :-1]).logits[0] for row in blocks]
         losses = torch.stack(
-            [torch.nn.functional.cross_entropy(x, row[1:], reduction="none") for x, row in zip(logits, blocks, strict=True)]
+            [
+                torch.nn.functional.cross_entropy(x, row[1:], reduction="none")
+                for x, row in zip(logits, blocks, strict=True)
+            ]
         )
         cuts = [0, 256, 1024, 2048, 3072, 4096]
         by_position = {f"{a}-{b}": round(float(losses[:, a:b].mean()), 3) for a, b in pairwise(cuts)}
     grams, samples = [], []
     for c in turns[:60]:
         last = max(i for i, t in enumerate(c) if t["role"] == "user")
-        prompt = tokenizer.apply_chat_template(c[: last + 1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompt = tokenizer.apply_chat_template(
+            c[: last + 1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         out = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
         grams += [tuple(out[i : i + 3]) for i in range(len(out) - 2)]
         samples.append({"user": c[last]["content"], "answer": tokenizer.decode(out, skip_special_tokens=True)})

@@ -2,10 +2,12 @@
 
     python runs/masks.py --output docs/results/masks.json
 
-The trees are random, over random places of random texts of one JSON schema; about half of the nodes are allowed. A vocabulary is the
-embedded model's, the other one 128,000 tokens that are joined from two of its tokens. "walk" is the library's part, "mask" the whole call
-of `Constraint.mask`, "apply" the masking of the scores. Times are of one thread, in microseconds: medians and the 95th percentile. The
-first masks of a grammar's states take longer: they are in "first", the same trees before they were seen.
+The trees are random, over random places of random texts of one JSON schema; about half of the nodes
+are allowed. A vocabulary is the embedded model's, the other one 128,000 tokens that are joined from
+two of its tokens. "walk" is the library's part, "mask" the whole call of `Constraint.mask`, "apply"
+the masking of the scores. Times are of one thread, in microseconds: medians and the 95th
+percentile. The first masks of a grammar's states take longer: they are in "first", the same trees
+before they were seen.
 """
 
 from __future__ import annotations
@@ -104,10 +106,16 @@ def measure(library: str, tokenizer: Any, vocab: int, nodes: list[int], places: 
             scores_NV = torch.randn(count, vocab)
             for repeat in range(repeats):
                 made._root = None
-                times["first" if repeat == 0 else "mask"].append(timed(lambda made=made, p=parents, t=tokens: made.mask(p, t)))
-                children: list[list[int]] = [[i for i, parent in enumerate(parents) if parent == node] for node in range(count)]
+                times["first" if repeat == 0 else "mask"].append(
+                    timed(lambda made=made, p=parents, t=tokens: made.mask(p, t))
+                )
+                children: list[list[int]] = [
+                    [i for i, parent in enumerate(parents) if parent == node] for node in range(count)
+                ]
                 bits_NW = torch.full((count, made._vocabulary.words), -1, dtype=torch.int32)
-                times["walk"].append(timed(lambda made=made, c=children, t=tokens, b=bits_NW: made._matcher.walk(c, t, b)))
+                times["walk"].append(
+                    timed(lambda made=made, c=children, t=tokens, b=bits_NW: made._matcher.walk(c, t, b))
+                )
                 mask_NV = made.mask(parents, tokens)
                 times["apply"].append(timed(lambda s=scores_NV, m=mask_NV: s.masked_fill_(~m, -torch.inf)))
         result[str(count)] = {name: spread(values) for name, values in times.items()}
@@ -120,7 +128,10 @@ def main() -> None:
     nodes = [int(count) for count in options.nodes.split(",")]
     vocabularies = {"embedded": tiny.tokenizer(), str(options.vocab): joined_tokenizer(options.vocab)}
     results = {
-        name: {library: measure(library, tokenizer, len(tokenizer), nodes, options.places, options.repeats) for library in LIBRARIES}
+        name: {
+            library: measure(library, tokenizer, len(tokenizer), nodes, options.places, options.repeats)
+            for library in LIBRARIES
+        }
         for name, tokenizer in vocabularies.items()
     }
     write(options.output, {"schema": SCHEMA, "microseconds": results})

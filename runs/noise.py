@@ -1,10 +1,12 @@
-"""Shared noise: tau at T = 1 beside tau at T = 0, for drafts that look at the target's noise and drafts that do not; tree ablations.
+"""Shared noise: tau at T = 1 beside tau at T = 0, for drafts that look at the target's noise and
+drafts that do not; tree ablations.
 
     python runs/noise.py --chats HELDIN.jsonl.gz --limit 40 --output docs/results/noise.json
 
-The last user turn of each chat is answered with the embedded model and its heads, trees of 26 nodes and chains of 5. Ids are compared with
-plain decoding of the same seed: trees that draw nothing return them at any temperature; drawn ones follow the target's distribution only.
-Intervals: 95 %, bootstrap over chats, paired.
+The last user turn of each chat is answered with the embedded model and its heads, trees of 26 nodes
+and chains of 5. Ids are compared with plain decoding of the same seed: trees that draw nothing
+return them at any temperature; drawn ones follow the target's distribution only. Intervals: 95 %,
+bootstrap over chats, paired.
 """
 
 from __future__ import annotations
@@ -28,17 +30,27 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> method, options
     "eagle3, shared": ("eagle3", tree(26, 5, 4)),
     "eagle2, by confidence": ("eagle2", tree(26, 5, 4, **{"tree.expand": "confidence"})),
     "eagle2, no rerank": ("eagle2", tree(26, 5, 4, **{"tree.rerank": False})),
-    "eagle2, by confidence, no rerank": ("eagle2", tree(26, 5, 4, **{"tree.expand": "confidence", "tree.rerank": False})),
+    "eagle2, by confidence, no rerank": (
+        "eagle2",
+        tree(26, 5, 4, **{"tree.expand": "confidence", "tree.rerank": False}),
+    ),
 }
 # (a, b, temperature of a, of b): tau of a over tau of b
 RATIOS = [
-    *((f"{head}, shared", f"{head}, {other}", 1.0, t) for head in ("eagle2", "eagle3") for other, t in (("shared", 0.0), ("none", 1.0))),
+    *(
+        (f"{head}, shared", f"{head}, {other}", 1.0, t)
+        for head in ("eagle2", "eagle3")
+        for other, t in (("shared", 0.0), ("none", 1.0))
+    ),
     ("eagle1 tree, shared", "eagle1 tree, drawn", 1.0, 0.0),
     ("eagle1 tree, drawn", "eagle1 tree, drawn", 1.0, 0.0),
     ("eagle1 tree, shared", "eagle1 tree, drawn", 1.0, 1.0),
     ("eagle1 chain, shared", "eagle1 chain, drawn", 1.0, 1.0),
     ("eagle1 chain, drawn, block", "eagle1 chain, drawn", 1.0, 1.0),
-    *((f"eagle2, {how}", "eagle2, shared", 0.0, 0.0) for how in ("by confidence", "no rerank", "by confidence, no rerank")),
+    *(
+        (f"eagle2, {how}", "eagle2, shared", 0.0, 0.0)
+        for how in ("by confidence", "no rerank", "by confidence, no rerank")
+    ),
 ]
 
 
@@ -49,11 +61,17 @@ def main() -> None:
     prompts = chat_prompts(args.chats, args.limit)
     answers = ask(llm, drafters, prompts, args.output, temperatures=(0.0, 1.0), max_new_tokens=args.max_new_tokens)
     tau = {
-        f"{name}, T={t:g}": {"tau": tau_interval(select(answers, name, t)), "equal_to_plain": equal_texts(answers, name, t)}
+        f"{name}, T={t:g}": {
+            "tau": tau_interval(select(answers, name, t)),
+            "equal_to_plain": equal_texts(answers, name, t),
+        }
         for name in ("vanilla", *WAYS)
         for t in (0.0, 1.0)
     }
-    ratios = {f"{a}, T={ta:g} / {b}, T={tb:g}": tau_over(select(answers, a, ta), select(answers, b, tb)) for a, b, ta, tb in RATIOS}
+    ratios = {
+        f"{a}, T={ta:g} / {b}, T={tb:g}": tau_over(select(answers, a, ta), select(answers, b, tb))
+        for a, b, ta, tb in RATIOS
+    }
     write(args.output, {"chats": len(prompts), "heads": "embedded", "tau": tau, "ratios of tau": ratios})
 
 

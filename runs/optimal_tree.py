@@ -24,13 +24,22 @@ from eyas.files import write_text
 
 
 def main() -> None:
-    shape, asked = {"nodes": 26, "depth": 5, "ranks": 6, "inner": 12}, {"limit": 40, "max_new_tokens": 64, "temperature": 0.0}
+    shape, asked = (
+        {"nodes": 26, "depth": 5, "ranks": 6, "inner": 12},
+        {"limit": 40, "max_new_tokens": 64, "temperature": 0.0},
+    )
     args = parser(__doc__, chats=True, method="eagle1", target=None, draft=None, **shape, **asked).parse_args()
     llm = eyas.load(args.target, method="vanilla")
-    wide = drafter(llm.target, args.method, {"tree.choices": measuring_choices(args.ranks, args.depth, args.inner)}, args.draft)
+    wide = drafter(
+        llm.target, args.method, {"tree.choices": measuring_choices(args.ranks, args.depth, args.inner)}, args.draft
+    )
     prompts, cycles = chat_prompts(args.chats, args.limit), []
     for prompt in track(prompts, "chats"):
-        keywords = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": len(prompt.messages)}
+        keywords = {
+            "max_new_tokens": args.max_new_tokens,
+            "temperature": args.temperature,
+            "seed": len(prompt.messages),
+        }
         request, _ = llm.request(list(prompt.messages), **keywords)
         decoder = Decoder(llm.target, wide)
         decoder.add(request)

@@ -46,7 +46,9 @@ def best_cycle(page: Any) -> None:
 def keep_busy(url: str, stop: threading.Event) -> None:
     """A client that asks again and again."""
     body = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
     while not stop.is_set():
         with urllib.request.urlopen(request) as response:
             response.read()
@@ -60,7 +62,9 @@ class Camera:
 
     def open(self, width: int, height: int, color_scheme: str = "light") -> Any:
         """The page, once it knows the model."""
-        page = self.browser.new_page(viewport={"width": width, "height": height}, color_scheme=color_scheme, reduced_motion="reduce")
+        page = self.browser.new_page(
+            viewport={"width": width, "height": height}, color_scheme=color_scheme, reduced_motion="reduce"
+        )
         page.goto(self.url)
         page.locator("#model").filter(has_text="e").wait_for(state="attached")
         return page

@@ -3,8 +3,9 @@
     python runs/papers.py                                                        from the records in docs/results
     python runs/papers.py --benches out/papers --heads tiny/eyas_tiny/weights --heads out/heads --output docs/papers.md
 
-Published figures are the papers' own (arXiv 2401.15077, 2406.16858, 2503.01840) and Spec-Bench's leaderboard of 2025-04-22. Benches that
-are not there are left out and named at the end. This program measures nothing.
+Published figures are the papers' own (arXiv 2401.15077, 2406.16858, 2503.01840) and Spec-Bench's
+leaderboard of 2025-04-22. Benches that are not there are left out and named at the end. This
+program measures nothing.
 """
 
 from __future__ import annotations
@@ -53,20 +54,23 @@ NAMES = {
     )},
 }  # fmt: skip
 
-# Speed-up and tau over EAGLE-2's six tasks, T = 0, Vicuna-7B on one RTX 3090 (EAGLE-2, table 1); EAGLE-3: LLaMA-3.1-8B, five tasks.
+# Speed-up and tau over EAGLE-2's six tasks, T = 0, Vicuna-7B on one RTX 3090 (EAGLE-2, table 1);
+# EAGLE-3: LLaMA-3.1-8B, five tasks.
 SIX_TASKS = {
     "speculative sampling (small_model), chain": (1.76, 2.34), "PLD": (1.70, 1.84), "Medusa": (1.76, 2.40), "Lookahead": (1.58, 1.69),
     "Hydra": (2.55, 3.37), "EAGLE-1": (2.78, 3.79), "EAGLE-2": (3.39, 4.68), "EAGLE-3": (4.44, 6.23),
 }  # fmt: skip
 # The same at T = 1 (EAGLE-2, table 2; EAGLE-3, LLaMA-3.1-8B).
 SIX_SAMPLED = {"EAGLE-2": (2.94, 4.20), "EAGLE-3": (3.45, 4.92)}
-# Speed-ups on Spec-Bench, Vicuna-7B on one RTX 3090: MT-bench, translation, summarising, QA, mathematics, RAG; tokens per cycle over all.
+# Speed-ups on Spec-Bench, Vicuna-7B on one RTX 3090: MT-bench, translation, summarising, QA,
+# mathematics, RAG; tokens per cycle over all.
 SPEC_BENCH = {
     "speculative sampling (small_model), chain": (None,) * 6 + (2.28,), "PLD": (1.64, 1.15, 2.46, 1.28, 1.72, 1.71, 1.73),
     "Medusa": (None,) * 6 + (2.32,), "Lookahead": (None,) * 6 + (1.64,), "REST": (None,) * 6 + (1.63,), "Hydra": (None,) * 6 + (3.26,),
     "EAGLE-1": (2.31, 1.72, 2.00, 1.91, 2.38, 1.75, 3.57), "EAGLE-2": (2.56, 1.78, 2.09, 2.07, 2.66, 1.86, 4.35),
 }  # fmt: skip
-# n-alpha of EAGLE-1's chain and tau of its tree on MT-bench, Vicuna-7B (EAGLE-1, table 1), by temperature; tau of its chain (table 5).
+# n-alpha of EAGLE-1's chain and tau of its tree on MT-bench, Vicuna-7B (EAGLE-1, table 1), by
+# temperature; tau of its chain (table 5).
 ALPHA = {0.0: ((0.79, 0.74, 0.72, 0.73, 0.67), 3.94), 1.0: ((0.71, 0.68, 0.66, 0.66, 0.65), 3.17)}
 CHAIN_TAU = 3.20
 
@@ -119,7 +123,12 @@ def whole(bench: Bench, temperature: float, published: Mapping[str, tuple[float,
     for name, row in bench.rows(temperature).items():
         differ = len(row["differ"])
         equal = {True: "yes", None: "not compared"}.get(row["equal"], f"{differ} not")
-        line = [name, cell(row["tokens_per_second"], 1), with_interval(row, "speedup"), cell(row["speedup_vs_transformers"])]
+        line = [
+            name,
+            cell(row["tokens_per_second"], 1),
+            with_interval(row, "speedup"),
+            cell(row["speedup_vs_transformers"]),
+        ]
         line += ["" if row["tau"] is None else with_interval(row, "tau"), cell(row["c"]), equal]
         if published is not None:
             speed, tau = published.get(name, (None, None))
@@ -136,7 +145,11 @@ def by_task(bench: Bench, temperature: float, published: Mapping[str, Sequence[f
         cells = ["" if r is None else f"{cell(r['speedup'])}x {cell(r['tau'])}" for r in here]
         if published is not None:
             theirs = published.get(name)
-            cells += [""] if theirs is None else [" ".join(cell(x) if x else "-" for x in theirs[:-1]) + f"; {cell(theirs[-1])}"]
+            cells += (
+                [""]
+                if theirs is None
+                else [" ".join(cell(x) if x else "-" for x in theirs[:-1]) + f"; {cell(theirs[-1])}"]
+            )
         lines.append([name, *cells])
     head = ["", *(task.split("/")[-1] for task in bench.tasks)]
     return table([*head, *(["published: speed-ups; tau"] if published is not None else [])], lines)
@@ -155,7 +168,9 @@ def alphas(bench: Bench, temperatures: Sequence[float], published: bool = True) 
             lines.append([f"T = {temperature:g}, {name}", cell(tau), *(cell(x) for x in [*found, *[None] * 5][:5])])
         if published and temperature in ALPHA:
             theirs, tau = ALPHA[temperature]
-            lines.append([f"T = {temperature:g}, published (EAGLE-1, Vicuna-7B, MT-bench)", cell(tau), *map(cell, theirs)])
+            lines.append(
+                [f"T = {temperature:g}, published (EAGLE-1, Vicuna-7B, MT-bench)", cell(tau), *map(cell, theirs)]
+            )
     return table(["", "tau", "0-alpha", "1-alpha", "2-alpha", "3-alpha", "4-alpha"], lines)
 
 
@@ -163,7 +178,9 @@ def machine(bench: Bench) -> str:
     settings, minutes = bench.summary["settings"], bench.summary["minutes"]
     card, warnings = bench.summary["machine"], " ".join(bench.summary["warnings"])
     where = f"{card['cpu']}, threads: {settings['threads']}, {settings['dtype']}, {minutes:.0f} minutes."
-    return f"`{relative(bench.summary['command'])}`\n\n{where} n-alpha: chains of five on six of the prompts. {warnings}\n"
+    return (
+        f"`{relative(bench.summary['command'])}`\n\n{where} n-alpha: chains of five on six of the prompts. {warnings}\n"
+    )
 
 
 def relative(text: str) -> str:
@@ -214,7 +231,11 @@ SECTIONS = {
         "ids; what is sampled follows its distribution.",
     ),
     "six": Section(
-        "The six tasks of EAGLE-2 (tables 1 and 2; EAGLE-1 figure 8, table 2)", PUBLISHED_MEANS, SIX_TASKS, by_task=True, chains=False
+        "The six tasks of EAGLE-2 (tables 1 and 2; EAGLE-1 figure 8, table 2)",
+        PUBLISHED_MEANS,
+        SIX_TASKS,
+        by_task=True,
+        chains=False,
     ),
     "six_sampled": Section(
         "Sampling on the six tasks (EAGLE-1 table 2; EAGLE-2 table 2)",
@@ -241,12 +262,15 @@ SECTIONS = {
         "Another target: nestling",
         "The model that the embedded one's training began from, with heads warm-started from the embedded one's.",
     ),
-    "nestling_six": Section("nestling on the six tasks of EAGLE-2", PUBLISHED_MEANS, SIX_TASKS, by_task=True, chains=False),
+    "nestling_six": Section(
+        "nestling on the six tasks of EAGLE-2", PUBLISHED_MEANS, SIX_TASKS, by_task=True, chains=False
+    ),
 }
 
 
 HEADS_TITLE = "## What the heads are, and what their training took (EAGLE-1, section 4)"
-# Trained parameters over the target's (EAGLE-1, section 4.1: 0.24B for 7B, 0.37B for 13B, 0.56B for 33B, 0.99B for 70B).
+# Trained parameters over the target's (EAGLE-1, section 4.1: 0.24B for 7B, 0.37B for 13B, 0.56B for
+# 33B, 0.99B for 70B).
 SHARES = "EAGLE-1 for 7B 3.4 %, 13B 2.8 %, 33B 1.7 %, 70B 1.4 %, 1-2 days on four A100 for 70B (68,000 dialogues)"
 TRAINED = {
     "eagle1": "EAGLE-1 and EAGLE-2 (shipped)", "eagle3": "EAGLE-3 (shipped; the last of its four "
@@ -260,7 +284,10 @@ def trained(folders: Sequence[Path]) -> str:
     """Sizes and training costs of the heads in every folder in `folders` that holds "
     "a training."""
     whole, lines = sum(weight.numel() for weight in tiny.model().parameters()), []
-    for head in sorted((f for folder in folders for f in folder.iterdir() if f.name in TRAINED), key=lambda f: list(TRAINED).index(f.name)):
+    for head in sorted(
+        (f for folder in folders for f in folder.iterdir() if f.name in TRAINED),
+        key=lambda f: list(TRAINED).index(f.name),
+    ):
         record = json.loads((head / "training.json").read_text())
         count = sum(numbers(file) for file in head.glob("*.safetensors"))
         last = record["losses"][-1]
@@ -268,7 +295,17 @@ def trained(folders: Sequence[Path]) -> str:
         size = [f"{count / 1e6:.2f}M", f"{100 * count / whole:.1f} %"]
         cost = [f"{tokens / 1e6:.2f}M", str(record["steps"]), f"{minutes:.0f}", f"{tokens / minutes / 60:,.0f}"]
         lines.append([TRAINED[head.name], *size, *cost, cell(last.get("accuracy")), cell(last.get("0-alpha"))])
-    head_line = ["", "parameters", "of the target's", "tokens", "steps", "minutes", "tokens/s", "held-out accuracy", "0-alpha"]
+    head_line = [
+        "",
+        "parameters",
+        "of the target's",
+        "tokens",
+        "steps",
+        "minutes",
+        "tokens/s",
+        "held-out accuracy",
+        "0-alpha",
+    ]
     said = (
         f"The target has {whole / 1e6:.1f}M parameters. Published: {SHARES}. A head's own tables of "
         f"tokens count (Medusa's heads have one "
@@ -315,14 +352,25 @@ def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--benches", type=Path, default=Path("docs/results"), help="the folder of runs/papers.sh, or the records of it (%(default)s)"
+        "--benches",
+        type=Path,
+        default=Path("docs/results"),
+        help="the folder of runs/papers.sh, or the records of it (%(default)s)",
     )
     parser.add_argument("--output", type=Path, default=Path("docs/papers.md"), help="default: %(default)s")
     parser.add_argument(
-        "--results", type=Path, default=Path("docs/results"), help="where the benches' summaries are kept (default: %(default)s)"
+        "--results",
+        type=Path,
+        default=Path("docs/results"),
+        help="where the benches' summaries are kept (default: %(default)s)",
     )
     parser.add_argument(
-        "--heads", type=Path, action="append", default=[], metavar="FOLDER", help="that hold trained heads; may be repeated"
+        "--heads",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="that hold trained heads; may be repeated",
     )
     args = parser.parse_args()
     old = args.output.read_text() if args.output.exists() else ""

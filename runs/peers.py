@@ -1,18 +1,21 @@
-"""eyas beside other engines on the same machine, with the same weights and the same EAGLE-3 head, in alternation.
+"""eyas beside other engines on the same machine, with the same weights and the same EAGLE-3 head,
+in alternation.
 
     make interop; make peers LLAMA_CPP=FOLDER     the engines that are installed; llama.cpp from a build of your own
     python runs/peers.py --output docs/results/peers.json --rounds 3
     python runs/peers.py --output FILE.json --prepare          only converts the model for all engines (minutes; kept in out/peers)
     python runs/peers.py --output docs/results/peers.json --rounds 0     only the summary and the picture, from the raw rows
 
-Every engine is a process of its own with --threads threads and is ready before anything is measured; each prompt is answered by all of
-them, another one first each time. Greedy, one row. A round measures
+Every engine is a process of its own with --threads threads and is ready before anything is
+measured; each prompt is answered by all of them, another one first each time. Greedy, one row. A
+round measures
 
 answers    the first --prompts bundled prompts of one turn, at most --max-new-tokens tokens: seconds to the first token and to the last
 prompts    a text of --prompt-tokens tokens, to the first token
 passes     seconds of a pass over 1 to 32 tokens behind 256, where an engine can tell
 
-The ids are compared with those of eyas' plain decoding. Rounds are added to those that were measured before with the same settings.
+The ids are compared with those of eyas' plain decoding. Rounds are added to those that were
+measured before with the same settings.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ Figures = dict[str, Any]
 
 
 def measure(
-    entered: Sequence[tuple[Engine, Ask]], prompts: Sequence[tuple[str, list[int]]], long: list[int], rows: Rows, args: Any
+    entered: Sequence[tuple[Engine, Ask]],
+    prompts: Sequence[tuple[str, list[int]]],
+    long: list[int],
+    rows: Rows,
+    args: Any,
 ) -> None:
     """One more round of everything."""
     number = 1 + max((row["key"][1] for row in rows.of("answer")), default=-1)
@@ -54,11 +61,14 @@ def measure(
             found = ask("answer", ids=ids, max_tokens=args.max_new_tokens)
             rows.add(("answer", number, engine.name, name), {**found, "outside": time.perf_counter() - start})
     for engine, ask in chance.sample(list(entered), len(entered)):
-        turned = [rotated(long, 97 * number + 31 * i) for i in range(3)]  # a text that was read before may be in a cache
+        # a text that was read before may be in a cache
+        turned = [rotated(long, 97 * number + 31 * i) for i in range(3)]
         seconds = [ask("answer", ids=ids, max_tokens=1)["first"] for ids in turned]
         rows.add(("prompt", number, engine.name), {"seconds": median(seconds)})
         if engine.passes:
-            rows.add(("passes", number, engine.name), ask("passes", tokens=list(PASSES), context=CONTEXT, repeats=REPEATS))
+            rows.add(
+                ("passes", number, engine.name), ask("passes", tokens=list(PASSES), context=CONTEXT, repeats=REPEATS)
+            )
         rows.add(("counts", number, engine.name), {**ask("counts"), "versions": ask("versions")})
 
 
@@ -69,7 +79,8 @@ def rotated(ids: list[int], by: int) -> list[int]:
 
 
 def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
-    """By engine: speeds with intervals over prompts (medians over the rounds), equal ids, prompts, passes."""
+    """By engine: speeds with intervals over prompts (medians over the rounds), equal ids, prompts,
+    passes."""
     answers = {name: [row for row in rows.of("answer") if row["key"][2] == name] for name in names}
     plain = {(row["key"][1], row["key"][3]): row["ids"] for row in answers.get(PLAIN, [])}
     base = decoding(answers.get(BEST, []))
@@ -87,7 +98,9 @@ def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
             "eyas_over_it": interval(ratio_of_ratios, *base, *own) if base and name != BEST else None,
             "ids_equal": [sum(row["ids"] == plain[row["key"][1], row["key"][3]] for row in given), len(given)],
             "prompt_tokens_per_second": round(args.prompt_tokens / median(prompt), 1) if prompt else None,
-            "pass_ms": {str(n): round(1000 * median(times), 3) for n, *times in zip(PASSES, *passes, strict=True)} if passes else None,
+            "pass_ms": {str(n): round(1000 * median(times), 3) for n, *times in zip(PASSES, *passes, strict=True)}
+            if passes
+            else None,
             "mean_acceptance_length": mean_length(counts[-1]) if counts else None,
             "versions": counts[-1]["versions"] if counts else None,
         }
@@ -95,7 +108,8 @@ def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
 
 
 def by_prompt(given: Sequence[Figures], columns: Any) -> list[list[float]]:
-    """Two columns by prompt, each the median over the rounds, so that one disturbed round weighs little."""
+    """Two columns by prompt, each the median over the rounds, so that one disturbed round weighs
+    little."""
     values: dict[str, list[tuple[float, float]]] = {}
     for row in given:
         values.setdefault(row["key"][3], []).append(columns(row))
@@ -109,10 +123,19 @@ def decoding(given: Sequence[Figures]) -> list[list[float]]:
 
 def main() -> None:
     made = parser(__doc__, rounds=1, prompts=12, max_new_tokens=64, prompt_tokens=512, threads=2)
-    made.add_argument("--llama-cpp", type=Path, default=os.environ.get("LLAMA_CPP") or None, help="sources of llama.cpp")
-    made.add_argument("--llama-build", type=Path, default=os.environ.get("LLAMA_CPP_BUILD") or None, help="default: build in --llama-cpp")
+    made.add_argument(
+        "--llama-cpp", type=Path, default=os.environ.get("LLAMA_CPP") or None, help="sources of llama.cpp"
+    )
+    made.add_argument(
+        "--llama-build",
+        type=Path,
+        default=os.environ.get("LLAMA_CPP_BUILD") or None,
+        help="default: build in --llama-cpp",
+    )
     made.add_argument("--only", default="", help="engines whose names hold one of these words, separated by commas")
-    made.add_argument("--prepare", action="store_true", help="convert the model, start every engine once, measure nothing")
+    made.add_argument(
+        "--prepare", action="store_true", help="convert the model, start every engine once, measure nothing"
+    )
     args = made.parse_args()
     sources = None if args.llama_cpp is None else Path(args.llama_cpp)
     build = args.llama_build or (sources / "build" if sources else None)
@@ -141,7 +164,12 @@ def main() -> None:
         exact = {engine.name: engine.exact for engine in known}
         found = summary(rows, list(exact), args)
         rounds = 1 + max((row["key"][1] for row in rows.of("answer")), default=-1)
-        record = {"settings": {**settings, "rounds": rounds}, "left_out": workshop.left_out, "exact": exact, "engines": found}
+        record = {
+            "settings": {**settings, "rounds": rounds},
+            "left_out": workshop.left_out,
+            "exact": exact,
+            "engines": found,
+        }
         write(args.output, record, before, quiet=True)
         draw(found, exact, args.output.with_suffix(".svg"))
         print(table(found, exact))

@@ -1,4 +1,5 @@
-"""Measures how a long prompt delays the rows that run, and how much a predicted text saves: `python runs/prompts.py [--rounds 5] [--busy]`.
+"""Measures how a long prompt delays the rows that run, and how much a predicted text saves: `python
+runs/prompts.py [--rounds 5] [--busy]`.
 
 stall        three rows decode while a prompt of --tokens tokens arrives: time between two cycles of theirs, and until the prompt's first
              token, by prefill budget. Budgets take turns, round by round; printed are the medians of the rounds
@@ -22,8 +23,10 @@ from eyas.core.dormant import adapted
 from eyas.core.engine import Decoder, Request
 from eyas.core.prompts import Budget
 
-BUDGETS: tuple[Budget, ...] = (0, "auto", 16, 32, 64, 128, 256, None)  # 0: no prompt arrives; None: prompts are read whole
-CHANGES = (None, 0.0, 0.02, 0.05, 0.1, 0.3, 1.0)  # shares of words that are others in the prediction; None: no prediction
+# 0: no prompt arrives; None: prompts are read whole
+BUDGETS: tuple[Budget, ...] = (0, "auto", 16, 32, 64, 128, 256, None)
+# shares of words that are others in the prediction; None: no prediction
+CHANGES = (None, 0.0, 0.02, 0.05, 0.1, 0.3, 1.0)
 CYCLES = 50  # at least; the prompt's last chunk is among them
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -32,8 +35,11 @@ PROMPTS = (
 )
 
 
-def stall(llm: eyas.LLM, tokens: int, budget: Budget, draft: str | int, clock: Callable[[], float]) -> tuple[float, float, float, float]:
-    """Milliseconds between cycles of the running rows: median, 99th percentile, longest; and until the prompt's first token."""
+def stall(
+    llm: eyas.LLM, tokens: int, budget: Budget, draft: str | int, clock: Callable[[], float]
+) -> tuple[float, float, float, float]:
+    """Milliseconds between cycles of the running rows: median, 99th percentile, longest; and until
+    the prompt's first token."""
     dice = random.Random(7)
     decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy), rows=4, prefill_budget=budget or None)
     for _ in range(3):
@@ -42,7 +48,11 @@ def stall(llm: eyas.LLM, tokens: int, budget: Budget, draft: str | int, clock: C
     for _ in range(5):
         decoder.step()
     began = clock()
-    ticket = decoder.add(Request(tuple(dice.randrange(300, 4000) for _ in range(tokens)), 60, draft=draft)) if budget != 0 else 0
+    ticket = (
+        decoder.add(Request(tuple(dice.randrange(300, 4000) for _ in range(tokens)), 60, draft=draft))
+        if budget != 0
+        else 0
+    )
     while len(ended) < CYCLES or (ticket and not first and len(ended) < 10 * CYCLES):
         for step in decoder.step():
             if step.request == ticket and step.prefill:
@@ -81,12 +91,16 @@ def main() -> None:
     stall(llm, 600, None, draft, clock)  # warm-up
     rounds = [[stall(llm, asked.tokens, budget, draft, clock) for budget in BUDGETS] for _ in range(asked.rounds)]
     print(f"a prompt of {asked.tokens} tokens, draft {draft}\n")
-    print("| budget | ms between cycles: median | 99th percentile | longest | ms to the first token |\n|---|---|---|---|---|")
+    print(
+        "| budget | ms between cycles: median | 99th percentile | longest | ms to the first token |\n|---|---|---|---|---|"
+    )
     for budget, figures in zip(BUDGETS, zip(*rounds, strict=True), strict=True):
         name = {0: "no prompt arrives", None: "whole"}.get(budget, budget)
         print(f"| {name} | {' | '.join(f'{statistics.median(column):.1f}' for column in zip(*figures, strict=True))} |")
     print("\n| words changed | tokens per second | of the prediction |\n|---|---|---|")
-    runs = [[[speed(llm, prompt, change, clock) for prompt in PROMPTS] for change in CHANGES] for _ in range(asked.rounds)]
+    runs = [
+        [[speed(llm, prompt, change, clock) for prompt in PROMPTS] for change in CHANGES] for _ in range(asked.rounds)
+    ]
     for change, figures in zip(CHANGES, zip(*runs, strict=True), strict=True):
         rate = statistics.median(sum(n for n, _, _ in one) / sum(seconds for _, seconds, _ in one) for one in figures)
         share = sum(predicted for *_, predicted in figures[0]) / sum(n for n, *_ in figures[0])

@@ -1,9 +1,10 @@
-"""Make a target of a real size with random weights, and prompts of given lengths: for times, not for texts.
+"""Make a target of a real size with random weights, and prompts of given lengths: for times, not
+for texts.
 
     python runs/random_target.py --shape llama-8b --output out/gpu/llama-8b          and out/gpu/llama-8b/prompts-1024.jsonl, ...
 
-With `eyas bench --simulate-acceptance` everything but the acceptance is measured on it. Weights are bfloat16. Shapes are those of the
-published models; `small` is for trying the commands.
+With `eyas bench --simulate-acceptance` everything but the acceptance is measured on it. Weights are
+bfloat16. Shapes are those of the published models; `small` is for trying the commands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import torch
 from _common import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {**LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 4,
               "num_key_value_heads": 2, "vocab_size": 4096},
@@ -52,7 +58,8 @@ def main() -> None:
         torch.manual_seed(0)
         with torch.device(args.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        partly = args.output.with_name(f"{args.output.name}.part")  # the config is written before the weights: whole or not at all
+        # the config is written before the weights: whole or not at all
+        partly = args.output.with_name(f"{args.output.name}.part")
         model.save_pretrained(partly)
         partly.replace(args.output)
     generator = torch.Generator().manual_seed(1)

@@ -3,7 +3,8 @@
     python runs/results.py            rewrites docs/results.md behind its marker, and the pictures in docs/results/
     python runs/results.py --check    exit status 1 when docs/results.md is not what this program makes
 
-The program measures nothing and prints the same bytes for the same records. What stands above the marker is written by hand.
+The program measures nothing and prints the same bytes for the same records. What stands above the
+marker is written by hand.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ def auto_over_best(found: Record, method: str) -> Interval | None:
     fixed = [name for name in rows[0] if name.startswith(f"{method} ") and name != f"{method} auto"]
     samples: dict[str, list[float]] = {}
     for half in (0, 1):
-        chosen = max(fixed, key=lambda n: sum(r[n]["tokens"] for r in rows[half::2]) / sum(r[n]["seconds"] for r in rows[half::2]))
+        chosen = max(
+            fixed,
+            key=lambda n: sum(r[n]["tokens"] for r in rows[half::2]) / sum(r[n]["seconds"] for r in rows[half::2]),
+        )
         for row in rows[1 - half :: 2]:
             counts = samples.setdefault(row["prompt"], [0.0] * 4)
             sides = [row[name][key] for name in (f"{method} auto", chosen) for key in ("tokens", "seconds")]
@@ -127,7 +131,9 @@ def rows_by_method(name: str) -> dict[str, Record]:
 def simulated_row(name: str, tree: str) -> Record:
     """A row of the 300M benches by nodes/depth."""
     nodes, depth, _ = tree.split("/")
-    return next(r for m, r in rows_by_method(name).items() if f"tree.nodes={nodes}:" in m and f"tree.depth={depth}" in m)
+    return next(
+        r for m, r in rows_by_method(name).items() if f"tree.nodes={nodes}:" in m and f"tree.depth={depth}" in m
+    )
 
 
 def aims() -> str:
@@ -137,7 +143,8 @@ def aims() -> str:
 
     def both(read: Callable[[str], str]) -> list[str]:
         return [
-            "; ".join(f"{model} {read(name)}" for model, name in zip(("embedded", "nestling"), names, strict=False)) for names in (amx, amd)
+            "; ".join(f"{model} {read(name)}" for model, name in zip(("embedded", "nestling"), names, strict=False))
+            for names in (amx, amd)
         ]
 
     def best(key: str) -> Callable[[str], str]:
@@ -182,7 +189,9 @@ def cost_tables(found: Record) -> str:
     """Milliseconds of passes."""
     parts = []
     for by in ("nodes", "context"):
-        curves = {key.removesuffix(f", by {by}"): rows for key, rows in found["cost"].items() if key.endswith(f"by {by}")}
+        curves = {
+            key.removesuffix(f", by {by}"): rows for key, rows in found["cost"].items() if key.endswith(f"by {by}")
+        }
         heads = [f"ms of a pass, by {by}", *(str(row[by]) for row in next(iter(curves.values())))]
         parts.append(table(heads, ([key, *(cell(row["ms"], 1) for row in rows)] for key, rows in curves.items())))
     return "\n".join(parts)
@@ -232,7 +241,9 @@ def speed() -> str:
         )
     ]
     text_auto = prose("The best fixed tree is chosen on one half of the prompts and judged on the other.")
-    parts.append(f"### `--tree auto` over the best fixed tree\n\n{text_auto}{table(['record', 'EAGLE-3', 'EAGLE-2'], ratios)}")
+    parts.append(
+        f"### `--tree auto` over the best fixed tree\n\n{text_auto}{table(['record', 'EAGLE-3', 'EAGLE-2'], ratios)}"
+    )
     return text + "\n".join(parts)
 
 
@@ -246,7 +257,10 @@ def rounded() -> str:
     )
     lines = []
     for ours, theirs in zip(record("rounding")["rows"], record("rounding_nestling")["rows"], strict=True):
-        cells = [[f"{row['bytes'] / 1e6:.0f}", cell(row["over_exact"], 4), f"{100 * row['same_token']:.1f} %"] for row in (ours, theirs)]
+        cells = [
+            [f"{row['bytes'] / 1e6:.0f}", cell(row["over_exact"], 4), f"{100 * row['same_token']:.1f} %"]
+            for row in (ours, theirs)
+        ]
         lines.append([f"{ours['weights']}, {ours['activations']}", *cells[0], *cells[1]])
     heads = ["weights, activations"] + [
         f"{m}: {h}" for m in ("embedded", "nestling") for h in ("MB a pass", "perplexity over exact", "same token")
@@ -284,7 +298,15 @@ def simulated() -> str:
     lines = []
     for method, label in methods.items():
         rows = [found[name].get(method) for name in names]
-        lines.append([label, *("" if r is None else f"{r['tokens_per_second']:.0f}; {cell(r['speedup'])}x; {cell(r['c'])}" for r in rows)])
+        lines.append(
+            [
+                label,
+                *(
+                    "" if r is None else f"{r['tokens_per_second']:.0f}; {cell(r['speedup'])}x; {cell(r['c'])}"
+                    for r in rows
+                ),
+            ]
+        )
     return text + table(["tokens/s; over plain; c", *names.values()], lines) + "\n" + source(*names)
 
 
@@ -316,7 +338,9 @@ def acceptance() -> str:
         heads = ["", "tau", "tau of loops", "n-alpha, n = 0..4", "ids equal to plain decoding"]
         said = f"{found['chats']} chats, {found['loops']} of them loops.\n"
         differences = table(["difference of tau, paired", ""], gaps)
-        parts.append(f"### {title[0].upper()}{title[1:]}\n\n{source(name)}\n{said}\n{table(heads, lines)}\n{differences}")
+        parts.append(
+            f"### {title[0].upper()}{title[1:]}\n\n{source(name)}\n{said}\n{table(heads, lines)}\n{differences}"
+        )
     return text + "\n".join(parts)
 
 
@@ -329,7 +353,11 @@ def sharpness() -> str:
         "1, paired by prompt."
     )
     parts = []
-    titles = {"sharpness": "embedded, T = 0", "sharpness_nestling": "nestling, T = 0", "sharpness_t1": "embedded, T = 1"}
+    titles = {
+        "sharpness": "embedded, T = 0",
+        "sharpness_nestling": "nestling, T = 0",
+        "sharpness_t1": "embedded, T = 1",
+    }
     for name, title in titles.items():
         rows = record(name)["table"]
         steps = list(dict.fromkeys(row["sharpness"] for row in rows))
@@ -338,7 +366,13 @@ def sharpness() -> str:
         lines = []
         for method, tree in keys:
             cells = [found[method, tree, step] for step in steps]
-            lines.append([f"{method} {tree}", cell(cells[0]["tau"]), *(f"{cell(c['tau'])} ({cell(c['over_1'])})" for c in cells[1:])])
+            lines.append(
+                [
+                    f"{method} {tree}",
+                    cell(cells[0]["tau"]),
+                    *(f"{cell(c['tau'])} ({cell(c['over_1'])})" for c in cells[1:]),
+                ]
+            )
         parts.append(table([title, *(f"{step:g}" for step in steps)], lines) + "\n" + source(name))
     return text + "\n".join(parts)
 
@@ -349,7 +383,9 @@ def noise() -> str:
     text = prose(
         "25 held-in chats, embedded model. *Shared*: the draft looks at the target's noise (`--tree.noise shared`); *drawn*: it samples."
     )
-    lines = [[name, cell(row["tau"]), f"{row['equal_to_plain']} of {found['chats']}"] for name, row in found["tau"].items()]
+    lines = [
+        [name, cell(row["tau"]), f"{row['equal_to_plain']} of {found['chats']}"] for name, row in found["tau"].items()
+    ]
     ratios = [[name, cell(value)] for name, value in found["ratios of tau"].items()]
     return (
         text
@@ -372,7 +408,9 @@ def long_context() -> str:
     parts = []
     for task, entry in found["tasks"].items():
         lengths = found["settings"]["lengths"]
-        lines = [[name, *(cell(x[0]) for x in row["tau"]), cell(row["ratio"][-1])] for name, row in entry["all"].items()]
+        lines = [
+            [name, *(cell(x[0]) for x in row["tau"]), cell(row["ratio"][-1])] for name, row in entry["all"].items()
+        ]
         parts.append(table([f"{task}: tau at", *map(str, lengths), f"at {lengths[-1]} over within 512"], lines))
     draft, contexts = record("draft_cost")["draft"], record("draft_cost")["settings"]["contexts"]
     lines = []
@@ -400,7 +438,12 @@ def flips() -> str:
         for key, row in record(name)["found"].items():
             margins = ", ".join(f"{abs(f['margin']):.3f} ({f['spacing']:.3f})" for f in row["flips"])
             lines.append([f"{title}, {key}", f"{row['flipped']} of {row['texts']}", margins])
-    return text + table(["", "texts that flip", "margins (spacing)"], lines) + "\n" + source("flips", "flips_nestling", "flips_amd")
+    return (
+        text
+        + table(["", "texts that flip", "margins (spacing)"], lines)
+        + "\n"
+        + source("flips", "flips_nestling", "flips_amd")
+    )
 
 
 def training() -> str:
@@ -433,9 +476,16 @@ def bundled() -> str:
     lines = []
     for method, row in rows_by_method("bench_bundled").items():
         speedup = [row[k] for k in ("speedup", "speedup_low", "speedup_high")]
-        cells = [cell(speedup), cell(row["speedup_vs_transformers_interval"]), cell(row["tau_interval"]), cell(row["c"])]
+        cells = [
+            cell(speedup),
+            cell(row["speedup_vs_transformers_interval"]),
+            cell(row["tau_interval"]),
+            cell(row["c"]),
+        ]
         lines.append([method, cell(row["tokens_per_second"], 1), *cells])
-    text = prose("The 24 bundled prompts by the model's own forward, one thread, small trees (5 nodes, chains of 3). All texts equal.")
+    text = prose(
+        "The 24 bundled prompts by the model's own forward, one thread, small trees (5 nodes, chains of 3). All texts equal."
+    )
     return text + table(heads, lines) + "\n" + source("bench_bundled")
 
 
@@ -443,7 +493,10 @@ def batches() -> str:
     """Several rows, and a mixture of experts."""
     found = record("batch")
     sizes = [str(n) for n in found["settings"]["rows"]]
-    lines = [[name, *(cell(row[n]["speedup"]) for n in sizes), cell(found["throughput"][name])] for name, row in found["table"].items()]
+    lines = [
+        [name, *(cell(row[n]["speedup"]) for n in sizes), cell(found["throughput"][name])]
+        for name, row in found["table"].items()
+    ]
     lines.append(["published, Vicuna-7B", *(cell(found["published_speedup"].get(n)) for n in sizes), "1.97"])
     text = prose("Speed-up over plain decoding in as many rows (EAGLE-1, table 7), by the model's own forward.")
     text += table(["rows", *sizes, "throughput"], lines) + "\n" + source("batch")
@@ -451,7 +504,10 @@ def batches() -> str:
     nodes = [row["nodes"] for row in experts["experts"]["verify_ms"]]
     touched = {row["nodes"]: row["experts"] for row in experts["experts"]["experts_touched"]}
     lines = [["experts touched in a layer", *(cell(touched.get(n), 1) for n in nodes)]]
-    lines += [[f"ms of a pass, {kind}", *(cell(row["ms"], 0) for row in experts[kind]["verify_ms"])] for kind in ("experts", "dense")]
+    lines += [
+        [f"ms of a pass, {kind}", *(cell(row["ms"], 0) for row in experts[kind]["verify_ms"])]
+        for kind in ("experts", "dense")
+    ]
     text += "\n" + prose(
         "A mixture of experts of Mixtral's shape at width 512, random weights, beside a dense model of as many parameters a token."
     )
@@ -461,12 +517,20 @@ def batches() -> str:
 def host_costs() -> str:
     """Look-ups and datastores."""
     found = record("lookup_cost")
-    lines = [[name, *(f"{r['read_us'][0]:.1f}; {r['propose_us'][0]:.0f}" for r in found[name])] for name in ("suffix", "prompt_lookup")]
+    lines = [
+        [name, *(f"{r['read_us'][0]:.1f}; {r['propose_us'][0]:.0f}" for r in found[name])]
+        for name in ("suffix", "prompt_lookup")
+    ]
     lengths = [f"{row['tokens']:,}" for row in found["suffix"]]
-    text = table(["us for a token read; for a proposal, at tokens", *lengths], lines) + "\n" + source("lookup_cost") + "\n"
+    text = (
+        table(["us for a token read; for a proposal, at tokens", *lengths], lines) + "\n" + source("lookup_cost") + "\n"
+    )
     keys = ("tokens", "build_seconds", "peak_memory_mib", "disk_bytes_per_token", "open_ms", "mean_match_tokens")
     stores = record("datastore_cost")["stores"]
-    lines = [[name, *(f"{row[k]:,}" for k in keys), *(cell(x, 0) for x in row["then"]["processor_us"])] for name, row in stores.items()]
+    lines = [
+        [name, *(f"{row[k]:,}" for k in keys), *(cell(x, 0) for x in row["then"]["processor_us"])]
+        for name, row in stores.items()
+    ]
     heads = ["datastore", *(k.replace("_", " ") for k in keys), "look-up us, median", "99th percentile"]
     return text + table(heads, lines) + "\n" + source("datastore_cost")
 
@@ -475,7 +539,8 @@ AUTO_OVER_OFF = "auto over off"
 
 
 def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]) -> str:
-    """Servers by load: tokens per second, and milliseconds to the first token and between chunks, median; 99th percentile."""
+    """Servers by load: tokens per second, and milliseconds to the first token and between chunks,
+    median; 99th percentile."""
 
     def cells(found: Record | None) -> str:
         if found is None:
@@ -490,7 +555,10 @@ def load_table(loads: Mapping[str, Record], title: str, names: Mapping[str, str]
 
     servers = dict.fromkeys(name for by in loads.values() for name in by if name != AUTO_OVER_OFF)
     lines = [[name, *(cells(by.get(name)) for by in loads.values())] for name in servers]
-    for name, shown in (("tokens_per_second", "by the clock"), ("tokens_per_cpu_second", "by the server's processor time")):
+    for name, shown in (
+        ("tokens_per_second", "by the clock"),
+        ("tokens_per_cpu_second", "by the server's processor time"),
+    ):
         line = [share(by, name) for by in loads.values()]
         lines += [[f"{AUTO_OVER_OFF}, {shown}", *line]] if any(line) else []
     return table([title, *(names.get(load, load) for load in loads)], lines)
@@ -515,8 +583,13 @@ def servers() -> str:
     )
     for name, model in SERVER_LOADS:
         text += load_table(record(name)["closed"], f"{model}, clients", {}) + "\n" + source(name) + "\n"
-    text += prose("Requests at random times, at shares of the requests a second that drafts off answer with 16 clients:")
-    for name, model in (("serve_load_open", "embedded"), ("serve_load_nestling_open", "nestling with a head of its own")):
+    text += prose(
+        "Requests at random times, at shares of the requests a second that drafts off answer with 16 clients:"
+    )
+    for name, model in (
+        ("serve_load_open", "embedded"),
+        ("serve_load_nestling_open", "nestling with a head of its own"),
+    ):
         rates = {load: f"{100 * float(load):.0f} %" for load in record(name)["open"]}
         text += load_table(record(name)["open"], f"{model}, load", rates) + "\n" + source(name) + "\n"
     found = record("serve_load_long")
@@ -537,7 +610,10 @@ def embedded() -> str:
         f"distinct-3 of 60 greedy answers: {found['distinct_3']:.3f}. Loss on an unseen book by "
         f"position: {losses}."
     )
-    samples = [f"- *{' '.join(s['user'].split())[:120]}* -> {' '.join(s['answer'].split())[:160]}" for s in found["samples"][:6]]
+    samples = [
+        f"- *{' '.join(s['user'].split())[:120]}* -> {' '.join(s['answer'].split())[:160]}"
+        for s in found["samples"][:6]
+    ]
     return text + "\n".join(samples) + "\n"
 
 
@@ -562,7 +638,14 @@ def embedded_heads() -> str:
         "A cycle, median milliseconds, which others on the machine disturb less than tokens per second. *n6144*: the shipped head, cut "
         "to the 6,144 tokens that are most frequent in sampled text."
     )
-    return text + table(["", "tree", *found["heads"]], cycles) + "\n" + source("heads_shipped_speed") + "\n" + embedded_mtp()
+    return (
+        text
+        + table(["", "tree", *found["heads"]], cycles)
+        + "\n"
+        + source("heads_shipped_speed")
+        + "\n"
+        + embedded_mtp()
+    )
 
 
 def embedded_mtp() -> str:
@@ -585,7 +668,8 @@ DRAFTERS = {
 
 
 def drafters() -> str:
-    """Heads of today's methods after equally many training tokens: a line for each temperature, tree and head."""
+    """Heads of today's methods after equally many training tokens: a line for each temperature,
+    tree and head."""
     found, lines = record("drafters_deep"), []
     for temperature in (key for key in found if key.startswith("T = ")):
         for tree in (key for key in found[temperature] if "/" in key):
@@ -610,13 +694,24 @@ def mtp() -> str:
     for temperature in (key for key in found if key.startswith("T = ")):
         for tree in (key for key in found[temperature] if "/" in key):
             row = found[temperature][tree]
-            lines.append([temperature, tree, *(cell(row["tau"][name]) for name in ("eagle3", "mtp")), cell(row["ratio"]["mtp / eagle3"])])
+            lines.append(
+                [
+                    temperature,
+                    tree,
+                    *(cell(row["tau"][name]) for name in ("eagle3", "mtp")),
+                    cell(row["ratio"]["mtp / eagle3"]),
+                ]
+            )
     text = prose(f"""
         An MTP module of transformers' class, trained by `eyas train --method mtp` from a new one, beside an EAGLE-3 head: both with
         {found["heads"]["mtp"]["trained"]["tokens"]:,} tokens in the same order, the same rate and four steps of the training-time test. Not
         the data of the table above. All texts equal plain decoding's; speeds were not measured.""")
     return (
-        "### MTP beside EAGLE-3\n\n" + text + table(["", "tree", "EAGLE-3", "MTP", "MTP / EAGLE-3"], lines) + "\n" + source("drafters_mtp")
+        "### MTP beside EAGLE-3\n\n"
+        + text
+        + table(["", "tree", "EAGLE-3", "MTP", "MTP / EAGLE-3"], lines)
+        + "\n"
+        + source("drafters_mtp")
     )
 
 
@@ -677,9 +772,16 @@ def draw_speed(figure: Figure) -> None:
         "speed_amd": "embedded\nAMD", "speed_amd_nestling": "nestling\nAMD",
     }  # fmt: skip
     axes = figure.subplots()
-    labels = {GENERATE: ("transformers generate", GREY), PLAIN: ("eyas, plain decoding", BLUE), "": ("eyas, best EAGLE tree", ORANGE)}
+    labels = {
+        GENERATE: ("transformers generate", GREY),
+        PLAIN: ("eyas, plain decoding", BLUE),
+        "": ("eyas, best EAGLE tree", ORANGE),
+    }
     for place, (contestant, (label, colour)) in enumerate(labels.items()):
-        values = [(record(n)["table"][contestant] if contestant else best_tree(record(n))[1])["tokens_per_second"] for n in names]
+        values = [
+            (record(n)["table"][contestant] if contestant else best_tree(record(n))[1])["tokens_per_second"]
+            for n in names
+        ]
         bars = axes.bar([i + 0.27 * place for i in range(len(names))], values, 0.25, color=colour, label=label)
         axes.bar_label(bars, [f"{value:,.0f}" for value in values], fontsize=8, padding=2)
     axes.set_xticks([i + 0.27 for i in range(len(names))], list(names.values()))
@@ -692,7 +794,13 @@ def draw_tau(figure: Figure) -> None:
     """tau by method on held-in chats."""
     found = record("acceptance_embedded")["without_loops"]
     rows = sorted(((name, found[name]["tau"]) for name in METHODS), key=lambda row: row[1][0])
-    others = {"suffix": "suffix", "prompt_lookup": "prompt lookup", "lookahead": "lookahead", "medusa": "Medusa", "hydra": "Hydra"}
+    others = {
+        "suffix": "suffix",
+        "prompt_lookup": "prompt lookup",
+        "lookahead": "lookahead",
+        "medusa": "Medusa",
+        "hydra": "Hydra",
+    }
     benched = rows_by_method("papers_chats")
     for start, label in others.items():
         row = next((r for m, r in benched.items() if m.split(":")[0] == start and "head=" not in m), None)
@@ -707,7 +815,10 @@ def draw_tau(figure: Figure) -> None:
     axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8, padding=4)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.axvline(1, color="0.4", lw=1)
-    axes.set(xlabel="tau: tokens per pass of the target (plain decoding: 1)", title="Acceptance on held-in chats, T = 0, trees of 26 nodes")
+    axes.set(
+        xlabel="tau: tokens per pass of the target (plain decoding: 1)",
+        title="Acceptance on held-in chats, T = 0, trees of 26 nodes",
+    )
     axes.margins(x=0.1)
 
 
@@ -722,14 +833,18 @@ def draw_pass_cost(figure: Figure) -> None:
     ]
     for name, key, label, colour, style in curves:
         rows = record(name)["cost"][key]
-        axes.plot([r["nodes"] for r in rows], [r["ms"] for r in rows], marker="o", ms=4, label=label, color=colour, ls=style)
+        axes.plot(
+            [r["nodes"] for r in rows], [r["ms"] for r in rows], marker="o", ms=4, label=label, color=colour, ls=style
+        )
     ticks = [1, 2, 4, 8, 16, 32, 64]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(ticks, list(map(str, ticks)))
     axes.set_yticks([1, 2, 5, 10, 20, 40], ["1", "2", "5", "10", "20", "40"])
     axes.minorticks_off()
-    axes.set(xlabel="nodes of the tree", ylabel="ms of a pass", title="Cost of a pass, embedded model, 256 tokens of context")
+    axes.set(
+        xlabel="nodes of the tree", ylabel="ms of a pass", title="Cost of a pass, embedded model, 256 tokens of context"
+    )
     axes.legend(fontsize=8)
 
 
@@ -746,7 +861,12 @@ def draw_long_context(figure: Figure) -> None:
     draft = record("draft_cost")
     for name, colour in (("eagle3", BLUE), ("seagle", ORANGE)):
         right.plot(
-            draft["settings"]["contexts"], [x[0] for x in draft["draft"][name]["cycle_wall_ms"]], marker="o", ms=4, color=colour, label=name
+            draft["settings"]["contexts"],
+            [x[0] for x in draft["draft"][name]["cycle_wall_ms"]],
+            marker="o",
+            ms=4,
+            color=colour,
+            label=name,
         )
     right.set_xscale("log", base=2)
     right.set_xticks(draft["settings"]["contexts"], [f"{n // 1024}k" for n in draft["settings"]["contexts"]])
@@ -765,14 +885,22 @@ def draw_heads(name: str, figure: Figure) -> None:
         for number, (kind, row) in enumerate(kinds.items()):
             points = [(n + 0.05 * number, *alpha) for n, alpha in enumerate(row["n-alpha"]) if alpha[0] is not None]
             x, value, low, high = zip(*points, strict=True)
-            reach = [[v - a for v, a in zip(value, low, strict=True)], [b - v for v, b in zip(value, high, strict=True)]]
+            reach = [
+                [v - a for v, a in zip(value, low, strict=True)],
+                [b - v for v, b in zip(value, high, strict=True)],
+            ]
             axes[0].errorbar(x, value, reach, marker="o", ms=4, lw=1, capsize=2, label=kind)
-        axes[0].set(xlabel="n: draft tokens accepted before", ylabel="n-alpha", title="Acceptance in a chain", ylim=(0, 1))
+        axes[0].set(
+            xlabel="n: draft tokens accepted before", ylabel="n-alpha", title="Acceptance in a chain", ylim=(0, 1)
+        )
         axes[0].legend(fontsize=7)
     shapes = list(next(iter(kinds.values()))["tau"])
     for place, shape in enumerate(shapes):
         taus = [row["tau"][shape] for row in kinds.values()]
-        at, reach = [i + 0.2 * place for i in range(len(taus))], [[t[0] - t[1] for t in taus], [t[2] - t[0] for t in taus]]
+        at, reach = (
+            [i + 0.2 * place for i in range(len(taus))],
+            [[t[0] - t[1] for t in taus], [t[2] - t[0] for t in taus]],
+        )
         axes[-1].errorbar([t[0] for t in taus], at, xerr=reach, marker="o", ms=5, ls="none", capsize=2, label=shape)
     axes[-1].set_yticks(range(len(kinds)), list(kinds))
     axes[-1].invert_yaxis()
@@ -810,7 +938,9 @@ def page(old: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when docs/results.md would change")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 when docs/results.md would change"
+    )
     args = parser.parse_args(arguments)
     old = PAGE.read_text(encoding="utf-8")
     new = page(old)

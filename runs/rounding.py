@@ -1,10 +1,12 @@
-"""Measure the cost of rounded weights and activations: perplexity of given text, and how often the most probable token is another one.
+"""Measure the cost of rounded weights and activations: perplexity of given text, and how often the
+most probable token is another one.
 
     python runs/rounding.py --chats chat_heldin_300.jsonl.gz --output docs/results/rounding.json                  the embedded model
     python runs/rounding.py --target MODEL --chats chat_heldin_300.jsonl.gz --output FILE.json
 
-The turns of each chat as one text, cut at --length tokens; the first --given + 1 tokens are not counted. Every row is the same model by the
-kernels with another `--weights` and `--activations`; ratios are paired by chat, 95 %, bootstrap over chats.
+The turns of each chat as one text, cut at --length tokens; the first --given + 1 tokens are not
+counted. Every row is the same model by the kernels with another `--weights` and `--activations`;
+ratios are paired by chat, 95 %, bootstrap over chats.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def texts(llm: LLM, path: Path, limit: int, length: int, given: int) -> list[lis
 
 @torch.inference_mode()
 def read(llm: LLM, ids: list[int], given: int) -> tuple[float, torch.Tensor]:
-    """(negative log-likelihood of the tokens behind the given ones, nats; the most probable token after each)."""
+    """(negative log-likelihood of the tokens behind the given ones, nats; the most probable token
+    after each)."""
     session = llm.target.open(1)
     session.prefill(0, ids[:given])
     logits_NV = session.forward(torch.tensor([ids[given:]]), Tree.chain(1, len(ids) - given)).logits_BNV[0]
@@ -60,10 +63,14 @@ def main() -> None:
         if activations == "bfloat16" and kernels.available() and not kernels.has_avx512_bf16():
             print("activations bfloat16: left out, this CPU has no AVX-512 BF16", flush=True)
             continue
-        llm = eyas.load(args.target, method="vanilla", dtype="float32", kernels="on", weights=weights, activations=activations)
+        llm = eyas.load(
+            args.target, method="vanilla", dtype="float32", kernels="on", weights=weights, activations=activations
+        )
         runner = llm.target.run
         if not isinstance(runner, CpuRunner):
-            raise OptionError("only the compiled kernels round numbers, and they do not run this model: `eyas doctor` says why")
+            raise OptionError(
+                "only the compiled kernels round numbers, and they do not run this model: `eyas doctor` says why"
+            )
         asked = texts(llm, args.chats, args.limit, args.length, args.given)
         found = [read(llm, ids, args.given) for ids in track(asked, f"weights {weights}, activations {activations}")]
         exact, counts = exact or found, [len(ids) - args.given - 1 for ids in asked]

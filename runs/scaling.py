@@ -1,10 +1,12 @@
-"""Does more data pay? EAGLE-2 heads and EAGLE-3 heads on 1x, 2x, 4x and 8x the data, with as many steps each (EAGLE-3's scaling law).
+"""Does more data pay? EAGLE-2 heads and EAGLE-3 heads on 1x, 2x, 4x and 8x the data, with as many
+steps each (EAGLE-3's scaling law).
 
     python runs/scaling.py --data chat.jsonl.gz --chats HELDIN.jsonl.gz                    (work in out/scaling, docs/results/scaling.json)
 
-The data are nested: of all chats in the order of their hashes, the first 1/8, 1/4, 1/2, and all of those that make up --lines. Every head
-reads --tokens tokens, so smaller data are passed over more often. tau is that of --tree; the speed-up also that of the small --fast-tree,
-because on a CPU every verified node costs time.
+The data are nested: of all chats in the order of their hashes, the first 1/8, 1/4, 1/2, and all of
+those that make up --lines. Every head reads --tokens tokens, so smaller data are passed over more
+often. tau is that of --tree; the speed-up also that of the small --fast-tree, because on a CPU
+every verified node costs time.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def subsets(files: list[str], sizes: list[int], unit: int, folder: Path) -> dict
             lines += f.read().splitlines()
     lines.sort(key=lambda line: hashlib.sha256(line.encode()).digest())
     if len(lines) < sizes[-1] * unit:
-        raise EyasError(f"the data has {len(lines):,} chats, {sizes[-1]}x needs {sizes[-1] * unit:,}: lower --unit, or give more data")
+        raise EyasError(
+            f"the data has {len(lines):,} chats, {sizes[-1]}x needs {sizes[-1] * unit:,}: lower --unit, or give more data"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     made = {}
     for size in sizes:
@@ -46,7 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--unit", type=int, default=200, help="chats of 1x (default: %(default)s)")
     parser.add_argument("--sizes", default="1,2,4,8", help="in units (default: %(default)s)")
     for method in METHODS:
-        parser.add_argument(f"--lr-{method}", type=float, default=2e-3, help="(default: %(default)s; see ablation.json)")
+        parser.add_argument(
+            f"--lr-{method}", type=float, default=2e-3, help="(default: %(default)s; see ablation.json)"
+        )
     args = parser.parse_args(arguments)
     sizes = sorted({int(size) for size in args.sizes.split(",")})
     data = subsets(args.data, sizes, args.unit, args.work / "data")
@@ -62,7 +68,17 @@ def main(arguments: list[str] | None = None) -> None:
     pairs += [(f"{m} {sizes[0]}x", f"{m} {sizes[-1]}x") for m in METHODS if len(sizes) > 2]
     pairs += [(f"{METHODS[0]} {size}x", f"{METHODS[1]} {size}x") for size in sizes]
     shapes = _heads.shapes_of(args, "tree", "fast tree")
-    _heads.compare(heads, shapes, pairs, args, unit_chats=args.unit, sizes=sizes, lr=rates, tree=args.tree, fast_tree=args.fast_tree)
+    _heads.compare(
+        heads,
+        shapes,
+        pairs,
+        args,
+        unit_chats=args.unit,
+        sizes=sizes,
+        lr=rates,
+        tree=args.tree,
+        fast_tree=args.fast_tree,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Clients that misbehave, in numbers: does the server come back to where it was, and does every answer belong to its request?
+"""Clients that misbehave, in numbers: does the server come back to where it was, and does every
+answer belong to its request?
 
     python runs/serve_faults.py --output docs/results/serve_faults.json
 
-One `eyas serve` with the embedded model on a free port of the loopback, as a process of its own, goes through
+One `eyas serve` with the embedded model on a free port of the loopback, as a process of its own,
+goes through
 
     hang-ups    clients that close their connection at a random moment: before the body is whole, in the queue, in a stream
     bodies      malformed ones, by seeded mutations of good bodies
@@ -41,14 +43,44 @@ JSON = {"content-type": "application/json"}
 PROMPTS = [f"Tell me {what} {how}." for what in ("a story", "about the weather", "what you like", "a joke") for how in
            ("now", "please", "in short", "at length", "again", "slowly", "once more", "for my sister")]  # fmt: skip
 QUEUE = 64
-JUNK = (None, True, -1, 0, 10**30, 1.5, "", "x", "\u20ac" * 50, [], [[]], {}, {"a": [1, {"b": None}]}, [1, "a"], [-1], [10**9])
+JUNK = (
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1.5,
+    "",
+    "x",
+    "\u20ac" * 50,
+    [],
+    [[]],
+    {},
+    {"a": [1, {"b": None}]},
+    [1, "a"],
+    [-1],
+    [10**9],
+)
 
 
 class Server:
     """`eyas serve` as a child, with what the tests ask of it."""
 
     def __init__(self, rows: int, log: Path) -> None:
-        command = [sys.executable, "-m", "eyas", "serve", "--port", "0", "--rows", str(rows), "--queue", str(QUEUE), "--max-tokens", "256"]
+        command = [
+            sys.executable,
+            "-m",
+            "eyas",
+            "serve",
+            "--port",
+            "0",
+            "--rows",
+            str(rows),
+            "--queue",
+            str(QUEUE),
+            "--max-tokens",
+            "256",
+        ]
         self.log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr)
@@ -91,7 +123,11 @@ class Client:
                 break
             await asyncio.sleep(0.02)
         status = await self.ask(PROMPTS[0], 16)
-        return {"seconds_until_empty": round(time.monotonic() - began, 2), "status_after": status, "MiB": self.server.memory() >> 20}
+        return {
+            "seconds_until_empty": round(time.monotonic() - began, 2),
+            "status_after": status,
+            "MiB": self.server.memory() >> 20,
+        }
 
 
 def text_of(response: httpx2.Response, stream: bool) -> str:
@@ -118,10 +154,13 @@ async def hang_ups(client: Client, count: int) -> dict[str, Any]:
     dice = random.Random(0)
 
     async def one(i: int) -> str:
-        content = json.dumps({"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": 256, "ignore_eos": True, "stream": i % 2 == 0}).encode()
+        content = json.dumps(
+            {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": 256, "ignore_eos": True, "stream": i % 2 == 0}
+        ).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-        )
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        ).encode()
         reader, writer = await asyncio.open_connection(client.server.host, client.server.port)
         sent = (head + content)[: dice.randrange(len(head + content)) if i % 4 == 0 else None]
         writer.write(sent)
@@ -141,7 +180,8 @@ async def hang_ups(client: Client, count: int) -> dict[str, Any]:
 
 
 async def bodies(client: Client, count: int) -> dict[str, Any]:
-    """Malformed bodies: a field of a good one is replaced, or its end is cut off, or some of its bytes are changed."""
+    """Malformed bodies: a field of a good one is replaced, or its end is cut off, or some of its
+    bytes are changed."""
     dice = random.Random(1)
     common = {"max_tokens": 2, "n": 1, "stop": ["x"], "stream": False, "temperature": 0.5, "top_p": 0.9, "seed": 1, "logit_bias": {},
               "stream_options": {}, "speculation": "auto"}  # fmt: skip
@@ -195,10 +235,16 @@ async def soak(client: Client, count: int, at_once: int) -> dict[str, Any]:
     memory, began, part = [client.server.memory() >> 20], time.monotonic(), max(1, count // 10)
     statuses = Counter[str]()
     for _ in range(10):
-        done = await bounded(part, at_once, lambda i: client.ask(PROMPTS[i % len(PROMPTS)], 16 if i % 7 else 4, stream=i % 3 == 0))
+        done = await bounded(
+            part, at_once, lambda i: client.ask(PROMPTS[i % len(PROMPTS)], 16 if i % 7 else 4, stream=i % 3 == 0)
+        )
         statuses.update(map(str, done))
         memory.append(client.server.memory() >> 20)
-    return {"statuses": dict(statuses), "MiB": memory, "requests_per_second": round(10 * part / (time.monotonic() - began), 1)}
+    return {
+        "statuses": dict(statuses),
+        "MiB": memory,
+        "requests_per_second": round(10 * part / (time.monotonic() - began), 1),
+    }
 
 
 async def sigterm(client: Client, count: int) -> dict[str, Any]:
@@ -211,7 +257,11 @@ async def sigterm(client: Client, count: int) -> dict[str, Any]:
     statuses = await asyncio.gather(*asked)
     code = await asyncio.to_thread(client.server.process.wait, 120)
     after = [str(one) if isinstance(one, int) else type(one).__name__ for one in late]
-    return {"statuses": dict(Counter(map(str, statuses))), "after_the_signal": dict(Counter(after)), "exit_status": code}
+    return {
+        "statuses": dict(Counter(map(str, statuses))),
+        "after_the_signal": dict(Counter(after)),
+        "exit_status": code,
+    }
 
 
 async def all_of_it(server: Server, right: dict[tuple[str, int], str], args: Any) -> dict[str, Any]:
@@ -244,7 +294,9 @@ def main() -> None:
         finally:
             if server.process.poll() is None:
                 server.process.kill()
-        found["errors in the log"] = sum(" ERROR " in line or "Traceback" in line for line in server.log.read_text().splitlines())
+        found["errors in the log"] = sum(
+            " ERROR " in line or "Traceback" in line for line in server.log.read_text().splitlines()
+        )
     write(args.output, {"machine": machine(), "rows": args.rows, "queue": QUEUE, "found": found})
     print(json.dumps(found["SIGTERM"]), "texts of another request:", found["texts of another request"])
 

@@ -1,4 +1,5 @@
-"""Servers under load: tokens per second, time to the first token and between tokens, with drafts off, on and auto, beside other servers.
+"""Servers under load: tokens per second, time to the first token and between tokens, with drafts
+off, on and auto, beside other servers.
 
     python runs/serve_load.py --output docs/results/serve_load.json                              the embedded model
     python runs/serve_load.py --target MODEL --draft HEAD --output FILE.json                     another
@@ -7,11 +8,12 @@
         --beside "llama.cpp=llama-server -m model.gguf --port {port} -np 16 -c 16384 -t 2"       further servers, each as NAME=COMMAND
         --only off,auto                            contestants whose names hold one of these words
 
-All servers run all the time and are asked one after the other, another one first in every round, so that drift of the machine hits
-all alike; before each turn the script waits until all are idle. The clients are one process beside them (runs/_serve_client.py), on the
-same machine and its cores. Prompts are the bundled ones of one turn, rendered by the chat template and sent to /v1/completions; greedy,
-to the answer's end or --max-new-tokens. After --warm seconds, --seconds are measured; tokens are counted by the tokenizer from the text
-that came, shared out over its characters.
+All servers run all the time and are asked one after the other, another one first in every round, so
+that drift of the machine hits all alike; before each turn the script waits until all are idle. The
+clients are one process beside them (runs/_serve_client.py), on the same machine and its cores.
+Prompts are the bundled ones of one turn, rendered by the chat template and sent to /v1/completions;
+greedy, to the answer's end or --max-new-tokens. After --warm seconds, --seconds are measured;
+tokens are counted by the tokenizer from the text that came, shared out over its characters.
 
 closed   so many clients, each of which sends its next request when it has its answer; and `LLM.stream` without a server
 open     requests at random times (Poisson), at fractions of what drafts off reach with 16 clients
@@ -79,7 +81,9 @@ def contestants(args: Any) -> list[Contestant]:
     made = [
         Contestant("eyas, drafts off", own, {"speculation": False}),
         Contestant("eyas, drafts auto", own),
-        Contestant(f"eyas, drafts on ({args.tree})", f"{own} --tree.nodes {nodes} --tree.depth {depth} --tree.branch {branch}"),
+        Contestant(
+            f"eyas, drafts on ({args.tree})", f"{own} --tree.nodes {nodes} --tree.depth {depth} --tree.branch {branch}"
+        ),
     ]
     for text in args.beside:
         name, sign, command = text.partition("=")
@@ -119,7 +123,8 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def settle(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
-    """Wait until no server computes: some go on with answers whose clients have left, which would slow the next one down."""
+    """Wait until no server computes: some go on with answers whose clients have left, which would
+    slow the next one down."""
     end, before = time.monotonic() + seconds, cpu_seconds(servers)
     while time.monotonic() < end:
         time.sleep(IDLE_SECONDS)
@@ -153,7 +158,13 @@ class Meter:
 
     def measure(self, contestant: Contestant, url: str, **order: Any) -> Figures:
         """Figures of one contestant under a load."""
-        common = {"model": str(self.model), "temperature": 0, "stream": True, "max_tokens": self.args.max_new_tokens, **contestant.fields}
+        common = {
+            "model": str(self.model),
+            "temperature": 0,
+            "stream": True,
+            "max_tokens": self.args.max_new_tokens,
+            **contestant.fields,
+        }
         bodies = [{"prompt": prompt, **common} for prompt in self.prompts]
         long = [{"prompt": ids, **common, "max_tokens": 1} for ids in order.pop("long", [])]
         seconds = self.args.warm + self.args.seconds
@@ -161,7 +172,9 @@ class Meter:
         servers = psutil.Process().children(recursive=True)
         settle(servers)
         before = cpu_seconds(servers)
-        done = subprocess.run([sys.executable, CLIENT], input=json.dumps(whole), capture_output=True, text=True, timeout=seconds + 120)
+        done = subprocess.run(
+            [sys.executable, CLIENT], input=json.dumps(whole), capture_output=True, text=True, timeout=seconds + 120
+        )
         if done.returncode:
             raise InputError(f"the clients have failed: {done.stderr.strip().splitlines()[-1]}")
         found = json.loads(done.stdout)
@@ -216,7 +229,13 @@ class Meter:
                 if piece.text:
                     text += piece.text
                     events.append((time.perf_counter() - start, len(piece.text)))
-            about = {"kind": "bodies", "prompt": number % len(self.prompts), "began": began, "status": 200, "whole": True}
+            about = {
+                "kind": "bodies",
+                "prompt": number % len(self.prompts),
+                "began": began,
+                "status": 200,
+                "whole": True,
+            }
             number += 1
             exchanges.append({**about, "events": events, "text": text, "end": time.perf_counter() - start})
         return {**self.figures(exchanges, end), "unsent": 0}
@@ -233,7 +252,11 @@ def rendered(llm: eyas.LLM, text: str) -> str:
     """A user's turn by the chat template, as text."""
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
         raise InputError("this measurement needs a target with a tokenizer and its chat template")
-    return str(llm.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True))
+    return str(
+        llm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    )
 
 
 def rotated(items: Sequence[Any], by: int) -> list[Any]:
@@ -290,7 +313,9 @@ def main() -> None:
             if one.command not in urls:
                 urls[one.command] = stack.enter_context(served(one.command, model, folder / f"server-{number}.log"))
         measure_all(args, meter, entered, urls, rows)
-    write(args.output, {"settings": {k: str(v) for k, v in vars(args).items() if k != "output"}, **summary(rows)}, before)
+    write(
+        args.output, {"settings": {k: str(v) for k, v in vars(args).items() if k != "output"}, **summary(rows)}, before
+    )
 
 
 def measure_all(args: Any, meter: Meter, entered: Sequence[Contestant], urls: Mapping[str, str], rows: Rows) -> None:
@@ -312,7 +337,11 @@ def measure_all(args: Any, meter: Meter, entered: Sequence[Contestant], urls: Ma
             for fraction in FRACTIONS:
                 for one in order:
                     if (key := ("open", fraction, one.name, number)) not in rows:
-                        rows.add(key, meter.measure(one, urls[one.command], rate=rate * fraction, seed=number) | {"rate": rate * fraction})
+                        rows.add(
+                            key,
+                            meter.measure(one, urls[one.command], rate=rate * fraction, seed=number)
+                            | {"rate": rate * fraction},
+                        )
         if "long" in args.parts:
             vocab, chance = meter.llm.target.vocab_size, random.Random(number)
             ours = [one for one in order if one.name.startswith("eyas")]
@@ -342,9 +371,11 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 
 def auto_over_off(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figures:
-    """Drafts auto over drafts off with 95 % intervals over the rounds: by the clock, and by the servers' processor time.
+    """Drafts auto over drafts off with 95 % intervals over the rounds: by the clock, and by the
+    servers' processor time.
 
-    The clients share the machine's cores, and so do its neighbours; the servers' own time per token varies less from round to round.
+    The clients share the machine's cores, and so do its neighbours; the servers' own time per token
+    varies less from round to round.
     """
     auto, off = ({row["key"][3]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
     both = [(auto[number], off[number]) for number in sorted(auto.keys() & off.keys())]
@@ -353,7 +384,10 @@ def auto_over_off(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figures:
     speed = [[row["tokens_per_second"] for row in column] for column in zip(*both, strict=True)]
     found: Figures = {"tokens_per_second": interval(ratio, *speed)}
     if all(row.get("tokens") and row["server_cpu_seconds"] for pair in both for row in pair):
-        columns = [[[row[name] for row in column] for name in ("tokens", "server_cpu_seconds")] for column in zip(*both, strict=True)]
+        columns = [
+            [[row[name] for row in column] for name in ("tokens", "server_cpu_seconds")]
+            for column in zip(*both, strict=True)
+        ]
         found["tokens_per_cpu_second"] = interval(ratio_of_ratios, *columns[0], *columns[1])
     return found
 
@@ -365,7 +399,9 @@ def pooled(found: Sequence[Mapping[str, Any]], plain: Mapping[int, str]) -> Figu
     times = {}
     for name in ("first_token_ms", "between_chunks_ms", "per_token_ms"):
         each = [row[name] for row in found if row[name]]
-        times[name] = {q: round(float(np.median([one[q] for one in each])), 2) for q in ("p50", "p99")} if each else None
+        times[name] = (
+            {q: round(float(np.median([one[q] for one in each])), 2) for q in ("p50", "p99")} if each else None
+        )
     return {
         "tokens_per_second": round(float(np.median(speeds)), 1),
         "rounds": speeds,

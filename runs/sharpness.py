@@ -1,10 +1,12 @@
-"""tau of dynamic trees against the sharpness of the draft's confidences (1 / `--tree.confidence-temperature`; 1: the paper's).
+"""tau of dynamic trees against the sharpness of the draft's confidences (1 /
+`--tree.confidence-temperature`; 1: the paper's).
 
     python runs/sharpness.py --output docs/results/sharpness.json                                      the embedded model's heads
     python runs/sharpness.py --target MODEL --draft eagle3=HEAD --draft eagle2=HEAD --output FILE.json
 
-Bundled prompts of one turn. The draft looks at the target's noise, so at any temperature the text is plain decoding's. Acceptance only, no
-times. Ratios to sharpness 1 are paired by prompt, 95 %, bootstrap over prompts.
+Bundled prompts of one turn. The draft looks at the target's noise, so at any temperature the text
+is plain decoding's. Acceptance only, no times. Ratios to sharpness 1 are paired by prompt, 95 %,
+bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ def main() -> None:
     keys = [(method, shape, s) for method in heads_of(args.draft) for shape in TREES for s in SHARPNESS]
     heads = heads_of(args.draft)
     drafters = {
-        str(key): drafter(llm.target, key[0], tree(*key[1], **{"tree.confidence_temperature": 1 / key[2]}), heads[key[0]]) for key in keys
+        str(key): drafter(
+            llm.target, key[0], tree(*key[1], **{"tree.confidence_temperature": 1 / key[2]}), heads[key[0]]
+        )
+        for key in keys
     }
     prompts = bundled_prompts(args.limit)
-    answers = ask(llm, drafters, prompts, args.output, temperatures=(args.temperature,), max_new_tokens=args.max_new_tokens)
+    answers = ask(
+        llm, drafters, prompts, args.output, temperatures=(args.temperature,), max_new_tokens=args.max_new_tokens
+    )
     table = []
     for method, shape, sharpness in keys:
         ours, plain = (select(answers, str((method, shape, s)), args.temperature) for s in (sharpness, 1.0))

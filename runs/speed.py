@@ -75,7 +75,10 @@ def speeds(args: argparse.Namespace, base: LLM, heads: dict[str, str | None]) ->
     with tempfile.TemporaryDirectory() as folder, progress() as on_prompt:
         answers = bench.run(Path(folder), on_prompt)
     names = {contestant.name: PLAIN if contestant.name == "vanilla" else contestant.name for contestant in entered}
-    by_name = {label: [a.replace(prompt=a.prompt.partition("#")[0]) for a in answers if a.method == name] for name, label in names.items()}
+    by_name = {
+        label: [a.replace(prompt=a.prompt.partition("#")[0]) for a in answers if a.method == name]
+        for name, label in names.items()
+    }
     table = {name: entry(ours, by_name[PLAIN], by_name.get(THEIRS)) for name, ours in by_name.items()}
     return {"prompts": len(prompts), "table": table, "rows": rows(by_name)}
 
@@ -84,7 +87,10 @@ def entry(ours: Sequence[Answer], plain: Sequence[Answer], theirs: Sequence[Answ
     """A line of the table."""
 
     def over(base: Sequence[Answer]) -> list[float | None]:
-        return [None if x is None else round(x, 3) for x in speedup(ours, base, whole=True, resamples=RESAMPLES) or (None,) * 3]
+        return [
+            None if x is None else round(x, 3)
+            for x in speedup(ours, base, whole=True, resamples=RESAMPLES) or (None,) * 3
+        ]
 
     cycles, plain_cycles = (sum(len(a.cycles) for a in side) for side in (ours, plain))
     seconds, plain_seconds = (sum(a.decode_seconds for a in side) for side in (ours, plain))
@@ -115,7 +121,8 @@ def rows(by_name: dict[str, list[Answer]]) -> list[dict[str, Any]]:
 
 
 def costs(base: LLM) -> dict[str, Any]:
-    """Milliseconds of passes: own forward and kernels, by nodes; the kernels' by format of the weights, and by context."""
+    """Milliseconds of passes: own forward and kernels, by nodes; the kernels' by format of the
+    weights, and by context."""
     target, found = base.target, dict[str, Any]()
     found["own forward, by nodes"] = verify_cost(Target(target.model, target.name))
     found["kernels, by nodes"] = verify_cost(target)
@@ -145,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", default="eagle3,eagle2", help="of the embedded model")
     parser.add_argument("--parts", default="speed,cost")
     parser.add_argument("--limit", type=int, help="prompts")
-    parser.add_argument("--weights", default="exact", help="bfloat16, int8, int4: the target's, rounded: a target of its own")
+    parser.add_argument(
+        "--weights", default="exact", help="bfloat16, int8, int4: the target's, rounded: a target of its own"
+    )
     parser.add_argument("--activations", default="exact", help="bfloat16, int16, int8: likewise")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -159,7 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.utils.logging.set_verbosity_error()
     before = machine()
     base = eyas.load(args.target, method="vanilla", weights=args.weights, activations=args.activations)
-    record: dict[str, Any] = {"target": base.target.name, "runs_by": base.target.run.name, "threads": base.target.run.threads}
+    record: dict[str, Any] = {
+        "target": base.target.name,
+        "runs_by": base.target.run.name,
+        "threads": base.target.run.threads,
+    }
     record |= {"temperature": args.temperature, "machine_before": before}
     if "cost" in args.parts:
         record["cost"] = costs(base)
@@ -172,7 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show(record: dict[str, Any]) -> None:
     """Both parts as Markdown."""
-    print(*([speed_table(record)] if "table" in record else []), *([cost_tables(record)] if "cost" in record else []), sep="\n")
+    print(
+        *([speed_table(record)] if "table" in record else []),
+        *([cost_tables(record)] if "cost" in record else []),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Measure JSON-schema generation of the embedded model: with and without drafts of forced text, and drafts that know the constraint.
+"""Measure JSON-schema generation of the embedded model: with and without drafts of forced text, and
+drafts that know the constraint.
 
     python runs/structured_output.py --output docs/results/structured_output.json
 
-Every variant answers every prompt in every round, in an order that is drawn anew; the ids of all variants are compared. "levels": a head's
-children are ranked among the allowed tokens, level by level (what eyas does). "none": the head knows nothing of the constraint, and grows
-its tree in one call of the kernels. Times are of the process on one thread, so that other programs on the machine matter little.
+Every variant answers every prompt in every round, in an order that is drawn anew; the ids of all
+variants are compared. "levels": a head's children are ranked among the allowed tokens, level by
+level (what eyas does). "none": the head knows nothing of the constraint, and grows its tree in one
+call of the kernels. Times are of the process on one thread, so that other programs on the machine
+matter little.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-TREES: dict[str, dict[str, int]] = {"6/3/2": {"nodes": 6, "depth": 3, "branch": 2}, "8/4/3": {"nodes": 8, "depth": 4, "branch": 3}}
+TREES: dict[str, dict[str, int]] = {
+    "6/3/2": {"nodes": 6, "depth": 3, "branch": 2},
+    "8/4/3": {"nodes": 8, "depth": 4, "branch": 3},
+}
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 1": {"temperature": 1.0, "seed": 3}}
 
 
@@ -71,7 +77,10 @@ def main() -> None:
     models = {"plain": eyas.load(method="vanilla"), "suffix": eyas.load(method="suffix", tree="fixed")}
     models |= {f"eagle3 {name}": eyas.load(method="eagle3", tree=tree) for name, tree in TREES.items()}
     variants = [
-        (m, knows, forced) for m in models for knows in (("none", "levels") if "eagle" in m else ("none",)) for forced in (False, True)
+        (m, knows, forced)
+        for m in models
+        for knows in (("none", "levels") if "eagle" in m else ("none",))
+        for forced in (False, True)
     ]
     tasks = [(variant, sampling, prompt) for variant in variants for sampling in SAMPLINGS for prompt in PROMPTS]
     sums: dict[tuple[Any, str], dict[str, float]] = defaultdict(lambda: {"tokens": 0, "cycles": 0, "seconds": 0.0})
@@ -81,9 +90,13 @@ def main() -> None:
         for (model, knows, forced), sampling, prompt in tasks:
             with drafting(knows, forced):
                 began = time.process_time()
-                result = models[model].generate(prompt, max_new_tokens=options.tokens, response_format=FORMAT, **SAMPLINGS[sampling])
+                result = models[model].generate(
+                    prompt, max_new_tokens=options.tokens, response_format=FORMAT, **SAMPLINGS[sampling]
+                )
                 seconds = time.process_time() - began
-            assert ids.setdefault((sampling, prompt), result.token_ids) == result.token_ids, "the ids depend on the drafts"
+            assert ids.setdefault((sampling, prompt), result.token_ids) == result.token_ids, (
+                "the ids depend on the drafts"
+            )
             if number:  # the first round compiles grammars and meets their states
                 one = sums[(model, knows, forced), sampling]
                 one["tokens"] += len(result.token_ids)

@@ -3,7 +3,8 @@
     make wheel-test                                     builds them first
     python runs/wheel_test.py --python python3.13       in an environment of another interpreter
 
-Without the embedded model every command that wants it says so in one line; with it `eyas doctor`, `eyas generate` and `eyas demo` run.
+Without the embedded model every command that wants it says so in one line; with it `eyas doctor`,
+`eyas generate` and `eyas demo` run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def only(pattern: str) -> Path:
 
 
 def check_contents(name: str) -> None:
-    """The wheel and the sources hold every file that runs eyas, nothing foreign, and are as small as they should be."""
+    """The wheel and the sources hold every file that runs eyas, nothing foreign, and are as small
+    as they should be."""
     wheel, sources = only(f"{name}-*.whl"), only(f"{name}-*.tar.gz")
     with zipfile.ZipFile(wheel) as opened:
         files = opened.namelist()
@@ -61,18 +63,36 @@ def check_contents(name: str) -> None:
 
 
 def check_running(python: str, folder: Path) -> None:
-    """Install into an empty environment: eyas alone, which names what is missing; then with the embedded model, which runs."""
+    """Install into an empty environment: eyas alone, which names what is missing; then with the
+    embedded model, which runs."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    environment = {**clean, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {
+        **clean,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
 
     def install(what: str) -> None:
-        command = [scripts / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-        subprocess.run([*command, "-c", ROOT / "constraints.txt", "--find-links", ROOT / "dist", what], check=True, cwd=folder)
+        command = [
+            scripts / "python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-cache-dir",
+        ]
+        subprocess.run(
+            [*command, "-c", ROOT / "constraints.txt", "--find-links", ROOT / "dist", what], check=True, cwd=folder
+        )
 
     def eyas(*arguments: str, status: int = 0) -> str:
-        done = subprocess.run([scripts / "eyas", *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
+        done = subprocess.run(
+            [scripts / "eyas", *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=600
+        )
         print(f"$ eyas {' '.join(arguments)}\n{done.stdout}{done.stderr}", flush=True)
         assert done.returncode == status, f"exit status {done.returncode}, not {status}"
         return done.stdout if status == 0 else done.stderr

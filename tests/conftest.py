@@ -1,4 +1,5 @@
-"""For every test: a cache folder of its own, so that no measurement from elsewhere is read and none is left behind; and a limit of work."""
+"""For every test: a cache folder of its own, so that no measurement from elsewhere is read and none
+is left behind; and a limit of work."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ CPU_SECONDS = 300  # of the test's own process; `timeout` in pyproject.toml ends
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels are compiled once for all sessions, then copied: no test waits for the compiler, or sees its message."""
+    """The kernels are compiled once for all sessions, then copied: no test waits for the compiler,
+    or sees its message."""
     folder = tmp_path_factory.mktemp("cache")
     if kernels.available():
         (folder / "eyas" / "kernels").mkdir(mode=0o700, parents=True)
@@ -36,7 +38,8 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`quick` makes the other members slow; the longest tests begin first: with several processes, the end waits for none of them."""
+    """`quick` makes the other members slow; the longest tests begin first: with several processes,
+    the end waits for none of them."""
     missing: dict[str, set[str]] = {}
     for item in items:
         if (quick := item.get_closest_marker("quick")) is not None:
@@ -45,7 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             missing.setdefault(item.nodeid.partition("[")[0], set(quick.args)).difference_update(named)
             if not named:
                 item.add_marker(pytest.mark.slow)
-    wrong = [f"{test}: quick names {', '.join(sorted(names))}, which it does not have" for test, names in missing.items() if names]
+    wrong = [
+        f"{test}: quick names {', '.join(sorted(names))}, which it does not have"
+        for test, names in missing.items()
+        if names
+    ]
     if wrong and not any("::" in argument for argument in config.args):  # there, members may have been left out
         raise pytest.UsageError("\n".join(wrong))
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

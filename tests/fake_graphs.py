@@ -13,8 +13,8 @@ T = TypeVar("T")
 def captured_without_gpu(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
     """Run `work` and return its result, and a function that runs it again.
 
-    As with a graph, the results of every run lie in the memory of the first one, and everything is computed
-    from the inputs that were there at the capture.
+    As with a graph, the results of every run lie in the memory of the first one, and everything is
+    computed from the inputs that were there at the capture.
     """
     result = work()
     undo()

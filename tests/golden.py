@@ -1,4 +1,5 @@
-"""Results of the reference implementations, where they lie beside this checkout, and checks of heads as their authors published them."""
+"""Results of the reference implementations, where they lie beside this checkout, and checks of
+heads as their authors published them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from eyas.checkpoints import Weights, load, save
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs ../shared/golden, the results of the reference implementations")
+needs_golden = pytest.mark.skipif(
+    not GOLDEN.is_dir(), reason="needs ../shared/golden, the results of the reference implementations"
+)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -21,7 +24,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def golden_head(name: str, folder: Path) -> Weights:
-    """Load the head of that name; asserts that its .bin and .safetensors are read alike, and are written as their authors wrote them."""
+    """Load the head of that name; asserts that its .bin and .safetensors are read alike, and are
+    written as their authors wrote them."""
     safe = load(GOLDEN / name)
     for file in ("config.json", "pytorch_model.bin"):
         (folder / file).write_bytes((GOLDEN / name / file).read_bytes())

@@ -53,7 +53,8 @@ def batch_of(target: Target, layer: int) -> Batch:
 
 
 def predictions(batch: Batch, heads: int) -> list[tuple[int, int, int]]:
-    """(head, position, predicted position) of everything that counts, document by document, by a plain loop."""
+    """(head, position, predicted position) of everything that counts, document by document, by a
+    plain loop."""
     counted, begin = [], 0
     for length in batch.documents.lengths:
         for k, t in itertools.product(range(heads), range(begin, begin + length)):
@@ -72,12 +73,15 @@ def training_target(batch: Batch, target: Target, goal: int, objective: str) -> 
 
 
 def short_training(drafter: Drafter, folder: Path) -> tuple[float, list[dict[str, float]], dict[str, float]]:
-    """Train for a few steps; returns the held-out loss before, the losses of the evaluations, and the final figures."""
+    """Train for a few steps; returns the held-out loss before, the losses of the evaluations, and
+    the final figures."""
     heldout = language(12, 1)
     batches = Batches(heldout, 512)
     with torch.no_grad():
         first = drafter.loss(packed(batches, batches.plan(0)[0], drafter))
-    config = TrainConfig(lr=3e-3, steps=40, batch_tokens=256, max_length=32, eval_every=10, save_every=20, precision="float32")
+    config = TrainConfig(
+        lr=3e-3, steps=40, batch_tokens=256, max_length=32, eval_every=10, save_every=20, precision="float32"
+    )
     evaluate = chain_figures(heldout, prompts=3, new_tokens=8, depth=3, tree_prompts=1)
     outcome = train(drafter, language(60, 0), heldout, config, folder, evaluate=evaluate)
     losses = json.loads((folder / "training.json").read_text())["losses"]

@@ -1,7 +1,9 @@
-"""A stand-in for the hub on the loopback: repositories are folders here. For the hub's own client, with HF_ENDPOINT.
+"""A stand-in for the hub on the loopback: repositories are folders here. For the hub's own client,
+with HF_ENDPOINT.
 
-It answers what `snapshot_download`, `hf_hub_download`, `has_file`, `create_repo` and `upload_folder` ask for; there is one revision of
-everything. Files come inside the commit ("regular" for each of them), so nothing of large-file storage is needed.
+It answers what `snapshot_download`, `hf_hub_download`, `has_file`, `create_repo` and
+`upload_folder` ask for; there is one revision of everything. Files come inside the commit
+("regular" for each of them), so nothing of large-file storage is needed.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def _content(repositories: Mapping[str, Path], path: str) -> tuple[int, str, byt
         return 404, "application/json", b"{}"
     files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     if api and "tree" in parts:
-        listed = [{"type": "file", "path": file, "size": (folder / file).stat().st_size, "oid": COMMIT} for file in files]
+        listed = [
+            {"type": "file", "path": file, "size": (folder / file).stat().st_size, "oid": COMMIT} for file in files
+        ]
         return 200, "application/json", json.dumps(listed).encode()
     if api:
         siblings = [{"rfilename": file} for file in files]
@@ -107,7 +111,8 @@ def _content(repositories: Mapping[str, Path], path: str) -> tuple[int, str, byt
 
 
 def _written(held: dict[str, Path], new: Path | None, path: str, given: bytes) -> dict[str, Any] | None:
-    """The answer to a request that writes; None for one that is not known. HUB/ stands for the stand-in's address."""
+    """The answer to a request that writes; None for one that is not known. HUB/ stands for the
+    stand-in's address."""
     parts = path.strip("/").split("/")
     if parts == ["api", "repos", "create"] and new is not None:
         asked = json.loads(given)

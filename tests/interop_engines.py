@@ -27,7 +27,9 @@ def python_of(environment: str) -> Path:
 def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any]:
     """A program's answer to a question; both are JSON, the answer is its last line."""
     outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
-    with processes.started([python, PROGRAMS / program], stdin=-1, stdout=-1, stderr=-1, text=True, env=outside) as process:
+    with processes.started(
+        [python, PROGRAMS / program], stdin=-1, stdout=-1, stderr=-1, text=True, env=outside
+    ) as process:
         stdout, stderr = processes.finish(process, json.dumps(question))
     assert process.returncode == 0, stdout[-2000:] + stderr[-4000:]
     answer: dict[str, Any] = json.loads(stdout.strip().splitlines()[-1])
@@ -35,7 +37,8 @@ def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any
 
 
 def ours(prompts: list[list[int]], head: Path, method: str, tokens: int, limit: int) -> tuple[list[list[int]], float]:
-    """The ids of eyas' plain decoding, and 1 + accepted drafts / cycles of a chain of so many tokens by a head of this method."""
+    """The ids of eyas' plain decoding, and 1 + accepted drafts / cycles of a chain of so many
+    tokens by a head of this method."""
     plain = eyas.load(method="vanilla")
     if method == "eagle1":
         options: dict[str, Any] = {"method": "eagle1", "tree.choices": f"chain-{tokens}"}

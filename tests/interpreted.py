@@ -14,7 +14,8 @@ __all__ = ["interpreted"]
 
 
 def _drop_triton() -> dict[str, ModuleType]:
-    """Forget the modules of Triton, but for its compiled ones, which are loaded once, and the modules of kernels. Returns Triton's."""
+    """Forget the modules of Triton, but for its compiled ones, which are loaded once, and the
+    modules of kernels. Returns Triton's."""
     for name in [name for name in sys.modules if name.startswith("eyas.gpu._") and name.endswith("_kernels")]:
         package, _, leaf = name.rpartition(".")
         vars(sys.modules[package]).pop(leaf, None)
@@ -26,8 +27,9 @@ def _drop_triton() -> dict[str, ModuleType]:
 def interpreted(kernels: str) -> ModuleType:
     """The module of kernels with this name, for CPU tensors.
 
-    Triton decides when its own functions are defined whether they are compiled or interpreted. So it is imported anew here, for this
-    module alone; afterwards everybody finds the Triton that was there before.
+    Triton decides when its own functions are defined whether they are compiled or interpreted. So
+    it is imported anew here, for this module alone; afterwards everybody finds the Triton that was
+    there before.
     """
     before, variable = _drop_triton(), os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -45,7 +47,8 @@ def interpreted(kernels: str) -> ModuleType:
 
 
 def _mend_products(interpreter: Any) -> None:
-    """The interpreter keeps bfloat16 as 16-bit words and multiplies these as whole numbers; the product takes their values here."""
+    """The interpreter keeps bfloat16 as 16-bit words and multiplies these as whole numbers; the
+    product takes their values here."""
     builder, bfloat16 = interpreter.InterpreterBuilder, interpreter.tl.bfloat16
     product = builder.create_dot
 

@@ -1,4 +1,5 @@
-"""Tiny random models that read images, and prompts as their processors make them: token ids, and what else the forward takes."""
+"""Tiny random models that read images, and prompts as their processors make them: token ids, and
+what else the forward takes."""
 
 from __future__ import annotations
 
@@ -37,13 +38,23 @@ TEXT: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+}
 
 
 def llava() -> PreTrainedModel:
     text = {"model_type": "llama", **TEXT}
     config = LlavaConfig(
-        text_config=text, vision_config={"model_type": "clip_vision_model", **VISION}, image_token_index=IMAGE, vision_feature_layer=-1
+        text_config=text,
+        vision_config={"model_type": "clip_vision_model", **VISION},
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
     )
     return LlavaForConditionalGeneration(config)
 
@@ -127,5 +138,7 @@ def with_processor(folder: Path) -> Path:
     assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
     size = {"height": 8, "width": 8}
     images = CLIPImageProcessorPil(size=size, crop_size=size)
-    LlavaProcessor(images, tokenizer, 2, "default", MESSAGES_TEMPLATE, num_additional_image_tokens=1).save_pretrained(folder)
+    LlavaProcessor(images, tokenizer, 2, "default", MESSAGES_TEMPLATE, num_additional_image_tokens=1).save_pretrained(
+        folder
+    )
     return folder

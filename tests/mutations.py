@@ -1,10 +1,11 @@
-"""Mistakes that somebody could make, each with the check that must find it; and the program that tries them.
+"""Mistakes that somebody could make, each with the check that must find it; and the program that
+tries them.
 
     python tests/mutations.py     one JSON line per trial: {"trial": name, "outcome": "passed" | "assertion" | "error", "words": ...}
 
-A trial runs one check of the test files in a process of its own, into which the package is imported with the mistake (rewriting.py). The
-processes are forked from one that has already imported torch and transformers but nothing of eyas. The trials of ORIGINAL change nothing
-and must pass.
+A trial runs one check of the test files in a process of its own, into which the package is imported
+with the mistake (rewriting.py). The processes are forked from one that has already imported torch
+and transformers but nothing of eyas. The trials of ORIGINAL change nothing and must pass.
 """
 
 from __future__ import annotations
@@ -75,7 +76,11 @@ def on_two_devices(method: str, family: str = "llama", rows: int = 3) -> Check:
 
 
 SLOW_DRAWN: Check = ("core.test_verify", "test_random_trees_against_a_slow_verification", (True,))
-PROCESSORS: Check = ("core.test_sampling", "test_scores_are_those_of_transformers", ({"temperature": 0.7, "top_p": 0.9},))
+PROCESSORS: Check = (
+    "core.test_sampling",
+    "test_scores_are_those_of_transformers",
+    ({"temperature": 0.7, "top_p": 0.9},),
+)
 BLOCK: Check = ("core.test_verify", "test_blocks_are_exact", ("near",))
 ORDER: Check = ("core.test_verify", "test_drawn_siblings_come_in_draw_order_from_the_processed_q", ("T=0.6",))
 LAW = "the law of the first"
@@ -250,7 +255,9 @@ MUTATIONS = (
     mutation(
         "the length does not grow along a path",
         ("core.test_laws", "test_deep_paths_keep_the_laws", ()),
-        rewrite("core.adjustments:Adjustments.at", "WAIT[:, None] - TREE.depth_BN", "WAIT[:, None] - 0 * TREE.depth_BN"),
+        rewrite(
+            "core.adjustments:Adjustments.at", "WAIT[:, None] - TREE.depth_BN", "WAIT[:, None] - 0 * TREE.depth_BN"
+        ),
     ),
     mutation(
         "log-probabilities of the token before",
@@ -269,7 +276,12 @@ MUTATIONS = (
         ),
         words=LAW,
     ),
-    mutation("no renormalisation of p", drawn("three", "far"), patch("core.verify:_residual", residual(False, True)), words=LAW),
+    mutation(
+        "no renormalisation of p",
+        drawn("three", "far"),
+        patch("core.verify:_residual", residual(False, True)),
+        words=LAW,
+    ),
     mutation(
         "no renormalisation of q",
         drawn("pair"),
@@ -297,7 +309,11 @@ MUTATIONS = (
     mutation(
         "bonus position off by one",
         SLOW_DRAWN,
-        rewrite("core.verify:_verify_by_rejection", "NOISE.gumbel(POSITION[:, None], VOCAB)", "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)"),
+        rewrite(
+            "core.verify:_verify_by_rejection",
+            "NOISE.gumbel(POSITION[:, None], VOCAB)",
+            "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)",
+        ),
     ),
     mutation(
         "bonus position stays at the root's",
@@ -309,7 +325,8 @@ MUTATIONS = (
         "target positions off by one",
         ids("vanilla"),
         patch(
-            "core.ops:Ops.draw", on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B - 1, noise))
+            "core.ops:Ops.draw",
+            on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B - 1, noise)),
         ),
         words=OTHER_IDS,
     ),
@@ -317,18 +334,25 @@ MUTATIONS = (
         "noise of the next depth",
         chosen("chain"),
         patch(
-            "core.ops:Ops.draw", on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B + 1, noise))
+            "core.ops:Ops.draw",
+            on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B + 1, noise)),
         ),
         words=OTHER_POSITION,
     ),
     mutation(
-        "the bonus of the node before the last", chosen("chain"), patch("core.ops:accepted_nodes", bonus_of_the_node_before), words=LAW
+        "the bonus of the node before the last",
+        chosen("chain"),
+        patch("core.ops:accepted_nodes", bonus_of_the_node_before),
+        words=LAW,
     ),
     # which nodes are tried and accepted
     mutation(
         "children under the wrong parent, chosen",
         chosen("binary"),
-        patch("core.ops:accepted_nodes", with_other_tree(lambda tree, *_: {"parents_BN": tree.parents_BN - (tree.depth_BN > 1).long()})),
+        patch(
+            "core.ops:accepted_nodes",
+            with_other_tree(lambda tree, *_: {"parents_BN": tree.parents_BN - (tree.depth_BN > 1).long()}),
+        ),
         words=LAW,
     ),
     mutation(
@@ -349,7 +373,10 @@ MUTATIONS = (
     mutation(
         "scouts are accepted",
         chosen("scouts"),
-        patch("core.ops:accepted_nodes", with_other_tree(lambda tree, *_: {"candidate_BN": torch.ones_like(tree.candidate_BN)})),
+        patch(
+            "core.ops:accepted_nodes",
+            with_other_tree(lambda tree, *_: {"candidate_BN": torch.ones_like(tree.candidate_BN)}),
+        ),
         words=LAW,
     ),
     mutation(
@@ -359,7 +386,9 @@ MUTATIONS = (
         words="two siblings with one token were verified",
     ),
     # sampling
-    mutation("temperature twice, in apply_sampling", PROCESSORS, patch("core.sampling:apply_sampling", temperature_squared)),
+    mutation(
+        "temperature twice, in apply_sampling", PROCESSORS, patch("core.sampling:apply_sampling", temperature_squared)
+    ),
     mutation(
         "temperature twice, in the loop",
         ids("eagle2"),
@@ -373,15 +402,24 @@ MUTATIONS = (
         words=OTHER_IDS,
     ),
     # the order of drawn siblings
-    mutation("drawn siblings sorted by q", grown("pair", "T=1"), patch("drafters._grow:grow_static", siblings_by_q), words=LAW),
-    mutation("drawn siblings tried from the last", drawn("pair"), patch("core.verify:_children", from_the_last), words=LAW),
+    mutation(
+        "drawn siblings sorted by q",
+        grown("pair", "T=1"),
+        patch("drafters._grow:grow_static", siblings_by_q),
+        words=LAW,
+    ),
+    mutation(
+        "drawn siblings tried from the last", drawn("pair"), patch("core.verify:_children", from_the_last), words=LAW
+    ),
     # another row's noise
     mutation(
         "another row's noise for the draws",
         ids("eagle2"),
         patch(
             "core.ops:Ops.draw",
-            on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B, of_the_row_before(noise))),
+            on_other_arguments(
+                lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B, of_the_row_before(noise))
+            ),
         ),
         words=OTHER_IDS,
     ),
@@ -394,7 +432,11 @@ MUTATIONS = (
             "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)",
         ),
     ),
-    mutation("another row's noise for the accept tests", verified_alone(True), patch("core.sampling:GumbelNoise.accepts", rolled)),
+    mutation(
+        "another row's noise for the accept tests",
+        verified_alone(True),
+        patch("core.sampling:GumbelNoise.accepts", rolled),
+    ),
     mutation(
         "another row's seed",
         ("core.test_sampling", "test_noise_depends_on_nothing_else", ()),
@@ -403,11 +445,20 @@ MUTATIONS = (
     mutation(
         "one uniform number for all siblings",
         drawn("binary"),
-        rewrite("core.verify:_verify_by_rejection", "NOISE.accepts(CHANCE, POSITION, SIBLING)", "NOISE.accepts(CHANCE, POSITION, 0)"),
+        rewrite(
+            "core.verify:_verify_by_rejection",
+            "NOISE.accepts(CHANCE, POSITION, SIBLING)",
+            "NOISE.accepts(CHANCE, POSITION, 0)",
+        ),
         words=LAW,
     ),
     # blocks
-    mutation("a block's weight above one", BLOCK, rewrite("core.verify:_verify_block", "WEIGHT.clamp(max=1)", "WEIGHT"), words=LAW),
+    mutation(
+        "a block's weight above one",
+        BLOCK,
+        rewrite("core.verify:_verify_block", "WEIGHT.clamp(max=1)", "WEIGHT"),
+        words=LAW,
+    ),
     mutation(
         "a block's weight of the last token alone",
         BLOCK,
@@ -508,7 +559,9 @@ MUTATIONS = (
     mutation(
         "paths stay on the main device",
         on_two_devices("suffix"),
-        rewrite("core.cache:KVCache.commit", "PATH.to(DEVICE)", "PATH", "COMMIT(STORE, LENGTH.to(DEVICE), PATH.to(DEVICE))"),
+        rewrite(
+            "core.cache:KVCache.commit", "PATH.to(DEVICE)", "PATH", "COMMIT(STORE, LENGTH.to(DEVICE), PATH.to(DEVICE))"
+        ),
         words=TWO_DEVICES,
     ),
     mutation(
@@ -550,7 +603,12 @@ MUTATIONS = (
     mutation(
         "states of nodes are read with numbers of the main device",
         on_two_devices("suffix", "lfm2"),
-        rewrite("core.recurrent:RowStates.commit", "LAST.to(ONE.device)", "LAST", "HERE, NODE = ROWS.to(ONE.device), LAST.to(ONE.device)"),
+        rewrite(
+            "core.recurrent:RowStates.commit",
+            "LAST.to(ONE.device)",
+            "LAST",
+            "HERE, NODE = ROWS.to(ONE.device), LAST.to(ONE.device)",
+        ),
         words=TWO_DEVICES,
     ),
 )
@@ -568,7 +626,8 @@ def trials() -> Iterator[tuple[str, tuple[Change, ...], Check]]:
 
 
 def attempt(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
-    """Run one check with these changes. An assertion counts when a test, or what a test called to compare, raised it."""
+    """Run one check with these changes. An assertion counts when a test, or what a test called to
+    compare, raised it."""
     module, function, arguments = check
     try:
         install(changes)
@@ -581,7 +640,11 @@ def attempt(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
         ours = raised.is_relative_to(SOURCE) or raised == Path(__file__)
         return {"outcome": "error" if ours else "assertion", "words": str(error)[:300]}
     except BaseException as error:
-        return {"outcome": "error", "words": f"{type(error).__name__}: {error}"[:300], "where": traceback.format_exc()[-600:]}
+        return {
+            "outcome": "error",
+            "words": f"{type(error).__name__}: {error}"[:300],
+            "where": traceback.format_exc()[-600:],
+        }
     return {"outcome": "passed", "words": ""}
 
 

@@ -1,5 +1,5 @@
-"""Small EAGLE-3 heads as each writer publishes them, for tests of reading. The names are written out here, so that a swapped pair in the
-code's own tables is noticed."""
+"""Small EAGLE-3 heads as each writer publishes them, for tests of reading. The names are written
+out here, so that a swapped pair in the code's own tables is noticed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,13 @@ IN_THE_LAYER = {
 }
 AROUND = {"fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "head.weight"}
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def maps(ids: list[int] = IDS) -> dict[str, Tensor]:
@@ -65,7 +71,9 @@ def tensors(layer: str = "midlayer", features: int = 3 * D, vocab: int = len(IDS
     sizes |= {f"{layer}.self_attn.{x}_proj.weight": (size, 2 * D) for x, size in rows.items()}
     sizes |= {f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH), f"{layer}.mlp.down_proj.weight": (D, INNER)}
     sizes |= {f"{layer}.mlp.{x}_proj.weight": (INNER, D) for x in ("gate", "up")}
-    return {name: torch.randn(size, generator=made) for name, size in sizes.items()} | (maps() if vocab == len(IDS) else {})
+    return {name: torch.randn(size, generator=made) for name, size in sizes.items()} | (
+        maps() if vocab == len(IDS) else {}
+    )
 
 
 def without(held: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -80,7 +88,13 @@ def safeailab(**changes: Any) -> Head:
 
 
 def specforge(**changes: Any) -> Head:
-    return {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, "draft_vocab_size": len(IDS), "bias": False, **changes}, tensors()
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **LAYER,
+        "draft_vocab_size": len(IDS),
+        "bias": False,
+        **changes,
+    }, tensors()
 
 
 def modelopt(ids: list[int] | None = None, **changes: Any) -> Head:
@@ -100,7 +114,9 @@ def modelopt(ids: list[int] | None = None, **changes: Any) -> Head:
 
 
 def vllm(**changes: Any) -> Head:
-    return {"architectures": ["Eagle3LlamaForCausalLM"], **LAYER, "draft_vocab_size": len(IDS), **changes}, tensors("layers.0")
+    return {"architectures": ["Eagle3LlamaForCausalLM"], **LAYER, "draft_vocab_size": len(IDS), **changes}, tensors(
+        "layers.0"
+    )
 
 
 def speculators(layer: dict[str, Any] | None = None, **changes: Any) -> Head:
@@ -122,8 +138,20 @@ def speculators(layer: dict[str, Any] | None = None, **changes: Any) -> Head:
     return {**config, **changes}, {**tensors("layers.0"), "embed_tokens.weight": torch.randn(V, D)}
 
 
-FORMS = {"safeailab3": safeailab, "specforge": specforge, "modelopt": modelopt, "vllm": vllm, "speculators": speculators}
-FILES = {"safeailab3": "safeailab3", "specforge": "sglang", "modelopt": "sglang", "vllm": "vllm", "speculators": "speculators"}
+FORMS = {
+    "safeailab3": safeailab,
+    "specforge": specforge,
+    "modelopt": modelopt,
+    "vllm": vllm,
+    "speculators": speculators,
+}
+FILES = {
+    "safeailab3": "safeailab3",
+    "specforge": "sglang",
+    "modelopt": "sglang",
+    "vllm": "vllm",
+    "speculators": "speculators",
+}
 
 
 def put(folder: Path, head: Head) -> Path:
@@ -147,11 +175,14 @@ def refused(folder: Path, head: Head, says: str, **held: Any) -> str:
 
 
 def further(number: int) -> dict[str, Tensor]:
-    """Random weights of a layer behind the first, with the norm over the hidden state that only vLLM's class has."""
+    """Random weights of a layer behind the first, with the norm over the hidden state that only
+    vLLM's class has."""
     of_first = {name: value for name, value in tensors("layers.0").items() if name.startswith("layers.0.")}
     held = {name.replace("layers.0", f"layers.{number}"): torch.randn_like(value) for name, value in of_first.items()}
     for x in "qkv":
-        held[f"layers.{number}.self_attn.{x}_proj.weight"] = torch.randn(held[f"layers.{number}.self_attn.{x}_proj.weight"].shape[0], D)
+        held[f"layers.{number}.self_attn.{x}_proj.weight"] = torch.randn(
+            held[f"layers.{number}.self_attn.{x}_proj.weight"].shape[0], D
+        )
     return held
 
 
@@ -163,5 +194,7 @@ def deep(form: str, count: int = 3, **changes: Any) -> Head:
         sizes = {"transformer_layer_config": {**config["transformer_layer_config"], **sizes}}
     config = {**config, **sizes}
     for number in range(1, count):
-        held = held | (further(number) if form == "vllm" else without(further(number), f"layers.{number}.hidden_norm.weight"))
+        held = held | (
+            further(number) if form == "vllm" else without(further(number), f"layers.{number}.hidden_norm.weight")
+        )
     return config, held

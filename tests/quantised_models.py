@@ -1,4 +1,5 @@
-"""Small random llamas, quantised by the libraries that transformers loads; each function skips the test where its library is absent."""
+"""Small random llamas, quantised by the libraries that transformers loads; each function skips the
+test where its library is absent."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def _compressed(preset: str) -> Callable[[Path], PreTrainedModel]:
 
 
 def write_compressed(folder: Path, preset: str, **scheme_inputs: Any) -> None:
-    """A checkpoint of compressed-tensors, with the scales of rounding to nearest; `scheme_inputs` change how inputs are rounded."""
+    """A checkpoint of compressed-tensors, with the scales of rounding to nearest; `scheme_inputs`
+    change how inputs are rounded."""
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (the extra quantised)")
     with quiet():
         from compressed_tensors.compressors import ModelCompressor
@@ -131,10 +133,13 @@ def _intx(library: Any) -> Any:
 
 
 def _int8_dynamic_int4(library: Any) -> Any:
-    return library.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=library.PerGroup(32))
+    return library.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=library.PerGroup(32)
+    )
 
 
-# Each treats every token by itself. Where inputs are not rounded, trees give exactly the text of plain decoding.
+# Each treats every token by itself. Where inputs are not rounded, trees give exactly the text of
+# plain decoding.
 KINDS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "torchao int8": _torchao(lambda library: library.Int8WeightOnlyConfig(), include_input_output_embeddings=False),
     "torchao int4": _torchao(_intx),

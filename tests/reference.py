@@ -1,4 +1,5 @@
-"""Plain decoding by full forwards, without cache, tree or drafter; and a drafter that knows the answers."""
+"""Plain decoding by full forwards, without cache, tree or drafter; and a drafter that knows the
+answers."""
 
 from __future__ import annotations
 
@@ -20,13 +21,18 @@ from eyas.core.tree import Draft, Tree
 from eyas.drafters import Drafter, DraftSession
 
 # The settings that most tests of losslessness share.
-SAMPLINGS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(1.3, repetition_penalty=1.2, seed=5))
+SAMPLINGS = (
+    Sampling(),
+    Sampling(1.0, seed=3),
+    Sampling(0.7, top_k=20, top_p=0.9, seed=4),
+    Sampling(1.3, repetition_penalty=1.2, seed=5),
+)
 
 
 @torch.no_grad()
 def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False) -> list[int]:
-    """New tokens of one request, each from a forward over the whole sequence; `cached`: each from a forward over the last token, with
-    transformers' own cache."""
+    """New tokens of one request, each from a forward over the whole sequence; `cached`: each from a
+    forward over the last token, with transformers' own cache."""
     ids, new, noise = list(request.prompt), [], GumbelNoise.of([request.sampling])
     cache: DynamicCache | None = None
     while len(new) < request.max_new_tokens and not (new and new[-1] in request.eos):
@@ -35,7 +41,9 @@ def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False)
         else:
             logits_1V = model(torch.tensor([ids]), use_cache=False).logits[0, -1:]
         adjust(request, new, logits_1V)
-        rest = replace(request.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=())
+        rest = replace(
+            request.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=()
+        )
         if request.constraint is not None:
             logits_1V[~request.constraint.mask([-1], ids[-1:])] = -torch.inf
         scores_1V = apply_sampling(logits_1V, rest)
@@ -107,7 +115,9 @@ class OracleSession(DraftSession):
             parents.append(row_parents)
             tokens.append(row_tokens)
         here = roots.tokens_B.device
-        return Draft(Tree.build(torch.tensor(parents, device=here), self.drafter.depth), torch.tensor(tokens, device=here))
+        return Draft(
+            Tree.build(torch.tensor(parents, device=here), self.drafter.depth), torch.tensor(tokens, device=here)
+        )
 
     def _row(self, root: int, continuation: list[int]) -> tuple[list[int], list[int]]:
         """Parents and tokens of one random tree; siblings have different tokens."""
@@ -132,7 +142,9 @@ class OracleSession(DraftSession):
 class Oracle(Drafter):
     """Knows the answer to each prompt: prompt -> new tokens."""
 
-    def __init__(self, target: Target, answers: dict[tuple[int, ...], list[int]], nodes: int = 12, depth: int = 5, seed: int = 0) -> None:
+    def __init__(
+        self, target: Target, answers: dict[tuple[int, ...], list[int]], nodes: int = 12, depth: int = 5, seed: int = 0
+    ) -> None:
         super().__init__(target)
         self.answers, self.nodes, self.depth, self.seed = answers, nodes, depth, seed
 

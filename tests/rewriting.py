@@ -1,11 +1,14 @@
-"""Mistakes put into modules while they are imported: a piece of a function is rewritten in its syntax tree, or a function is replaced.
+"""Mistakes put into modules while they are imported: a piece of a function is rewritten in its
+syntax tree, or a function is replaced.
 
     rewrite("core.verify:_verify_by_rejection", "NOISE.accepts(CHANCE, POSITION, SIBLING)", "NOISE.accepts(CHANCE, POSITION, 0)")
     patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV)
 
-Code is named by "module:function", the module below `eyas` and methods as "Class.method". A pattern is Python in which names in capitals
-stand for any expression (the same name for equal ones) and `...` for anything, at the end of a call also for all other arguments.
-Neither the formatting of the code nor the names of its variables matter. A change that no longer applies raises `DoesNotApplyError`.
+Code is named by "module:function", the module below `eyas` and methods as "Class.method". A pattern
+is Python in which names in capitals stand for any expression (the same name for equal ones) and
+`...` for anything, at the end of a call also for all other arguments. Neither the formatting of the
+code nor the names of its variables matter. A change that no longer applies raises
+`DoesNotApplyError`.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class DoesNotApplyError(Exception):
 class Rewrite:
     """The one piece of a function that looks like `pattern` becomes `replacement`.
 
-    `known`: patterns that say beforehand, by where they first occur in the function, what names stand for.
+    `known`: patterns that say beforehand, by where they first occur in the function, what names
+    stand for.
     """
 
     where: str
@@ -93,7 +97,9 @@ def _function(module: ast.Module, change: Change) -> ast.FunctionDef:
     """The function of that name, inside classes of those names."""
     inside: ast.AST = module
     for name in change.where.split(":")[1].split("."):
-        here = [n for n in ast.iter_child_nodes(inside) if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
+        here = [
+            n for n in ast.iter_child_nodes(inside) if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name
+        ]
         if len(here) != 1:
             raise DoesNotApplyError(f"{change.where}: there is no {name}")
         inside = here[0]
@@ -109,7 +115,8 @@ def _parsed(pattern: str) -> ast.AST:
 
 
 def _matches(function: ast.FunctionDef, pattern: ast.AST, known: Bindings) -> Iterator[tuple[ast.AST, Bindings]]:
-    """Every piece that looks like the pattern, with what its names stand for; some of them stand for something already."""
+    """Every piece that looks like the pattern, with what its names stand for; some of them stand
+    for something already."""
     for node in ast.walk(function):
         bindings = dict(known)
         if _match(pattern, node, bindings):
@@ -135,12 +142,16 @@ def _match(pattern: object, node: object, bindings: Bindings) -> bool:
             return False
         if isinstance(pattern, ast.Call) and isinstance(node, ast.Call) and pattern.args and _is_any(pattern.args[-1]):
             fixed = len(pattern.args) - 1
-            return _match(pattern.func, node.func, bindings) and _match(pattern.args[:fixed], node.args[:fixed], bindings)
+            return _match(pattern.func, node.func, bindings) and _match(
+                pattern.args[:fixed], node.args[:fixed], bindings
+            )
         fields = [f for f in pattern._fields if f not in ("ctx", "type_comment", "kind")]
         return all(_match(getattr(pattern, f), getattr(node, f), bindings) for f in fields)
     if isinstance(pattern, list):
         return (
-            isinstance(node, list) and len(pattern) == len(node) and all(_match(p, n, bindings) for p, n in zip(pattern, node, strict=True))
+            isinstance(node, list)
+            and len(pattern) == len(node)
+            and all(_match(p, n, bindings) for p, n in zip(pattern, node, strict=True))
         )
     return pattern == node
 
@@ -169,7 +180,8 @@ class _Replaced(ast.NodeTransformer):
 
 
 def install(changes: Sequence[Change]) -> None:
-    """From now on the modules of these changes are imported with them; none may have been imported yet."""
+    """From now on the modules of these changes are imported with them; none may have been imported
+    yet."""
     imported = sorted({module_of(change) for change in changes} & sys.modules.keys())
     assert not imported, f"{imported} imported already"
     sys.meta_path.insert(0, _Finder(changes))

@@ -20,7 +20,9 @@ Cycle = dict[str, Any]
 MODEL = "tiny <b>model</b>"
 
 
-def node(parent: int, text: str, depth: int, q: float | None = 0.5, p: float = 0.5, accepted: bool = False) -> dict[str, Any]:
+def node(
+    parent: int, text: str, depth: int, q: float | None = 0.5, p: float = 0.5, accepted: bool = False
+) -> dict[str, Any]:
     """A node of a tree as `eyas.serve.cycles` writes it."""
     return {"parent": parent, "token": 7, "text": text, "depth": depth, "q": q, "p": p, "accepted": accepted}
 
@@ -31,8 +33,11 @@ def prefill(text: str) -> Cycle:
     return {**head, "nodes": [], "path": [], "bonus": None, "bonus_text": "", "ended": "", **_figures("fixed", 0.0)}
 
 
-def cycle(number: int, root: str, drafted: Sequence[str], own: str, refused: Sequence[str] = (), plan: str = "16/5/4") -> Cycle:
-    """A cycle that accepted the chain `drafted`. The draft also offered `refused` after the last of them."""
+def cycle(
+    number: int, root: str, drafted: Sequence[str], own: str, refused: Sequence[str] = (), plan: str = "16/5/4"
+) -> Cycle:
+    """A cycle that accepted the chain `drafted`. The draft also offered `refused` after the last of
+    them."""
     nodes = [node(-1, root, 0, None, 1.0, True)]
     nodes += [node(depth - 1, text, depth, 0.9, 0.8, True) for depth, text in enumerate(drafted, 1)]
     nodes += [node(len(drafted), text, len(drafted) + 1, 0.25, 0.125) for text in refused]
@@ -63,7 +68,8 @@ def text_of(made: Cycle) -> str:
 class Script:
     """The server's answers, and the requests that it got."""
 
-    turns: list[list[Cycle | dict[str, Any]]] = field(default_factory=list)  # one list for each request; the last one serves the rest
+    # one list for each request; the last one serves the rest
+    turns: list[list[Cycle | dict[str, Any]]] = field(default_factory=list)
     endless: bool = False  # after a turn's cycles words come, until the client hangs up
     refusal: tuple[int, str] | None = None  # status and message of every request
     key: str = ""
@@ -126,7 +132,9 @@ def _event(item: dict[str, Any]) -> str:
 @contextmanager
 def running(app: FastAPI) -> Iterator[str]:
     """Serve an application on a free port of this machine; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

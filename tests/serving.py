@@ -56,7 +56,8 @@ def small_llm(**options: Any) -> eyas.LLM:
 
 
 def tooled_llm() -> eyas.LLM:
-    """The same with a chat template that has a place for tools, and a response template that tells how calls are written."""
+    """The same with a chat template that has a place for tools, and a response template that tells
+    how calls are written."""
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template, tokenizer.response_template = TOOL_TEMPLATE, TOOL_RESPONSE
     return small_llm(tokenizer=tokenizer)
@@ -98,10 +99,14 @@ class Running:
 
 
 @contextmanager
-def running(llm: eyas.LLM, *, keys: tuple[str, ...] = (), origins: tuple[str, ...] = (), **settings: Any) -> Iterator[Running]:
+def running(
+    llm: eyas.LLM, *, keys: tuple[str, ...] = (), origins: tuple[str, ...] = (), **settings: Any
+) -> Iterator[Running]:
     """A server of this model."""
     service = Service(llm, Settings(**{"name": "tiny", "max_tokens": 512, **settings}))
-    config = uvicorn.Config(make_app(service, keys, origins), access_log=False, log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        make_app(service, keys, origins), access_log=False, log_config=None, timeout_graceful_shutdown=1
+    )
     server = Server(config, service, drain_seconds=30)
     with socket.socket(proto=socket.IPPROTO_TCP) as listening:  # for another protocol asyncio waits for more to send
         listening.bind(("127.0.0.1", 0))

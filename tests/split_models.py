@@ -1,4 +1,5 @@
-"""Programs of tests/core/test_tensor_parallel.py, each run by two processes that share a target's layers."""
+"""Programs of tests/core/test_tensor_parallel.py, each run by two processes that share a target's
+layers."""
 
 from __future__ import annotations
 
@@ -39,12 +40,15 @@ def texts(folder: Path) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
         make(REFUSED, target)
     for name in (name for name in drafters.names() if name != REFUSED):
         kept = [r.sampling.greedy or name not in DRAWN for r in requests]
-        drafted, _ = run(Decoder(target, make(name, target), 3, reuse=True), [r for r, k in zip(requests, kept, strict=True) if k])
+        drafted, _ = run(
+            Decoder(target, make(name, target), 3, reuse=True), [r for r, k in zip(requests, kept, strict=True) if k]
+        )
         found[name] = [text for text, k in zip(plain, kept, strict=True) if k], drafted
     return found
 
 
 def loaded(folder: Path) -> tuple[list[int], bool, str]:
-    """The text of `eyas.load` with its default tree, whether it has a policy, and the target's fingerprint."""
+    """The text of `eyas.load` with its default tree, whether it has a policy, and the target's
+    fingerprint."""
     llm = eyas.load(split_model(folder), "suffix", kernels="on")
     return list(llm.generate([5, 9, 3], max_new_tokens=8).token_ids), llm.policy is not None, llm.target.fingerprint()

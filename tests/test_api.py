@@ -48,7 +48,12 @@ def plain(llm: LLM, prompt: object, new: int, **sampling: object) -> tuple[int, 
 
 def test_one_prompt_and_many(llm: LLM) -> None:
     """Guards the three kinds of prompts, alone and in lists, and their order."""
-    prompts = ["Hello there", [{"role": "user", "content": "Hello there"}], list(llm.ids("Hello there")), "Another one, longer than that"]
+    prompts = [
+        "Hello there",
+        [{"role": "user", "content": "Hello there"}],
+        list(llm.ids("Hello there")),
+        "Another one, longer than that",
+    ]
     results = llm.generate(prompts, max_new_tokens=20, batch_size=3)
     assert isinstance(results, list)
     assert results[0].token_ids == results[1].token_ids == results[2].token_ids == plain(llm, prompts[0], 20)
@@ -58,14 +63,19 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     assert one.text == llm.tokenizer.decode(one.token_ids, skip_special_tokens=True)  # type: ignore[union-attr]
     assert one.stats.tokens == len(one.token_ids) - 1
     assert sum(one.stats.accepted_lengths) + one.stats.cycles >= one.stats.tokens
-    assert llm.generate("Hello there", max_new_tokens=20, raw=True).token_ids == plain(llm, llm.ids("Hello there", raw=True), 20)
+    assert llm.generate("Hello there", max_new_tokens=20, raw=True).token_ids == plain(
+        llm, llm.ids("Hello there", raw=True), 20
+    )
 
 
 @pytest.mark.slow
 def test_several_answers_to_a_prompt(llm: LLM) -> None:
-    """Bugs: answers share a seed or their text reader, come in another order, or the prompt is read for each of them."""
+    """Bugs: answers share a seed or their text reader, come in another order, or the prompt is read
+    for each of them."""
     prompts = ("Hello there", "Another one")
-    alone = [[llm.generate(prompt, max_new_tokens=15, temperature=1.0, seed=7 + k) for k in range(3)] for prompt in prompts]
+    alone = [
+        [llm.generate(prompt, max_new_tokens=15, temperature=1.0, seed=7 + k) for k in range(3)] for prompt in prompts
+    ]
     for rows in (1, 2, 4):
         answers = llm.generate(prompts[0], n=3, max_new_tokens=15, temperature=1.0, seed=7, batch_size=rows)
         assert [(a.token_ids, a.text) for a in answers] == [(a.token_ids, a.text) for a in alone[0]]
@@ -76,7 +86,8 @@ def test_several_answers_to_a_prompt(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_drafts_of_one_request(llm: LLM) -> None:
-    """Bug: the keywords do not reach the engine, or change the answer; False and True are numbers to Python."""
+    """Bug: the keywords do not reach the engine, or change the answer; False and True are numbers
+    to Python."""
     expected = plain(llm, "Hello there", 40)
     for draft in ("auto", True, "off", False, 0, 3):
         result = llm.generate("Hello there", max_new_tokens=40, draft=draft)
@@ -93,7 +104,8 @@ def test_drafts_of_one_request(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_stream_is_generate(llm: LLM) -> None:
-    """Guards streaming: pieces add up to the text and ids of generate; bytes that are no characters yet are held back."""
+    """Guards streaming: pieces add up to the text and ids of generate; bytes that are no characters
+    yet are held back."""
     for temperature in (0.0, 1.0):
         whole = llm.generate("Tell me", max_new_tokens=40, temperature=temperature, seed=5)
         pieces = list(llm.stream("Tell me", max_new_tokens=40, temperature=temperature, seed=5))
@@ -215,7 +227,11 @@ def test_load(folders: tuple[Path, Path], llm: LLM) -> None:
     assert loaded.generate("Hello there", max_new_tokens=10).token_ids == plain(llm, "Hello there", 10)
     assert eyas.load(model, head, method="eagle1").method == "eagle1"
     assert eyas.load(model).method == "suffix"
-    assert eyas.load(llm.target.model, head, tokenizer=toy_tokenizer.byte_tokenizer()).generate("Hi", max_new_tokens=3).token_ids
+    assert (
+        eyas.load(llm.target.model, head, tokenizer=toy_tokenizer.byte_tokenizer())
+        .generate("Hi", max_new_tokens=3)
+        .token_ids
+    )
     for arguments, options, kind, message in (
         ((model, head, "eagel2"), {}, OptionError, "unknown method 'eagel2'; did you mean eagle"),
         ((model, head), {"tree": {"nods": 4}}, OptionError, "unknown option 'tree.nods'; did you mean tree.nodes"),
@@ -250,7 +266,8 @@ def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.slow
 def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what an answer leaves in the caches of the next one: longer, shorter and sampled ones, several rows, a broken-off stream."""
+    """Guards what an answer leaves in the caches of the next one: longer, shorter and sampled ones,
+    several rows, a broken-off stream."""
     monkeypatch.setattr(decode, "SMALL_CACHE_BYTES", 1 << 30)
     made = list[object]()
     whole = Decoder.__init__
@@ -279,7 +296,8 @@ def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_prompts_as_people_write_them(llm: LLM) -> None:
-    """Guards tensors, arrays, tokenizer output and numpy integers as prompts, and what an attention mask hides."""
+    """Guards tensors, arrays, tokenizer output and numpy integers as prompts, and what an attention
+    mask hides."""
     tokenizer, ids = llm.tokenizer, [20, 30, 40, 50]
     assert tokenizer is not None
     expected = plain(llm, ids, 5)
@@ -300,7 +318,9 @@ def test_prompts_as_people_write_them(llm: LLM) -> None:
     assert [row.token_ids for row in rows] == [expected, expected]  # type: ignore[union-attr]
     padded = tokenizer(["Hi", "Hello there"], padding=True, return_tensors="pt")
     several = llm.generate(padded, max_new_tokens=5)
-    assert [row.token_ids for row in several] == [plain(llm, tokenizer(text)["input_ids"], 5) for text in ("Hi", "Hello there")]  # type: ignore[union-attr]
+    assert [row.token_ids for row in several] == [
+        plain(llm, tokenizer(text)["input_ids"], 5) for text in ("Hi", "Hello there")
+    ]  # type: ignore[union-attr]
     pieces = list(llm.stream(tokenizer("Hello there", return_tensors="pt"), max_new_tokens=5))
     assert tuple(t for piece in pieces for t in piece.token_ids) == plain(llm, tokenized["input_ids"], 5)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}]
@@ -310,7 +330,8 @@ def test_prompts_as_people_write_them(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_keywords_as_people_write_them(llm: LLM) -> None:
-    """Guards None for a default, numpy numbers, one value where a list is expected, and what other libraries call the same."""
+    """Guards None for a default, numpy numbers, one value where a list is expected, and what other
+    libraries call the same."""
     ids, greedy = [20, 30, 40, 50], plain(llm, [20, 30, 40, 50], 6)
     drawn = llm.generate(ids, max_new_tokens=6, temperature=0.5, seed=3).token_ids
     for keywords in (
@@ -346,7 +367,10 @@ def test_keywords_as_people_write_them(llm: LLM) -> None:
         ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature=0.7"),
         ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens is called max_new_tokens here: write only one of them"),
         ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
-        ({"num_return_sequences": 3}, r"num_return_sequences is no keyword of eyas: write llm.generate\(prompt, n=...\)"),
+        (
+            {"num_return_sequences": 3},
+            r"num_return_sequences is no keyword of eyas: write llm.generate\(prompt, n=...\)",
+        ),
         ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
         ({"draft": "on"}, "draft must be auto, off or a number of draft tokens, 1 or more; got 'on'"),
         ({"draft": -1}, "draft must be auto, off or a number of draft tokens"),
@@ -378,7 +402,10 @@ def test_bad_chats(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"target": torch.nn.Linear(2, 2)}, "a target is a folder, a hub id or a causal language model of transformers, not Linear"),
+        (
+            {"target": torch.nn.Linear(2, 2)},
+            "a target is a folder, a hub id or a causal language model of transformers, not Linear",
+        ),
         ({"draft": torch.nn.Linear(2, 2)}, "a draft is a folder, a hub id or a Drafter, not Linear"),
         ({"tokenizer": 5}, "a tokenizer is a folder, a hub id or a tokenizer of transformers, not int"),
         ({"target": None, "device_map": "auto"}, "together with the folder or hub id of a target"),
@@ -400,7 +427,8 @@ def test_bad_loads(folders: tuple[Path, Path], arguments: dict[str, Any], messag
 
 @pytest.mark.slow
 def test_loads_as_people_write_them(folders: tuple[Path, Path], llm: LLM) -> None:
-    """Guards torch's own dtypes and devices, booleans for the kernels, and transformers' names where they mean the same."""
+    """Guards torch's own dtypes and devices, booleans for the kernels, and transformers' names
+    where they mean the same."""
     for arguments in (
         {"dtype": torch.float32, "device": torch.device("cpu"), "kernels": False},
         {"torch_dtype": "torch.float32", "device_map": {"": "cpu"}, "kernels": None},
@@ -423,7 +451,9 @@ def test_signatures_and_reprs(llm: LLM) -> None:
         assert parameters["max_new_tokens"].annotation == "int | None"
     assert {f.name for f in fields(eyas.Sampling)} <= set(GenerateKeywords.__annotations__)
     result = llm.generate("Tell me", max_new_tokens=90)
-    assert re.fullmatch(r"LLM\('LlamaForCausalLM', method='eagle1', tree='fixed', dtype='float32', device='cpu'\)", repr(llm))
+    assert re.fullmatch(
+        r"LLM\('LlamaForCausalLM', method='eagle1', tree='fixed', dtype='float32', device='cpu'\)", repr(llm)
+    )
     assert re.match(r"Result\(text='.*', tokens=90, finish_reason='length', tau=\d\.\d\d", repr(result), re.DOTALL)
     assert len(repr(result)) < 400
     assert repr(eyas.Sampling(temperature=0.5, seed=3)) == "Sampling(temperature=0.5, seed=3)"
@@ -482,7 +512,9 @@ def test_no_tokenizer_and_a_broken_one(folders: tuple[Path, Path], tmp_path: Pat
         eyas.load(bare)
 
 
-@pytest.mark.parametrize(("option", "words"), [({"method": 5}, "not int; known: dflash"), ({"weights": None}, "unknown weights None")])
+@pytest.mark.parametrize(
+    ("option", "words"), [({"method": 5}, "not int; known: dflash"), ({"weights": None}, "unknown weights None")]
+)
 def test_an_option_of_a_wrong_type_is_one_line(llm: LLM, option: dict[str, Any], words: str) -> None:
     """Both ended in a TypeError of the search for a similar name."""
     with pytest.raises(OptionError, match=words):

@@ -1,4 +1,5 @@
-"""The keywords of `generate` by which OpenAI's and vLLM's interfaces ask for laws and log-probabilities."""
+"""The keywords of `generate` by which OpenAI's and vLLM's interfaces ask for laws and
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,11 +27,21 @@ def llm() -> eyas.LLM:
 def test_laws(llm: eyas.LLM) -> None:
     """Guards the way of each keyword to the engine: texts are those of plain decoding, written out."""
     law = {"temperature": 0.8, "presence_penalty": 1.5, "frequency_penalty": -0.5, "seed": 3}
-    expected = plain_decode(llm.target.model, Request(tuple(PROMPT), 16, Sampling(**law, logit_bias=((7, 9.0), (9, -100.0)))))  # type: ignore[arg-type]
+    expected = plain_decode(
+        llm.target.model, Request(tuple(PROMPT), 16, Sampling(**law, logit_bias=((7, 9.0), (9, -100.0))))
+    )  # type: ignore[arg-type]
     for bias in ({7: 9, 9: -100.0}, {"9": -100, "7": 9.0}, [(9, -100), (7, 9)]):
-        assert list(llm.generate(PROMPT, max_new_tokens=16, logit_bias=bias, ignore_eos=True, **law).token_ids) == expected  # type: ignore[call-overload]
+        assert (
+            list(llm.generate(PROMPT, max_new_tokens=16, logit_bias=bias, ignore_eos=True, **law).token_ids) == expected
+        )  # type: ignore[call-overload]
     for token in expected[3:6]:
-        stops = {"max_new_tokens": 16, "stop_token_ids": [token], "ignore_eos": True, "logit_bias": {7: 9, 9: -100}, **law}
+        stops = {
+            "max_new_tokens": 16,
+            "stop_token_ids": [token],
+            "ignore_eos": True,
+            "logit_bias": {7: 9, 9: -100},
+            **law,
+        }
         first = llm.generate(PROMPT, **stops)
         assert list(first.token_ids) == expected[: expected.index(token) + 1]
         assert first.finish_reason == "stop"
@@ -89,7 +100,8 @@ def test_what_cannot_be_gets_one_line(llm: eyas.LLM, keywords: dict[str, Any], m
 
 
 def test_a_processor_that_raises_names_itself(llm: eyas.LLM) -> None:
-    """Guards `generate` and `stream` alike: one line, the exception behind it; the next request is served."""
+    """Guards `generate` and `stream` alike: one line, the exception behind it; the next request is
+    served."""
 
     def fails(ids: Tensor, scores: Tensor) -> Tensor:
         raise KeyError("x") if ids.shape[1] > len(PROMPT) + 1 else ValueError("y")

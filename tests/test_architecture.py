@@ -39,7 +39,8 @@ LAYERS = {
 # What a package may not import although it lies lower, or outside of eyas: the core is the algorithm,
 # and knows neither kernels nor clocks.
 UNKNOWN_TO = {"core": frozenset({"gpu", "kernels", "time"})}
-# Modules that may import it nevertheless. All but the first go when fast operations have a seam of their own: the list only gets shorter.
+# Modules that may import it nevertheless. All but the first go when fast operations have a seam of
+# their own: the list only gets shorter.
 EXCEPT: set[tuple[str, str]] = set()
 
 
@@ -78,7 +79,9 @@ def imports_of(package: Path, rules: Rules) -> list[Import]:
         for node in (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr)):
             for imported in _imported_by(node, importer, file, known):
                 if imported != importer:
-                    imports.append(Import(importer, imported, f"{file.relative_to(package.parent).as_posix()}:{node.lineno}"))
+                    imports.append(
+                        Import(importer, imported, f"{file.relative_to(package.parent).as_posix()}:{node.lineno}")
+                    )
     return imports
 
 
@@ -92,9 +95,15 @@ def _imported_by(node: ast.stmt | ast.expr, importer: str, file: Path, modules: 
         base = ".".join([*above, *filter(None, [node.module])])
         for alias in node.names:
             inner = f"{base}.{alias.name}"
-            if (base, alias.name) != (importer.split(".")[0], "__version__"):  # a constant that stands before every other import
+            # a constant that stands before every other import
+            if (base, alias.name) != (importer.split(".")[0], "__version__"):
                 yield inner if inner in modules else base
-    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+    elif (
+        isinstance(node, ast.Call)
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    ):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in ("import_module", "__import__"):
             yield node.args[0].value
@@ -122,12 +131,15 @@ def violations(root: Path, rules: Rules) -> list[str]:
 
 def _layer_fault(edge: Import, rules: Rules) -> str:
     layers, lower, upper = rules.layers, package_of(edge.imported), package_of(edge.importer)
-    if lower == upper or upper not in layers:  # modules of one package may know each other; a missing layer is reported once
+    # modules of one package may know each other; a missing layer is reported once
+    if lower == upper or upper not in layers:
         return ""
     if lower not in layers:
         return f"there is no package {lower!r}"
     if layers[lower] == layers[upper]:
-        return f"{lower} and {upper} are both in layer {layers[upper]}, and packages of one layer do not import each other"
+        return (
+            f"{lower} and {upper} are both in layer {layers[upper]}, and packages of one layer do not import each other"
+        )
     if layers[lower] > layers[upper]:
         return f"{upper} (layer {layers[upper]}) may import only from lower layers, and {lower} is in layer {layers[lower]}"
     return ""
@@ -141,7 +153,8 @@ def _unknown_faults(imports: list[Import], root: Path, rules: Rules) -> Iterator
 
 
 def _drafter_faults(imports: list[Import]) -> list[str]:
-    """A method may import one base method; what all methods share (`__init__`, `_grow`, ...) imports no method."""
+    """A method may import one base method; what all methods share (`__init__`, `_grow`, ...)
+    imports no method."""
 
     def method(module: str) -> str:
         parts = module.split(".")
@@ -156,7 +169,9 @@ def _drafter_faults(imports: list[Import]) -> list[str]:
         if not user:
             faults.append(f"{i.where} imports {i.imported}: what all methods share may not import a method")
         elif bases.setdefault(user, base) != base:
-            faults.append(f"{i.where} imports {i.imported}: method {user} already imports {bases[user]}, and one base method is the most")
+            faults.append(
+                f"{i.where} imports {i.imported}: method {user} already imports {bases[user]}, and one base method is the most"
+            )
     return faults
 
 
@@ -183,7 +198,8 @@ def _cycles(imports: list[Import]) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_packages_keep_their_layers() -> None:
-    """Guards against imports that turn the layers into a knot. No false alarms: the source is read, nothing is run."""
+    """Guards against imports that turn the layers into a knot. No false alarms: the source is read,
+    nothing is run."""
     assert modules_of(EYAS), f"no modules under {EYAS}"
     rules = Rules(LAYERS, UNKNOWN_TO, EXCEPT)
     broken = violations(EYAS, rules)
@@ -196,12 +212,18 @@ def test_contributing_lists_the_layers() -> None:
     """Guards the table for readers: it says what LAYERS says."""
     text = (EYAS.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    listed = {name.strip(" `"): int(layer) for layer, packages, *_ in rows if layer.lstrip("-").isdigit() for name in packages.split(",")}
+    listed = {
+        name.strip(" `"): int(layer)
+        for layer, packages, *_ in rows
+        if layer.lstrip("-").isdigit()
+        for name in packages.split(",")
+    }
     assert listed == LAYERS
 
 
 def test_import_eyas_does_not_import_torch() -> None:
-    """`eyas --version` and shell completion must not wait seconds for torch; dir() must not load it either."""
+    """`eyas --version` and shell completion must not wait seconds for torch; dir() must not load it
+    either."""
     code = "import sys, eyas; dir(eyas); eyas.__version__; print(*sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     done = processes.run([sys.executable, "-c", code])
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
@@ -246,26 +268,51 @@ BROKEN: dict[str, tuple[dict[str, str], str]] = {
     "up, plain import": ({"tree.py": "import eyas.llm as x", "llm.py": ""}, "eyas/tree.py:1 imports eyas.llm"),
     "up, a name of the package": ({"tree.py": "from eyas import llm", "llm.py": ""}, "eyas/tree.py:1 imports eyas.llm"),
     "up, a package not there yet": ({"tree.py": "from eyas import llm"}, "eyas/tree.py:1 imports eyas.llm"),
-    "up, relative": ({"drafters/_grow.py": "from ..llm import LLM", "llm.py": ""}, "eyas/drafters/_grow.py:1 imports eyas.llm"),
+    "up, relative": (
+        {"drafters/_grow.py": "from ..llm import LLM", "llm.py": ""},
+        "eyas/drafters/_grow.py:1 imports eyas.llm",
+    ),
     "up, relative, a module": ({"drafters/__init__.py": "from .. import llm", "llm.py": ""}, "imports eyas.llm"),
     "up, lazily": ({"tree.py": "def f():\n    from eyas.llm import LLM"}, "eyas/tree.py:2 imports eyas.llm"),
     "up, for types only": (
         {"tree.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from eyas.llm import LLM"},
         "eyas/tree.py:3 imports eyas.llm",
     ),
-    "up, by name": ({"tree.py": "import importlib\nimportlib.import_module('eyas.llm')"}, "eyas/tree.py:2 imports eyas.llm"),
-    "up, to the whole": ({"tree.py": "import eyas"}, "tree (layer 0) may import only from lower layers, and __init__ is in layer 6"),
+    "up, by name": (
+        {"tree.py": "import importlib\nimportlib.import_module('eyas.llm')"},
+        "eyas/tree.py:2 imports eyas.llm",
+    ),
+    "up, to the whole": (
+        {"tree.py": "import eyas"},
+        "tree (layer 0) may import only from lower layers, and __init__ is in layer 6",
+    ),
     "same layer": ({"verify.py": "import eyas.cache", "cache.py": ""}, "cache and verify are both in layer 1"),
-    "same layer, packages": ({"train/loop.py": "from eyas.tune.cost import f", "tune/cost.py": ""}, "tune and train are both in layer 3"),
+    "same layer, packages": (
+        {"train/loop.py": "from eyas.tune.cost import f", "tune/cost.py": ""},
+        "tune and train are both in layer 3",
+    ),
     "no layer": ({"attic.py": ""}, "package 'attic' has no layer"),
     "no such package": ({"llm.py": "from eyas.cellar import wine"}, "there is no package 'cellar'"),
-    "unknown, lower": ({"verify.py": "from eyas import kernels", "kernels/__init__.py": ""}, "verify does not know kernels"),
-    "unknown, outside": ({"verify.py": "def f():\n    import time"}, "eyas/verify.py:2 imports time: verify does not know time"),
+    "unknown, lower": (
+        {"verify.py": "from eyas import kernels", "kernels/__init__.py": ""},
+        "verify does not know kernels",
+    ),
+    "unknown, outside": (
+        {"verify.py": "def f():\n    import time"},
+        "eyas/verify.py:2 imports time: verify does not know time",
+    ),
     "two base methods": (
-        {"drafters/c.py": "from eyas.drafters.a import A\nfrom eyas.drafters.b import B", "drafters/a.py": "", "drafters/b.py": ""},
+        {
+            "drafters/c.py": "from eyas.drafters.a import A\nfrom eyas.drafters.b import B",
+            "drafters/a.py": "",
+            "drafters/b.py": "",
+        },
         "eyas/drafters/c.py:2 imports eyas.drafters.b: method c already imports a",
     ),
-    "a helper knows a method": ({"drafters/_grow.py": "from .a import A", "drafters/a.py": ""}, "may not import a method"),
+    "a helper knows a method": (
+        {"drafters/_grow.py": "from .a import A", "drafters/a.py": ""},
+        "may not import a method",
+    ),
     "a list of methods": ({"drafters/__init__.py": "from . import a", "drafters/a.py": ""}, "may not import a method"),
     "cycle": (
         {"cache/__init__.py": "def f():\n    from . import slots", "cache/slots.py": "from eyas.cache import Cache"},

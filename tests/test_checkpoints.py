@@ -1,4 +1,5 @@
-"""eyas.checkpoints: heads survive writing and reading bit by bit, and whatever is wrong with a file is said in one line."""
+"""eyas.checkpoints: heads survive writing and reading bit by bit, and whatever is wrong with a file
+is said in one line."""
 
 from __future__ import annotations
 
@@ -37,11 +38,14 @@ CONFIG: dict[str, Any] = {
 
 
 def published(seed: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A small head as it would be published: its config.json, with some keys changed, and fitting random tensors."""
+    """A small head as it would be published: its config.json, with some keys changed, and fitting
+    random tensors."""
     config = CONFIG | changes
     sizes = safeailab.shapes(safeailab.read_config(config))
     random = torch.Generator().manual_seed(seed)
-    return config, {name: torch.randn(sizes[ours], generator=random) for name, ours in safeailab.NAMES.items() if ours in sizes}
+    return config, {
+        name: torch.randn(sizes[ours], generator=random) for name, ours in safeailab.NAMES.items() if ours in sizes
+    }
 
 
 def put(folder: Path, config: Any = None, tensors: dict[str, Tensor] | None = None) -> Path:
@@ -86,7 +90,8 @@ def refused(folder: Any, says: str, error: type[Exception] = CheckpointError) ->
     ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours", "unshifted", "feature"],
 )
 def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing."""
+    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and
+    writing."""
     config, tensors = published(**changes)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     first = load(put(tmp_path / "a", config, tensors))
@@ -99,7 +104,8 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any])
 
 
 def test_names_are_paired_right(tmp_path: Path) -> None:
-    """Guards against two tensors of one shape whose names are swapped in both directions, which a round trip cannot notice."""
+    """Guards against two tensors of one shape whose names are swapped in both directions, which a
+    round trip cannot notice."""
     _, tensors = published(qkv_bias=True)
     ours = load(put(tmp_path, CONFIG | {"qkv_bias": True}, tensors)).tensors
     pairs = {
@@ -124,7 +130,8 @@ def test_head_without_embedding(tmp_path: Path) -> None:
 
 
 def test_what_we_write_others_read(tmp_path: Path) -> None:
-    """Guards against a head of ours that readers of the published format misread, because they have other defaults than ours."""
+    """Guards against a head of ours that readers of the published format misread, because they have
+    other defaults than ours."""
     save(load(put(tmp_path / "a", *published(bias=False))), tmp_path / "b")
     written = json.loads((tmp_path / "b" / "config.json").read_text())
     assert written == CONFIG | {
@@ -142,7 +149,8 @@ def test_what_we_write_others_read(tmp_path: Path) -> None:
 @needs_golden
 @pytest.mark.parametrize("name", ["head_eagle1_a", "head_eagle1_b_nobias"])
 def test_golden_heads(name: str, tmp_path: Path) -> None:
-    """Guards against reading the published files otherwise than their authors wrote them, .bin and .safetensors alike."""
+    """Guards against reading the published files otherwise than their authors wrote them, .bin and
+    .safetensors alike."""
     safe = golden_head(name, tmp_path)
     assert safe.config["fc_bias"] == ("fc.bias" in safe.tensors) == (name == "head_eagle1_a")
     assert safe.config["rope_theta"] == (10000.0 if name == "head_eagle1_a" else 500000.0)
@@ -159,7 +167,9 @@ def test_a_target_given_as_draft() -> None:
 
 def shard(folder: Path, kind: str, tensors: dict[str, Tensor]) -> Path:
     """Split tensors over two files with an index, as large heads are published."""
-    stem, end, write = ("model", "safetensors", save_file) if kind == "safetensors" else ("pytorch_model", "bin", torch.save)
+    stem, end, write = (
+        ("model", "safetensors", save_file) if kind == "safetensors" else ("pytorch_model", "bin", torch.save)
+    )
     names = sorted(tensors)
     places = {name: f"{stem}-0000{1 + i % 2}-of-00002.{end}" for i, name in enumerate(names)}
     for file in set(places.values()):
@@ -234,12 +244,15 @@ def test_corrupt_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_bad_indices(tmp_path: Path, kind: str) -> None:
-    """Guards against a missing shard, a promised tensor that no shard holds, a path out of the folder, an index that is none."""
+    """Guards against a missing shard, a promised tensor that no shard holds, a path out of the
+    folder, an index that is none."""
     config, tensors = published()
     (tmp_path / "config.json").write_text(json.dumps(config))
     index = shard(tmp_path, kind, tensors)
     good = json.loads(index.read_text())
-    index.write_text(json.dumps({"weight_map": good["weight_map"] | {"norm.weight": next(iter(good["weight_map"].values()))}}))
+    index.write_text(
+        json.dumps({"weight_map": good["weight_map"] | {"norm.weight": next(iter(good["weight_map"].values()))}})
+    )
     refused(tmp_path, r"no shard holds: norm\.weight")
     index.write_text(json.dumps({"weight_map": good["weight_map"] | {"fc.bias": "../../secrets.bin"}}))
     refused(tmp_path, "outside the folder")
@@ -255,7 +268,8 @@ def test_bad_indices(tmp_path: Path, kind: str) -> None:
 
 
 def test_bad_folders(tmp_path: Path) -> None:
-    """Guards against tracebacks for what people type: a file, a folder that is not there, an empty one, one without weights."""
+    """Guards against tracebacks for what people type: a file, a folder that is not there, an empty
+    one, one without weights."""
     head = put(tmp_path / "head")
     refused(head / "model.safetensors", "this is a file; give the folder")
     refused(tmp_path / "nowhere", "there is no such folder")
@@ -294,7 +308,8 @@ class Hub:
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Guards against fetching the weights twice (both kinds), or fetching everything else that lies in a repository."""
+    """Guards against fetching the weights twice (both kinds), or fetching everything else that lies
+    in a repository."""
     head = put(tmp_path / "head")
     torch.save(published()[1], head / "pytorch_model.bin")
     (head / "huge.onnx").write_bytes(b"0")
@@ -310,7 +325,8 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> N
 
 
 def test_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against asking the hub for what lies here, and against a revision that is silently not used."""
+    """Guards against asking the hub for what lies here, and against a revision that is silently not
+    used."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "someone" / "some-head")
@@ -320,14 +336,16 @@ def test_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_hub_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a page of traceback on a machine without network. Offline mode is the hub client's own switch: nothing is sent."""
+    """Guards against a page of traceback on a machine without network. Offline mode is the hub
+    client's own switch: nothing is sent."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     refused("someone/some-head", "no such folder here, and the hub cannot be reached")
 
 
 def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the hub client's many kinds of error, some of several lines, ending as a traceback."""
+    """Guards against the hub client's many kinds of error, some of several lines, ending as a
+    traceback."""
 
     def failing(*_: Any, **__: Any) -> str:
         raise RuntimeError("the line broke\nin the middle")
@@ -346,12 +364,17 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     tensors["layers.0.mlp.up_proj.weight"] = torch.zeros(3, 8)
     tensors["norm.weight"] = torch.zeros(8)
     said = refused(put(tmp_path, config, tensors), "the tensors are not what config.json says")
-    for part in ("missing fc.bias [8]", "unexpected norm.weight [8]", "layers.0.mlp.up_proj.weight is [3, 8] and should be [12, 8]"):
+    for part in (
+        "missing fc.bias [8]",
+        "unexpected norm.weight [8]",
+        "layers.0.mlp.up_proj.weight is [3, 8] and should be [12, 8]",
+    ):
         assert part in said
 
 
 def test_fc_bias_follows_the_config(tmp_path: Path) -> None:
-    """Guards against guessing the bias from the file: a head whose config denies its bias is a broken head."""
+    """Guards against guessing the bias from the file: a head whose config denies its bias is a
+    broken head."""
     _, tensors = published()
     refused(put(tmp_path, CONFIG | {"bias": False}, tensors), r"unexpected fc\.bias")
 
@@ -386,16 +409,30 @@ def test_quantised_head(tmp_path: Path) -> None:
 def test_unknown_format(tmp_path: Path) -> None:
     """Guards against taking any folder of tensors for a head."""
     refused(
-        put(tmp_path, CONFIG, {"0.linear.weight": torch.zeros(2)}), "not a draft head of a format known here; it holds 1 tensors: 0.linear"
+        put(tmp_path, CONFIG, {"0.linear.weight": torch.zeros(2)}),
+        "not a draft head of a format known here; it holds 1 tensors: 0.linear",
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "ours"),
     [
-        ({}, {"rope_theta": 10000.0, "rope_scaling": None, "fc_bias": True, "qkv_bias": False, "num_kv_heads": 2, "head_dim": 2}),
+        (
+            {},
+            {
+                "rope_theta": 10000.0,
+                "rope_scaling": None,
+                "fc_bias": True,
+                "qkv_bias": False,
+                "num_kv_heads": 2,
+                "head_dim": 2,
+            },
+        ),
         ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
-        ({"hidden_size": 52 * 4, "num_attention_heads": 52, "num_key_value_heads": 13}, {"num_kv_heads": 13, "head_dim": 4}),
+        (
+            {"hidden_size": 52 * 4, "num_attention_heads": 52, "num_key_value_heads": 13},
+            {"num_kv_heads": 13, "head_dim": 4},
+        ),
         ({"max_position_embeddings": None, "max_sequence_length": 1024}, {"max_positions": 1024}),
         ({"max_position_embeddings": None}, {"max_positions": 2048}),
         ({"rope_theta": 500000}, {"rope_theta": 500000.0}),
@@ -406,14 +443,16 @@ def test_unknown_format(tmp_path: Path) -> None:
     ],
 )
 def test_config_as_published(changes: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Guards against wrong defaults: what a published config leaves out has the meaning that its authors' code gives it."""
+    """Guards against wrong defaults: what a published config leaves out has the meaning that its
+    authors' code gives it."""
     config = safeailab.read_config(CONFIG | changes)
     assert {key: config[key] for key in ours} == ours
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_llama3_rope_is_handed_on(key: str) -> None:
-    """Guards against a head with scaled RoPE that is run with plain RoPE: it would still load, and accept less."""
+    """Guards against a head with scaled RoPE that is run with plain RoPE: it would still load, and
+    accept less."""
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -450,13 +489,15 @@ def test_llama3_rope_is_handed_on(key: str) -> None:
     ],
 )
 def test_impossible_configs(changes: dict[str, Any], says: str) -> None:
-    """Guards against a wrong setting that shows only as bad acceptance, or as a shape error deep in a net."""
+    """Guards against a wrong setting that shows only as bad acceptance, or as a shape error deep in
+    a net."""
     with pytest.raises(CheckpointError, match=says):
         safeailab.read_config(CONFIG | changes)
 
 
 def test_expect(tmp_path: Path) -> None:
-    """Guards against a drafter that loads what it has no place for; and against the optional embedding being demanded or unchecked."""
+    """Guards against a drafter that loads what it has no place for; and against the optional
+    embedding being demanded or unchecked."""
     weights = load(put(tmp_path))
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
     expect(weights, shapes, set())
@@ -483,7 +524,8 @@ def head(tmp_path: Path) -> Weights:
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """For a while no file of this process may grow over 1,000 bytes: a full disk, as far as a writer can tell."""
+    """For a while no file of this process may grow over 1,000 bytes: a full disk, as far as a
+    writer can tell."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -493,7 +535,8 @@ def small_files() -> Iterator[None]:
 
 
 def test_save_leaves_other_files_alone(tmp_path: Path, head: Weights) -> None:
-    """Guards against a folder that is replaced as a whole, with a user's logs or resume state in it; and against rubbish left behind."""
+    """Guards against a folder that is replaced as a whole, with a user's logs or resume state in
+    it; and against rubbish left behind."""
     folder = tmp_path / "new" / "head"
     folder.mkdir(parents=True)
     (folder / "train.log").write_text("kept")
@@ -504,11 +547,15 @@ def test_save_leaves_other_files_alone(tmp_path: Path, head: Weights) -> None:
 
 
 def test_failed_save_leaves_the_older_head(tmp_path: Path, head: Weights) -> None:
-    """Guards against a good head destroyed by a save that fails half-way, here because no file may grow (a real failure of writing)."""
+    """Guards against a good head destroyed by a save that fails half-way, here because no file may
+    grow (a real failure of writing)."""
     save(head, tmp_path / "out")
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     other = dataclasses.replace(head, tensors={k: v + 1 for k, v in head.tensors.items()})
-    with small_files(), pytest.raises(InputError, match=r"cannot write the draft head to .* MB\): .*; choose another folder"):
+    with (
+        small_files(),
+        pytest.raises(InputError, match=r"cannot write the draft head to .* MB\): .*; choose another folder"),
+    ):
         save(other, tmp_path / "out")
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
@@ -529,10 +576,15 @@ def test_interrupted_save_leaves_the_older_head(tmp_path: Path, head: Weights, m
 
 @pytest.mark.parametrize("number", ["ENOSPC", "os error 28"])
 def test_no_space_left(tmp_path: Path, head: Weights, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
-    """Guards against a traceback when the disk is full, whether Python or the safetensors library notices."""
+    """Guards against a traceback when the disk is full, whether Python or the safetensors library
+    notices."""
 
     def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device") if number == "ENOSPC" else SafetensorError("I/O error (os error 28)")
+        raise (
+            OSError(errno.ENOSPC, "No space left on device")
+            if number == "ENOSPC"
+            else SafetensorError("I/O error (os error 28)")
+        )
 
     monkeypatch.setattr("eyas.checkpoints._files.save_file", full)
     with pytest.raises(InputError, match="no space left on the device"):

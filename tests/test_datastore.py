@@ -30,8 +30,11 @@ def made_of(seed: int, vocab: int, count: int = 30, longest: int = 40) -> Docume
     return [dice.choices(IDS[:vocab], k=dice.randrange(1, longest)) for _ in range(count)]
 
 
-def naive(documents: Documents, context: Sequence[int], shortest: int, longest: int, depth: int) -> tuple[int, list[tuple[int, ...]]]:
-    """(length of the longest match, its continuations cut at the end of their document, sorted), by looking everywhere."""
+def naive(
+    documents: Documents, context: Sequence[int], shortest: int, longest: int, depth: int
+) -> tuple[int, list[tuple[int, ...]]]:
+    """(length of the longest match, its continuations cut at the end of their document, sorted), by
+    looking everywhere."""
     for length in range(min(longest, len(context)), shortest - 1, -1):
         end = list(context[len(context) - length :])
         found = [
@@ -51,7 +54,8 @@ def naive(documents: Documents, context: Sequence[int], shortest: int, longest: 
 @pytest.mark.parametrize("dtype", ["<u2", ">u2", ">u4"])
 @pytest.mark.parametrize("vocab", [1, 2, 5, 40000])
 def test_the_order_of_suffixes(dtype: str, vocab: int) -> None:
-    """Guards prefix doubling: the order must be that of a plain sort by the first `depth` tokens at least; ties keep their places.
+    """Guards prefix doubling: the order must be that of a plain sort by the first `depth` tokens at
+    least; ties keep their places.
 
     A text of one token, and one that repeats itself, tie everywhere."""
     dice = np.random.default_rng(vocab)
@@ -76,7 +80,8 @@ def ended(store: Datastore, rows: Sequence[Sequence[int]]) -> list[tuple[int, ..
 @pytest.mark.quick("3-0")
 @pytest.mark.parametrize(("vocab", "shift"), [(3, 0), (12, 0), (12, 70_000)])
 def test_look_up_is_what_looking_everywhere_finds(vocab: int, shift: int) -> None:
-    """Guards the bisections, the order of bytes, the ends of documents (nothing matches across them), both widths of a token."""
+    """Guards the bisections, the order of bytes, the ends of documents (nothing matches across
+    them), both widths of a token."""
     documents = [[token + shift for token in document] for document in made_of(vocab, vocab)]
     store, dice, lengths = Datastore.of(documents, shift + VOCAB), random.Random(0), Counter[int]()
     for _ in range(300):
@@ -93,10 +98,13 @@ def test_look_up_is_what_looking_everywhere_finds(vocab: int, shift: int) -> Non
 
 
 def test_segments_are_one_store() -> None:
-    """Guards the look-up over several segments: the longest match of all, and every continuation of it, in order."""
+    """Guards the look-up over several segments: the longest match of all, and every continuation of
+    it, in order."""
     documents, dice = made_of(1, 6, 60), random.Random(1)
     whole = Datastore.of(documents, VOCAB)
-    divided = Datastore([Datastore.of(documents[a:b], VOCAB).segments[0] for a, b in ((0, 7), (7, 40), (40, 60))], VOCAB)
+    divided = Datastore(
+        [Datastore.of(documents[a:b], VOCAB).segments[0] for a, b in ((0, 7), (7, 40), (40, 60))], VOCAB
+    )
     for _ in range(200):
         context = dice.choices(IDS[:6], k=8)
         one, several = whole.look_up(context, 1, 8, 4, 10_000), divided.look_up(context, 1, 8, 4, 10_000)
@@ -107,7 +115,8 @@ def test_segments_are_one_store() -> None:
 
 
 def test_few_stand_for_many() -> None:
-    """Guards the sample of a frequent match: its shares are those of all matches, to within one in `most`."""
+    """Guards the sample of a frequent match: its shares are those of all matches, to within one in
+    `most`."""
     dice = random.Random(2)
     documents = [[1, 2, dice.choices((3, 4, 5), (6, 3, 1))[0]] for _ in range(5000)]
     everything = Counter(document[2] for document in documents)
@@ -146,12 +155,15 @@ def files() -> list[File]:
     return [File(name, made_of(seed, 9)) for seed, name in enumerate(("a.txt", "b.txt", "c.txt"))]
 
 
-def make(folder: Path, *files: File, settings: Settings = SETTINGS, append: bool = False, merge: bool = False) -> Manifest:
+def make(
+    folder: Path, *files: File, settings: Settings = SETTINGS, append: bool = False, merge: bool = False
+) -> Manifest:
     return build(folder, settings, [file.source for file in files], {"eyas": "0"}, append=append, merge=merge)
 
 
 def same(folder: Path, documents: Documents) -> None:
-    """The folder answers as a store of these documents in memory does, and holds nothing else than its manifest names."""
+    """The folder answers as a store of these documents in memory does, and holds nothing else than
+    its manifest names."""
     manifest, expected, dice = Manifest.read(folder), Datastore.of(documents, VOCAB), random.Random(5)
     manifest.check(folder, lambda _: None)
     store = Datastore.open(folder)
@@ -190,8 +202,11 @@ def test_the_same_again_does_nothing(tmp_path: Path, files: list[File]) -> None:
 
 
 @pytest.mark.parametrize("where", ["reading", "sorting"])
-def test_an_interrupted_build_goes_on(tmp_path: Path, files: list[File], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what was read before an interrupt; no manifest names what is not whole, and the old store stays usable until the new is."""
+def test_an_interrupted_build_goes_on(
+    tmp_path: Path, files: list[File], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what was read before an interrupt; no manifest names what is not whole, and the old
+    store stays usable until the new is."""
     a, b, c = files
     make(tmp_path / "s", a)
     if where == "reading":
@@ -214,7 +229,8 @@ def test_an_interrupted_build_goes_on(tmp_path: Path, files: list[File], where: 
 
 
 def test_segments_of_bounded_size(tmp_path: Path) -> None:
-    """Guards the bound of memory: documents are packed up to the limit, and one that alone is longer is cut."""
+    """Guards the bound of memory: documents are packed up to the limit, and one that alone is
+    longer is cut."""
     file = File("a", [[1] * 10, [2] * 10, [3] * 70, [4] * 3])
     manifest = make(tmp_path, file, settings=Settings({"vocabulary": "v"}, "words", VOCAB, segment_tokens=25))
     assert [stored.tokens for stored in manifest.segments] == [22, 25, 25, 23, 4]
@@ -245,7 +261,8 @@ def test_refusals(tmp_path: Path, files: list[File]) -> None:
 
 
 def test_damage_is_seen(tmp_path: Path, files: list[File]) -> None:
-    """Guards against drafting from half a file: sizes are compared when it is opened, checksums when asked."""
+    """Guards against drafting from half a file: sizes are compared when it is opened, checksums
+    when asked."""
     with pytest.raises(InputError, match="make one with `eyas datastore build`"):
         Datastore.open(tmp_path)
     manifest = make(tmp_path, files[0])
@@ -287,8 +304,11 @@ def test_a_manifest_that_was_changed(tmp_path: Path, files: list[File]) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["*.npy", "*.json"])
-def test_a_part_that_was_damaged_is_made_again(tmp_path: Path, files: list[File], suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that an interrupted build left were used again without a look at them: one bit, and another text was looked up for ever."""
+def test_a_part_that_was_damaged_is_made_again(
+    tmp_path: Path, files: list[File], suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that an interrupted build left were used again without a look at them: one bit, and
+    another text was looked up for ever."""
     with monkeypatch.context() as patch:
         patch.setattr(datastore._build, "order_of", stop)
         with pytest.raises(KeyboardInterrupt):
@@ -318,8 +338,8 @@ def test_damage_is_not_merged(tmp_path: Path, files: list[File]) -> None:
 
 
 def test_a_damaged_token_is_never_drafted(tmp_path: Path) -> None:
-    """Checksums of large files are compared on request only. A token that no vocabulary has would be a crash in the target: it counts as
-    the end of its document."""
+    """Checksums of large files are compared on request only. A token that no vocabulary has would
+    be a crash in the target: it counts as the end of its document."""
     make(tmp_path, File("a", [[1, 2, 3]] * 20))
     (tokens,) = tmp_path.glob("*.tokens.npy")
     content = tokens.read_bytes()

@@ -1,4 +1,5 @@
-"""The stages of runs/make_tiny.py that gave the embedded EAGLE-3 head the whole vocabulary, and the chats that it is judged on."""
+"""The stages of runs/make_tiny.py that gave the embedded EAGLE-3 head the whole vocabulary, and the
+chats that it is judged on."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import torch
 from eyas import checkpoints, tiny
 from eyas.drafters.eagle3 import DRAFT_IDS
 
-needs_weights = pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout")
+needs_weights = pytest.mark.skipif(
+    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
+)
 
 
 @pytest.fixture
@@ -32,13 +35,18 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def write_chats(path: Path, key: str, texts: list[str]) -> Path:
-    lines = [json.dumps({key: [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}) for text in texts]
+    lines = [
+        json.dumps({key: [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}) for text in texts
+    ]
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
-def test_no_head_is_trained_on_the_chats_that_judge_it(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a held-in chat that is in the training data too is asked, or a second part of the questions repeats the first."""
+def test_no_head_is_trained_on_the_chats_that_judge_it(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a held-in chat that is in the training data too is asked, or a second part of the
+    questions repeats the first."""
     texts = [str(number) for number in range(9)]
     every, held = (
         write_chats(tmp_path / "every", "conversations", texts),
@@ -47,7 +55,9 @@ def test_no_head_is_trained_on_the_chats_that_judge_it(run: Any, tmp_path: Path,
     asked = set[str]()
     for skip in (0, 5):
         part = tmp_path / f"part{skip}"
-        run("make_tiny", "questions", "--chat", every, "--without", held, "--skip", skip, "--limit", 5, "--output", part)
+        run(
+            "make_tiny", "questions", "--chat", every, "--without", held, "--skip", skip, "--limit", 5, "--output", part
+        )
         asked |= {json.loads(line)["conversations"][0]["content"] for line in part.read_text().splitlines()}
     assert asked == {*texts} - {"4"}
 
@@ -60,10 +70,22 @@ def test_no_head_is_trained_on_the_chats_that_judge_it(run: Any, tmp_path: Path,
 @pytest.mark.slow
 @needs_weights
 def test_a_narrowed_and_an_extended_head(run: Any, tmp_path: Path) -> None:
-    """Guards that a head over frequent tokens keeps the rows of these, and that rows for all other tokens leave them as they are."""
+    """Guards that a head over frequent tokens keeps the rows of these, and that rows for all other
+    tokens leave them as they are."""
     own = write_chats(tmp_path / "own", "messages", ["time time time", "time day"])
     whole = checkpoints.load(tiny.HEADS["eagle3"])
-    run("make_tiny", "narrow", "--model", tiny.HEADS["eagle3"], "--chat", own, "--size", 3, "--output", tmp_path / "narrow")
+    run(
+        "make_tiny",
+        "narrow",
+        "--model",
+        tiny.HEADS["eagle3"],
+        "--chat",
+        own,
+        "--size",
+        3,
+        "--output",
+        tmp_path / "narrow",
+    )
     narrow = checkpoints.load(tmp_path / "narrow")
     ids_v = narrow.tensors[DRAFT_IDS]
     (end,) = tiny.tokenizer()("<|end|>", add_special_tokens=False)["input_ids"]

@@ -1,4 +1,5 @@
-"""The whole pipeline at T > 0: the Decoder's tokens follow the target's distribution, for sampled and chosen trees and plain decoding.
+"""The whole pipeline at T > 0: the Decoder's tokens follow the target's distribution, for sampled
+and chosen trees and plain decoding.
 
 Two statistics per method, over many requests with seeds 0, 1, 2, ... in one large batch, both chi-square:
 
@@ -6,10 +7,12 @@ Two statistics per method, over many requests with seeds 0, 1, 2, ... in one lar
     pooled   every emitted token, by its rank in its own p (all methods) or by its rank in p - q (sampled trees: a draft that is followed
              too often, or avoided, shows here): observed minus expected counts, a martingale, over its covariance
 
-False alarm: 4e-6 each for a right implementation, under 1e-4 over the 20 of this file; seeded, so only a change of the generator rolls
-the dice again. Power: with 99 %, `pooled` finds a bias that points the same way at every token when it is 0.042 in total variation (9,000
-tokens of one sampling, 7 degrees of freedom; half as many tokens for chosen trees: 0.06), `first` one of 0.17 in the distribution of two
-tokens (600 requests, 8 degrees). Enumeration in core/test_verify.py has no such limit.
+False alarm: 4e-6 each for a right implementation, under 1e-4 over the 20 of this file; seeded, so
+only a change of the generator rolls the dice again. Power: with 99 %, `pooled` finds a bias that
+points the same way at every token when it is 0.042 in total variation (9,000 tokens of one
+sampling, 7 degrees of freedom; half as many tokens for chosen trees: 0.06), `first` one of 0.17 in
+the distribution of two tokens (600 requests, 8 degrees). Enumeration in core/test_verify.py has no
+such limit.
 """
 
 from __future__ import annotations
@@ -47,7 +50,13 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 @functools.cache
 def target() -> Target:
     """A model of 8 tokens: small enough that the draft of a random head is often right."""
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
     return Target(zoo.tiny("llama", vocab_size=VOCAB, num_hidden_layers=1, **shape))
 
 
@@ -80,7 +89,11 @@ def first_tokens_p_value(tokens_RT: Tensor, sampling: Sampling) -> float:
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     start = torch.tensor([PROMPT]).expand(len(pairs), -1)
     p_XTV = true_distributions(torch.cat([start, pairs], 1), sampling)
-    expected_X = len(tokens_RT) * p_XTV[torch.arange(len(pairs)), 0, pairs[:, 0]] * p_XTV[torch.arange(len(pairs)), 1, pairs[:, 1]]
+    expected_X = (
+        len(tokens_RT)
+        * p_XTV[torch.arange(len(pairs)), 0, pairs[:, 0]]
+        * p_XTV[torch.arange(len(pairs)), 1, pairs[:, 1]]
+    )
     first_R = tokens_RT[:, len(PROMPT)] * VOCAB + tokens_RT[:, len(PROMPT) + 1]
     observed_X = torch.bincount(first_R, minlength=len(pairs)).double()
     assert not observed_X[expected_X == 0].any(), "a token that the sampling drops"
@@ -95,7 +108,8 @@ def first_tokens_p_value(tokens_RT: Tensor, sampling: Sampling) -> float:
 
 
 def pooled_p_value(p_XV: Tensor, key_XV: Tensor, token_X: Tensor) -> float:
-    """p-value of the ranks of the tokens by their keys; the keys may depend on all that was known before the token."""
+    """p-value of the ranks of the tokens by their keys; the keys may depend on all that was known
+    before the token."""
     order_XV = key_XV.argsort(-1, descending=True)
     ranked_XV = p_XV.gather(1, order_XV)
     hit_XV = (order_XV == token_X[:, None]).double()
@@ -131,10 +145,14 @@ def check_distribution(name: str, folder: Path, requests: int, new: int = 18) ->
     method_name, tree = METHODS[name]
     decoder = Decoder(target(), method(method_name, tree, folder), rows=requests)
     which = [seed % len(SAMPLINGS) for seed in range(requests)]
-    tokens, steps = run(decoder, [Request(PROMPT, new, Sampling(seed=seed, **SAMPLINGS[k])) for seed, k in enumerate(which)])
+    tokens, steps = run(
+        decoder, [Request(PROMPT, new, Sampling(seed=seed, **SAMPLINGS[k])) for seed, k in enumerate(which)]
+    )
     assert {len(t) for t in tokens} == {new}
     if name != "vanilla":
-        assert sum(s.accepted for s in steps) > requests * new / 10, "hardly anything was accepted: the test tests little"
+        assert sum(s.accepted for s in steps) > requests * new / 10, (
+            "hardly anything was accepted: the test tests little"
+        )
     p_values: dict[str, float] = {}
     p_all, q_all, token_all, token_sampled, difference = [], [], [], [], []
     for k, options in enumerate(SAMPLINGS):
@@ -165,14 +183,24 @@ def check_distribution(name: str, folder: Path, requests: int, new: int = 18) ->
 @torch.no_grad()
 @pytest.mark.parametrize("name", METHODS)
 def test_the_pipeline_keeps_the_distribution(name: str, tmp_path: Path) -> None:
-    """Guards the distribution of the tokens, for two samplings in one batch. Odds and power are in the file's docstring; 20 statistics."""
+    """Guards the distribution of the tokens, for two samplings in one batch. Odds and power are in
+    the file's docstring; 20 statistics."""
     check_distribution(name, tmp_path, requests=1200 if name.startswith("eagle1") else 600)
 
 
 def check_ids(name: str, folder: Path) -> None:
-    """Rows of many samplings and ages in one batch: each returns what a plain loop with its seed returns."""
-    samplings = [*SAMPLINGS, {"temperature": 0.4, "top_p": 0.8}, {"temperature": 0.0, "repetition_penalty": 2.0}, {"temperature": 2.5}]
-    requests = [Request((6, 1, 1, 6)[: 1 + i % 4], 9, Sampling(seed=70 + i // 2, **samplings[i % len(samplings)])) for i in range(12)]
+    """Rows of many samplings and ages in one batch: each returns what a plain loop with its seed
+    returns."""
+    samplings = [
+        *SAMPLINGS,
+        {"temperature": 0.4, "top_p": 0.8},
+        {"temperature": 0.0, "repetition_penalty": 2.0},
+        {"temperature": 2.5},
+    ]
+    requests = [
+        Request((6, 1, 1, 6)[: 1 + i % 4], 9, Sampling(seed=70 + i // 2, **samplings[i % len(samplings)]))
+        for i in range(12)
+    ]
     tokens, steps = run(Decoder(target(), method(*METHODS[name], folder), rows=5), requests)
     assert [plain_decode(target().model, r) for r in requests] == tokens, "other ids than plain decoding"
     assert name == "vanilla" or any(s.accepted for s in steps)
@@ -181,13 +209,17 @@ def check_ids(name: str, folder: Path) -> None:
 @pytest.mark.quick("eagle2")
 @pytest.mark.parametrize("name", ["vanilla", "eagle2"])
 def test_chosen_trees_return_the_ids_of_a_plain_loop(name: str, tmp_path: Path) -> None:
-    """Guards "same seed, same ids" across samplings and ages in one batch. A near-tie within float32 would differ: odds 1e-4, seeded."""
+    """Guards "same seed, same ids" across samplings and ages in one batch. A near-tie within
+    float32 would differ: odds 1e-4, seeded."""
     check_ids(name, tmp_path)
 
 
 def check_penalty() -> None:
-    """Prompts of one token and six new ones: few tokens stand in the prefix before they are drafted, and a heavy penalty."""
-    requests = [Request((1 + i % 7,), 6, Sampling(1.0 * (i % 3 > 0), repetition_penalty=4.0, seed=i)) for i in range(24)]
+    """Prompts of one token and six new ones: few tokens stand in the prefix before they are
+    drafted, and a heavy penalty."""
+    requests = [
+        Request((1 + i % 7,), 6, Sampling(1.0 * (i % 3 > 0), repetition_penalty=4.0, seed=i)) for i in range(24)
+    ]
     tokens, steps = run(Decoder(target(), method(*METHODS["eagle2"], Path()), rows=8), requests)
     assert [plain_decode(target().model, r) for r in requests] == tokens, "other ids than plain decoding"
     assert sum(s.accepted for s in steps) > 20
@@ -195,5 +227,6 @@ def check_penalty() -> None:
 
 @pytest.mark.slow
 def test_a_penalty_sees_what_was_drafted() -> None:
-    """Guards the prefix of each node: a drafted token is penalised below itself, in the same cycle. Near-ties: odds 1e-4, seeded."""
+    """Guards the prefix of each node: a drafted token is penalised below itself, in the same cycle.
+    Near-ties: odds 1e-4, seeded."""
     check_penalty()

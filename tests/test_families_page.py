@@ -1,4 +1,5 @@
-"""docs/families.md: it is what runs/families.py makes of the record, and the record is true for some types that are quick to try."""
+"""docs/families.md: it is what runs/families.py makes of the record, and the record is true for
+some types that are quick to try."""
 
 from __future__ import annotations
 
@@ -32,13 +33,16 @@ def test_the_page_is_made_from_the_record(command: Any) -> None:
     assert families.page(record) == families.PAGE.read_text(encoding="utf-8"), "run: python runs/families.py --page"
     assert list(record["families"]) == sorted(record["families"])
     assert {row["verdict"] for row in record["families"].values()} <= set(families.VERDICTS)
-    assert not [name for name, row in record["families"].items() if row["verdict"] == "wrong"], "these must be refused or repaired"
+    assert not [name for name, row in record["families"].items() if row["verdict"] == "wrong"], (
+        "these must be refused or repaired"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", QUICK)
 def test_types_that_work(command: Any, model_type: str) -> None:
-    """Bug: the page says "trees", and the type's trees, prompt lookup or EAGLE-3 give other tokens now."""
+    """Bug: the page says "trees", and the type's trees, prompt lookup or EAGLE-3 give other tokens
+    now."""
     found = command("_families").trial(model_type)
     recorded = json.loads(command("families").RECORD.read_text(encoding="utf-8"))["families"][model_type]
     assert found["verdict"] == recorded["verdict"] == "trees", found

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import InputError
-from eyas.files import check_output_folder, locked_output, parse_json, remove_leftovers, sha256_of_file, write_atomically
+from eyas.files import (
+    check_output_folder,
+    locked_output,
+    parse_json,
+    remove_leftovers,
+    sha256_of_file,
+    write_atomically,
+)
 
 HOLDER = """
 import sys, time
@@ -42,7 +49,10 @@ def test_a_second_process_is_refused_by_the_number_of_the_first(tmp_path: Path, 
         path.mkdir()
     with hold(path) as process:
         for _ in range(2):
-            with pytest.raises(InputError, match=rf"is being written by process {process.pid} on "), locked_output(path):
+            with (
+                pytest.raises(InputError, match=rf"is being written by process {process.pid} on "),
+                locked_output(path),
+            ):
                 pass
         process.communicate("")
     with locked_output(path):
@@ -68,7 +78,10 @@ def test_parts_are_locked_one_by_one(tmp_path: Path) -> None:
 def test_a_device_is_not_locked_and_a_missing_folder_is_named(tmp_path: Path) -> None:
     with locked_output("/dev/null"), locked_output("/dev/null"):
         pass
-    with pytest.raises(InputError, match=r"cannot write into .*: no such folder"), locked_output(tmp_path / "no" / "out"):
+    with (
+        pytest.raises(InputError, match=r"cannot write into .*: no such folder"),
+        locked_output(tmp_path / "no" / "out"),
+    ):
         pass
 
 

@@ -44,22 +44,29 @@ def form(matrix: kernels.Matrix) -> torch.dtype:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_matrix_is_kept_in_the_narrowest_form_that_holds_it(kind: torch.dtype, bias: bool) -> None:
-    """Guards the choice of the form, the filling up to whole panels (70 outputs), every size of tile and the remainder."""
+    """Guards the choice of the form, the filling up to whole panels (70 outputs), every size of
+    tile and the remainder."""
     weight, more = stored(kind), torch.arange(70.0) if bias else None
     matrix = kernels.pack(weight, more)
     assert form(matrix) == kind
     for rows in (1, 2, 5, 12, 13, 25):
         x = torch.randn(2, rows, 48, generator=torch.Generator().manual_seed(rows))
-        torch.testing.assert_close(kernels.linear(matrix, x), nn.functional.linear(x, weight, more), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            kernels.linear(matrix, x), nn.functional.linear(x, weight, more), rtol=1e-5, atol=1e-4
+        )
 
 
 @needs
-@pytest.mark.parametrize("rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str)
+@pytest.mark.parametrize(
+    "rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str
+)
 @pytest.mark.parametrize("inputs", [48, 512])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_row_has_the_same_bits_alone_and_among_others(kind: torch.dtype, inputs: int, rounded: kernels.WeightFormat) -> None:
-    """Guards the order of sums, which must not depend on the tile that a row falls into, nor on threads; 512 inputs: rows are copied, so
-    that they do not push each other out of the cache."""
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    kind: torch.dtype, inputs: int, rounded: kernels.WeightFormat
+) -> None:
+    """Guards the order of sums, which must not depend on the tile that a row falls into, nor on
+    threads; 512 inputs: rows are copied, so that they do not push each other out of the cache."""
     weight, bias = stored(kind, inputs=inputs), torch.linspace(-1, 1, 70)
     matrix, x = kernels.pack(weight, bias, rounded), torch.randn(37, inputs, generator=torch.Generator().manual_seed(1))
     together, threads = kernels.linear(matrix, x), torch.get_num_threads()
@@ -76,9 +83,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: torch.dtype, input
 @pytest.mark.parametrize("inputs", [48, 1024])
 @pytest.mark.parametrize("outlier", [1.0, 1e4])
 def test_limbs_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
-    """Guards the quantisation of activations: rows of any scale, with one value far above the others. Each value is exact to within
-    2^-23 of the row's largest, and nothing else is lost; on ordinary rows the error is smaller than float32's. NaN and infinite values
-    must not look like numbers."""
+    """Guards the quantisation of activations: rows of any scale, with one value far above the
+    others. Each value is exact to within 2^-23 of the row's largest, and nothing else is lost; on
+    ordinary rows the error is smaller than float32's. NaN and infinite values must not look like
+    numbers."""
     weight, generator = stored(torch.int8, 64, inputs), torch.Generator().manual_seed(2)
     x = torch.randn(40, inputs, generator=generator) * 10.0 ** torch.arange(-20, 20)[:, None]
     x[:, 3] *= outlier
@@ -98,22 +106,27 @@ def test_limbs_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
 @vnni_only
 @pytest.mark.parametrize(("activations", "largest"), [("int16", 127 * 257), ("int8", 127)])
 def test_rounded_activations(activations: Literal["int16", "int8"], largest: int) -> None:
-    """Guards what `WeightFormat.activations` says: whole multiples of a row's largest, and their products without any further loss,
-    whatever other rows there are."""
+    """Guards what `WeightFormat.activations` says: whole multiples of a row's largest, and their
+    products without any further loss, whatever other rows there are."""
     weight, x = stored(torch.int8), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
     x[3] = 0
     matrix = kernels.pack(weight, form=kernels.WeightFormat(activations=activations))
     together = kernels.linear(matrix, x)
     top = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
-    whole = (x * (torch.full_like(top, largest) / top)).round().double()  # a number over a tensor would be the product of its inverse
+    # a number over a tensor would be the product of its inverse
+    whole = (x * (torch.full_like(top, largest) / top)).round().double()
     torch.testing.assert_close(together, (whole * (top / largest) @ weight.double().T).float(), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
 
 
 def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
     """Returns the weights of an int4 matrix, [O, I]."""
-    bytes_PGpO4, scale = matrix.data[:, :, :512].unflatten(2, (4, 32, 4)), matrix.data[:, :, 512:].contiguous().view(torch.bfloat16).float()
-    nibbles = torch.stack([bytes_PGpO4 & 15, bytes_PGpO4 >> 4], 3).float() - 8  # panel, group, pair, nibble, output, input
+    bytes_PGpO4, scale = (
+        matrix.data[:, :, :512].unflatten(2, (4, 32, 4)),
+        matrix.data[:, :, 512:].contiguous().view(torch.bfloat16).float(),
+    )
+    # panel, group, pair, nibble, output, input
+    nibbles = torch.stack([bytes_PGpO4 & 15, bytes_PGpO4 >> 4], 3).float() - 8
     whole_POGg = nibbles.permute(0, 4, 1, 2, 3, 5).flatten(3)
     return (whole_POGg * scale.transpose(1, 2)[..., None]).flatten(2).flatten(0, 1)[: matrix.outputs]
 
@@ -121,8 +134,9 @@ def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
 @vnni_only
 @pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
 def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
-    """Guards groups, nibbles and scales: products are those of the stored numbers, for tiles of every size, padded outputs
-    and a bias; and these are near the weights, closer than with the largest number as the only scale tried."""
+    """Guards groups, nibbles and scales: products are those of the stored numbers, for tiles of
+    every size, padded outputs and a bias; and these are near the weights, closer than with the
+    largest number as the only scale tried."""
     weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
     matrix = kernels.pack(weight, bias, kernels.WeightFormat("int4", activations))
@@ -145,7 +159,8 @@ def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
 
 @contextmanager
 def lesser(flag: str) -> Iterator[None]:
-    """Kernels as a lesser machine of this kind builds them: once for all sessions, with -O1, in a third of the time."""
+    """Kernels as a lesser machine of this kind builds them: once for all sessions, with -O1, in a
+    third of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(CACHE / flag.lstrip("-")))
         patch.setattr(_build, "FLAGS", (*_build.FLAGS, "-O1", flag))
@@ -173,16 +188,24 @@ def test_lesser_machines(flag: str) -> None:
             assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
 
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 11, 15, 16, 17, 21, 24, 31, 32, 33, 48, 49, 64, 65, 130)  # around every number of rows and groups
-bf16_only = pytest.mark.skipif(not (kernels.available() and kernels.has_avx512_bf16()), reason="a CPU without AVX-512 BF16")
+# around every number of rows and groups
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 11, 15, 16, 17, 21, 24, 31, 32, 33, 48, 49, 64, 65, 130)
+bf16_only = pytest.mark.skipif(
+    not (kernels.available() and kernels.has_avx512_bf16()), reason="a CPU without AVX-512 BF16"
+)
 
 
 @bf16_only
 @pytest.mark.parametrize("inputs", [16, 32, 48, 96, 1024, 2816])
 def test_products_of_bfloat16(inputs: int) -> None:
-    """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's sums, the same bits for a row alone and
-    among any number of others, by AVX-512 and by AMX; what is not finite stays in its row."""
-    weight, bias, rounded = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70), kernels.WeightFormat(activations="bfloat16")
+    """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's
+    sums, the same bits for a row alone and among any number of others, by AVX-512 and by AMX; what
+    is not finite stays in its row."""
+    weight, bias, rounded = (
+        stored(torch.bfloat16, 70, inputs),
+        torch.linspace(-1, 1, 70),
+        kernels.WeightFormat(activations="bfloat16"),
+    )
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(5)
     assert (matrix.kind, matrix.limbs) == ("bfloat16", 1)
     x = torch.randn(130, inputs, generator=generator) * 10.0 ** torch.linspace(-15, 15, 130)[:, None]
@@ -200,7 +223,8 @@ def test_products_of_bfloat16(inputs: int) -> None:
 
 @needs
 def test_weights_rounded_to_bfloat16() -> None:
-    """Guards `WeightFormat("bfloat16")`: whatever the weights are, int8's multiples included, they are kept as the nearest such numbers."""
+    """Guards `WeightFormat("bfloat16")`: whatever the weights are, int8's multiples included, they
+    are kept as the nearest such numbers."""
     for kind in (torch.float32, torch.bfloat16, torch.int8):
         weight, x = stored(kind), torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
         matrix = kernels.pack(weight, form=kernels.WeightFormat("bfloat16"))
@@ -214,10 +238,13 @@ amx_only = pytest.mark.skipif(not (kernels.available() and kernels.has_amx()), r
 @pytest.mark.slow
 @amx_only
 @pytest.mark.parametrize("inputs", [64, 448, 1024])
-@pytest.mark.parametrize("rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str)
+@pytest.mark.parametrize(
+    "rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str
+)
 def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat) -> None:
-    """Guards limbs, sums and their order: AMX and VNNI give the same bits for any number of rows, panels of both threads,
-    a bias, rows of very different scales, and a row of zeros; what is not finite stays in its row."""
+    """Guards limbs, sums and their order: AMX and VNNI give the same bits for any number of rows,
+    panels of both threads, a bias, rows of very different scales, and a row of zeros; what is not
+    finite stays in its row."""
     weight, bias = stored(torch.int8, inputs=inputs), torch.linspace(-1, 1, 70)
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(3)
     rows = {M: torch.randn(M, inputs, generator=generator) * 10.0 ** torch.linspace(-18, 18, M)[:, None] for M in SIZES}
@@ -234,8 +261,8 @@ def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat) -> 
 @amx_only
 @pytest.mark.parametrize("inputs", [32, 96, 1024, 2816])
 def test_three_parts_are_as_exact_as_float32(inputs: int) -> None:
-    """Guards what bfloat16 weights are multiplied by on AMX: no more is lost than by float32's own sums, and a row has the same
-    bits alone and among any number of others."""
+    """Guards what bfloat16 weights are multiplied by on AMX: no more is lost than by float32's own
+    sums, and a row has the same bits alone and among any number of others."""
     weight, generator = stored(torch.bfloat16, 70, inputs), torch.Generator().manual_seed(5)
     matrix = kernels.pack(weight)
     assert matrix.kind == "bfloat16"
@@ -264,12 +291,15 @@ def test_rounded_storage_is_near() -> None:
 def test_norms() -> None:
     """Guards eps and the weight."""
     x, weight = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 1e-3, torch.linspace(0.5, 2, 64)
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), nn.functional.rms_norm(x, (64,), weight, 1e-5), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, 1e-5), nn.functional.rms_norm(x, (64,), weight, 1e-5), rtol=1e-5, atol=1e-6
+    )
 
 
 @needs
 def test_a_quick_net_leaves_the_net_alone() -> None:
-    """Guards training: what is made quick is a copy, and what it was made from keeps its modules and learns."""
+    """Guards training: what is made quick is a copy, and what it was made from keeps its modules
+    and learns."""
     net = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 8))
     other, x = with_cpu_kernels(net, kernels.EXACT), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert [type(m).__name__ for m in net] == ["Linear", "SiLU", "Linear"]
@@ -279,12 +309,17 @@ def test_a_quick_net_leaves_the_net_alone() -> None:
 
 @needs
 def test_noise_is_that_of_torchs_operations() -> None:
-    """Guards the second writing of the noise: the same numbers up to float32's last digit, for whole vocabularies and for some ids, in
-    rows of different seeds, zero in greedy ones."""
+    """Guards the second writing of the noise: the same numbers up to float32's last digit, for
+    whole vocabularies and for some ids, in rows of different seeds, zero in greedy ones."""
     seed_B, greedy_B = torch.tensor([0, 2**62 + 5, 7]), torch.tensor([False, False, True])
-    position_BN, ids = torch.tensor([[1, 2, 500], [9, 4, 0], [1, 2, 3]]), torch.tensor([5, 0, 7999, 123, 4, 4, 90, 17, 3])
+    position_BN, ids = (
+        torch.tensor([[1, 2, 500], [9, 4, 0], [1, 2, 3]]),
+        torch.tensor([5, 0, 7999, 123, 4, 4, 90, 17, 3]),
+    )
     cases = [(vocab, stream) for vocab in (8001, ids) for stream in (0, 2)]
-    ours_and_torchs = [[kind(seed_B, greedy_B).gumbel(position_BN, *case) for case in cases] for kind in (CpuNoise, GumbelNoise)]
+    ours_and_torchs = [
+        [kind(seed_B, greedy_B).gumbel(position_BN, *case) for case in cases] for kind in (CpuNoise, GumbelNoise)
+    ]
     for ours, torchs in zip(*ours_and_torchs, strict=True):
         torch.testing.assert_close(ours, torchs, rtol=2e-7, atol=2e-7)
         assert (ours == torchs).float().mean() > 0.999
@@ -294,8 +329,9 @@ def test_noise_is_that_of_torchs_operations() -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 8001])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 20.0])
 def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
-    """Guards what is left out: tokens whose noise is not worked out must be those that lose. Flat laws, where every token may win, and
-    sharp ones; impossible tokens; rows with a seed each, greedy ones, and ties."""
+    """Guards what is left out: tokens whose noise is not worked out must be those that lose. Flat
+    laws, where every token may win, and sharp ones; impossible tokens; rows with a seed each,
+    greedy ones, and ties."""
     seeds = torch.tensor([0, 3, 2**62 + 5])
     noise, position_B = CpuNoise(seeds, torch.tensor([False, False, True])), torch.tensor([5, 0, 90])
     for turn in range(20):
@@ -327,7 +363,8 @@ def test_a_draw_from_no_number_is_said() -> None:
 
 @needs
 def test_nothing_at_all() -> None:
-    """Bug: without rows the kernels filled memory at address null, which is undefined (found by -fsanitize=undefined)."""
+    """Bug: without rows the kernels filled memory at address null, which is undefined (found by
+    -fsanitize=undefined)."""
     L, B = torch.long, torch.bool
     for rows, nodes in ((0, 3), (2, 0)):
         row = {dtype: torch.zeros(rows, dtype=dtype) for dtype in (L, B)}
@@ -341,5 +378,7 @@ def test_nothing_at_all() -> None:
     assert path_BP.shape == (0, 4)
     kernels.commit(torch.zeros(4, 0, 2, 8, 16), torch.zeros(0, dtype=L), none_03)
     for weights in ("exact", "int8", "int4", "bfloat16"):
-        assert kernels.linear(kernels.pack(torch.randn(64, 64), form=kernels.WeightFormat(weights)), torch.zeros(0, 64)).shape == (0, 64)
+        assert kernels.linear(
+            kernels.pack(torch.randn(64, 64), form=kernels.WeightFormat(weights)), torch.zeros(0, 64)
+        ).shape == (0, 64)
     assert kernels.rms_norm(torch.zeros(0, 64), torch.zeros(64), 1e-5).shape == (0, 64)

@@ -1,6 +1,8 @@
-"""Building and loading the CPU kernels: broken compilers, broken caches and other people's files end in one line, never in a crash.
+"""Building and loading the CPU kernels: broken compilers, broken caches and other people's files
+end in one line, never in a crash.
 
-Compilers are shell scripts here; the one that works copies the library that this session has compiled already.
+Compilers are shell scripts here; the one that works copies the library that this session has
+compiled already.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def reason() -> str:
 
 @needs
 def test_a_private_cache_and_one_compilation(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Guards the usual way: compiled once, found again, nothing left beside it, nobody else may write there."""
+    """Guards the usual way: compiled once, found again, nothing left beside it, nobody else may
+    write there."""
     compiler(f'cp {library} "$out"')
     assert not reason()
     assert not reason()
@@ -86,7 +89,9 @@ def test_a_private_cache_and_one_compilation(library: Path, compiler: Compiler, 
 
 @pytest.mark.quick("no manifest")
 @needs
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "no manifest", "garbled manifest", "manifest of another kind"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "flipped", "no manifest", "garbled manifest", "manifest of another kind"]
+)
 def test_a_damaged_library_is_compiled_again(library: Path, compiler: Compiler, tmp_path: Path, damage: str) -> None:
     """Bug: a library that was cut off killed every command by SIGBUS until somebody deleted the cache."""
     compiler(f'cp {library} "$out"')
@@ -119,7 +124,10 @@ def test_a_truncated_library_does_not_kill_a_process(library: Path, compiler: Co
     built.write_bytes(library.read_bytes()[:5000])
     program.write_text("#!/bin/sh\nexit 1\n")
     done = subprocess.run(
-        [sys.executable, "-c", "from eyas import kernels; print(kernels.why_not())"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", "from eyas import kernels; print(kernels.why_not())"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "could not build them: exit status 1" in done.stdout
@@ -138,9 +146,11 @@ WRONG = {
 @pytest.mark.quick("crashes")
 @needs
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_compiler_that_does_not_work(kind: str, compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Bug: a compiler that ended well with a library without the functions was a traceback at the first call. It is one line, said
-    once a day; nothing is left in the cache but the reason."""
+def test_a_compiler_that_does_not_work(
+    kind: str, compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a compiler that ended well with a library without the functions was a traceback at the
+    first call. It is one line, said once a day; nothing is left in the cache but the reason."""
     import _ctypes  # any library that loads and has none of the functions
 
     script, says = WRONG[kind]
@@ -156,8 +166,11 @@ def test_a_compiler_that_does_not_work(kind: str, compiler: Compiler, tmp_path: 
     assert sorted(path.name for path in folder(tmp_path).iterdir()) == ["build.lock", "failure.json"]
 
 
-def test_a_failure_is_forgotten_after_a_day(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards the way back: on the next day, with another compiler, or without the file, it is tried again."""
+def test_a_failure_is_forgotten_after_a_day(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards the way back: on the next day, with another compiler, or without the file, it is tried
+    again."""
     compiler("exit 1")
     assert reason()
     failure = folder(tmp_path) / "failure.json"
@@ -179,7 +192,8 @@ def test_a_failure_is_forgotten_after_a_day(compiler: Compiler, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_a_hanging_compiler_is_killed(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bug: only the compiler's first process was killed; what it had started went on. It is not run a second time."""
+    """Bug: only the compiler's first process was killed; what it had started went on. It is not run
+    a second time."""
     monkeypatch.setattr(_build, "COMPILE_TIMEOUT_S", 4)  # enough to start, on a busy machine too
     compiler(f"sh -c 'echo $$ > {tmp_path}/child; exec sleep 1000'")
     assert "did not end within 4 s" in reason()
@@ -199,7 +213,10 @@ def test_a_hanging_compiler_is_killed(compiler: Compiler, monkeypatch: pytest.Mo
         ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
         ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
         ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
-        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "the cache folder /dev/null/cache/eyas/kernels cannot be used: not a directory"),
+        (
+            {"XDG_CACHE_HOME": "/dev/null/cache"},
+            "the cache folder /dev/null/cache/eyas/kernels cannot be used: not a directory",
+        ),
         ({"XDG_CACHE_HOME": "/proc/cache"}, "the cache folder /proc/cache/eyas/kernels cannot be used"),
     ],
 )
@@ -212,8 +229,8 @@ def test_environments_without_kernels(environment: dict[str, str], says: str, mo
 
 @needs
 def test_no_home(library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bug: without HOME, as a user whom the system does not know (in a container), every command was a traceback. The kernels are kept
-    among the temporary files then."""
+    """Bug: without HOME, as a user whom the system does not know (in a container), every command
+    was a traceback. The kernels are kept among the temporary files then."""
 
     def unknown(uid: int) -> None:
         raise KeyError(uid)
@@ -242,8 +259,11 @@ def test_a_cache_that_others_can_write_to(library: Path, compiler: Compiler, tmp
 
 
 @needs
-def test_a_cache_of_another_user(library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bug: the same for a folder, and for a library in a folder of one's own, that belongs to somebody else."""
+def test_a_cache_of_another_user(
+    library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: the same for a folder, and for a library in a folder of one's own, that belongs to
+    somebody else."""
     compiler(f'cp {library} "$out"')
     assert not reason()
     mine = os.getuid()
@@ -257,7 +277,8 @@ def test_a_cache_of_another_user(library: Path, compiler: Compiler, monkeypatch:
 
 @needs
 def test_killed_compilations_are_cleaned(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Bug: the temporary folder of a compilation that was killed stayed for ever. That of a living one stays: it holds the lock."""
+    """Bug: the temporary folder of a compilation that was killed stayed for ever. That of a living
+    one stays: it holds the lock."""
     from filelock import FileLock
 
     compiler(f'cp {library} "$out"')

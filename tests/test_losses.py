@@ -14,7 +14,14 @@ from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
-from eyas.losses import FrozenHead, draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of, weighted_smooth_l1
+from eyas.losses import (
+    FrozenHead,
+    draft_losses,
+    smooth_l1,
+    soft_cross_entropy,
+    soft_cross_entropy_of,
+    weighted_smooth_l1,
+)
 from eyas.nn import Documents
 from eyas.objectives import OBJECTIVES
 
@@ -42,7 +49,8 @@ def arguments(seed: int, *shape: int, share: float = 0.6) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize(("ours", "plain"), [(smooth_l1, plain_smooth_l1), (soft_cross_entropy, plain_cross_entropy)])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_values_and_gradients_are_those_of_the_formula(ours, plain, share) -> None:
-    """Guards the closed-form gradient, the mask (nothing leaks out of it or into it) and the normalizer. Deterministic."""
+    """Guards the closed-form gradient, the mask (nothing leaks out of it or into it) and the
+    normalizer. Deterministic."""
     predicted, true, mask = arguments(0, 3, 7, 11, share=share)
     mine, theirs = ours(predicted, true, mask, 4.5), plain(predicted, true, mask, 4.5)
     (gradient,) = torch.autograd.grad(3 * mine, predicted)
@@ -54,7 +62,8 @@ def test_values_and_gradients_are_those_of_the_formula(ours, plain, share) -> No
 
 @pytest.mark.parametrize("ours", [smooth_l1, soft_cross_entropy])
 def test_masks_of_numbers_and_tensor_normalizers(ours) -> None:
-    """A 0/1 mask of integers means the same as a bool mask (indexing with integers would silently pick rows 0 and 1)."""
+    """A 0/1 mask of integers means the same as a bool mask (indexing with integers would silently
+    pick rows 0 and 1)."""
     predicted, true, mask = arguments(1, 2, 5, 6)
     expected = ours(predicted, true, mask, 3.0)
     torch.testing.assert_close(ours(predicted, true, mask.long(), torch.tensor(3.0, dtype=torch.float64)), expected)
@@ -74,8 +83,9 @@ def test_chunks_change_nothing(chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 40, 10**6])
 @pytest.mark.parametrize("share", [0.0, 0.6])
 def test_through_the_head(chunk: int, share: float) -> None:
-    """From features through a head: same value and gradient as with all logits at once; agreement is that of the argmaxes. The head gets
-    no gradient even where its weights ask for one, as those of a freshly loaded model do."""
+    """From features through a head: same value and gradient as with all logits at once; agreement
+    is that of the argmaxes. The head gets no gradient even where its weights ask for one, as those
+    of a freshly loaded model do."""
     predicted, true, mask = arguments(3, 3, 7, 5, share=share)
     linear = nn.Linear(5, 13, dtype=torch.float64)
 
@@ -90,11 +100,14 @@ def test_through_the_head(chunk: int, share: float) -> None:
     torch.testing.assert_close(predicted.grad, torch.autograd.grad(2 * expected, predicted)[0])
     assert int(agree) == int(((head(predicted).argmax(-1) == head(true).argmax(-1)) & mask).sum())
     with torch.no_grad():
-        torch.testing.assert_close(soft_cross_entropy_of(head, predicted, true, mask, 2.0, 13, chunk)[0], expected.detach())
+        torch.testing.assert_close(
+            soft_cross_entropy_of(head, predicted, true, mask, 2.0, 13, chunk)[0], expected.detach()
+        )
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under autocast."""
+    """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under
+    autocast."""
     generator = torch.Generator().manual_seed(4)
     predicted, true = (torch.randn(2, 4, 500, generator=generator).bfloat16() for _ in range(2))
     mask = torch.ones(2, 4, dtype=torch.bool)
@@ -104,7 +117,9 @@ def test_half_precision_is_summed_in_float32() -> None:
         distance = smooth_l1(predicted, true, mask, 8.0)
     assert value.dtype == distance.dtype == torch.float32
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(distance.double(), plain_smooth_l1(predicted.double(), true.double(), mask, 8.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        distance.double(), plain_smooth_l1(predicted.double(), true.double(), mask, 8.0), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -118,7 +133,8 @@ def test_extreme_logits_stay_finite() -> None:
 
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_positions() -> None:
-    """The head sees a chunk of rows at a time, each row once, and what waits for the backward has the size of the features."""
+    """The head sees a chunk of rows at a time, each row once, and what waits for the backward has
+    the size of the features."""
     predicted, true, mask = arguments(5, 2, 50, 4)
     head, rows = nn.Linear(4, 3000, dtype=torch.float64), list[int]()
 
@@ -134,9 +150,12 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_positions() -> None:
     assert [value.shape for value in inner.saved_tensors] == [(int(mask.sum()), 4)]  # type: ignore[union-attr]
 
 
-@pytest.mark.skipif(not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout")
+@pytest.mark.skipif(
+    not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout"
+)
 def test_reference_losses_of_eagle1_from_features() -> None:
-    """The reference's vloss, ploss and loss from its own predicted features, with its mask and normalizer (mask.sum() + 1e-5)."""
+    """The reference's vloss, ploss and loss from its own predicted features, with its mask and
+    normalizer (mask.sum() + 1e-5)."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
     weight = load_file(GOLDEN / "target_a" / "model.safetensors")["lm_head.weight"]
@@ -149,11 +168,13 @@ def test_reference_losses_of_eagle1_from_features() -> None:
         assert mine.item() == pytest.approx(said[theirs], abs=1e-5)
 
 
-@pytest.mark.skipif(not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout")
+@pytest.mark.skipif(
+    not (GOLDEN / "train_losses.json").exists(), reason="the reference's numbers are not beside this checkout"
+)
 @pytest.mark.parametrize("chunked", [False, True])
 def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
-    """The net of eagle1 with the reference's head on its batch (no noise, its mask and normalizer): predicted features, both losses and
-    every gradient to 1e-4. Both ways to the cross-entropy."""
+    """The net of eagle1 with the reference's head on its batch (no noise, its mask and normalizer):
+    predicted features, both losses and every gradient to 1e-4. Both ways to the cross-entropy."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
     target = Target.load(GOLDEN / "target_a", dtype="float32", device="cpu")
@@ -161,7 +182,9 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
     features, ids, mask = tensors["eagle1.hidden_states"], tensors["eagle1.input_ids"], tensors["eagle1.loss_mask"]
     documents, every = Documents((ids.shape[1],) * len(ids)), torch.arange(ids.numel())
     with torch.enable_grad():
-        predicted = net.packed(features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents).view_as(features)
+        predicted = net.packed(
+            features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents
+        ).view_as(features)
         valid = tensors["eagle1.attention_mask"].bool()
         torch.testing.assert_close(predicted[valid], tensors["eagle1.predict"][valid], atol=1e-4, rtol=0)
         true, normalizer = tensors["eagle1.target"], mask.sum() + 1e-5
@@ -174,17 +197,23 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
         loss.backward()
     for mine, theirs in ((vloss, "vloss"), (ploss, "ploss"), (loss, "loss")):
         assert mine.item() == pytest.approx(said[theirs], abs=1e-4)
-    gradients = {ours: tensors[f"eagle1.grad.{theirs}"] for theirs, ours in NAMES.items() if f"eagle1.grad.{theirs}" in tensors}
+    gradients = {
+        ours: tensors[f"eagle1.grad.{theirs}"] for theirs, ours in NAMES.items() if f"eagle1.grad.{theirs}" in tensors
+    }
     parameters = dict(net.named_parameters())
     assert gradients.keys() == parameters.keys()
     for name, expected in gradients.items():
-        torch.testing.assert_close(parameters[name].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            parameters[name].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def plain_objective(name: str, p: Tensor, share: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The loss and the overlap of each row by their formulas, for autograd."""
     q = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    overlap = torch.stack([torch.minimum(row_p * part, row_q).sum() for row_p, part, row_q in zip(p, share, q, strict=True)])
+    overlap = torch.stack(
+        [torch.minimum(row_p * part, row_q).sum() for row_p, part, row_q in zip(p, share, q, strict=True)]
+    )
     if name == "distribution":
         return -(p * q.log()).sum(-1), overlap
     if name == "acceptance":
@@ -197,7 +226,8 @@ def plain_objective(name: str, p: Tensor, share: Tensor, logits: Tensor) -> tupl
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_through_a_trained_head(chunk: int, reduced: bool, objective: str) -> None:
-    """Against all logits at once: total, each guess, which count and which are right; gradients to hidden states and to the head."""
+    """Against all logits at once: total, each guess, which count and which are right; gradients to
+    hidden states and to the head."""
     generator = torch.Generator().manual_seed(4)
     answers, guesses, D, V = 6, 17, 5, 13
     ids = torch.tensor([0, 2, 3, 7, 8, 11, 12]) if reduced else None
@@ -223,14 +253,17 @@ def test_through_a_trained_head(chunk: int, reduced: bool, objective: str) -> No
     assert mine.is_correct_K.tolist() == ((chosen == best[answer]) & counts).tolist()
     assert counts.any()
     assert bool(counts.all()) != reduced
-    for one, other in zip(torch.autograd.grad(3 * mine.total, (hidden, head)), torch.autograd.grad(3 * total, (hidden, head)), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(3 * mine.total, (hidden, head)), torch.autograd.grad(3 * total, (hidden, head)), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_through_a_frozen_head(chunk: int, objective: str) -> None:
-    """Against all logits at once, with a head that is more than a matrix (a softcap, as Gemma 2 has): total and gradient."""
+    """Against all logits at once, with a head that is more than a matrix (a softcap, as Gemma 2
+    has): total and gradient."""
     generator = torch.Generator().manual_seed(5)
     answers, guesses, D, V = 6, 17, 5, 13
     hidden = torch.randn(guesses, D, generator=generator, dtype=torch.float64).requires_grad_()
@@ -241,16 +274,21 @@ def test_through_a_frozen_head(chunk: int, objective: str) -> None:
     head = FrozenHead(lambda x: 3 * torch.tanh(x @ weight_VD.T / 3), V)
     mine = draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective)
     logits = head.logits(hidden)
-    each, overlap = plain_objective(objective, true.softmax(-1)[answer], torch.ones(guesses, dtype=torch.float64), logits)
+    each, overlap = plain_objective(
+        objective, true.softmax(-1)[answer], torch.ones(guesses, dtype=torch.float64), logits
+    )
     total = (each * weight).sum()
     torch.testing.assert_close(mine.total, total)
     torch.testing.assert_close(mine.overlap_K, overlap.detach())
     assert mine.is_correct_K.tolist() == (logits.argmax(-1) == true.argmax(-1)[answer]).tolist()
-    torch.testing.assert_close(torch.autograd.grad(3 * mine.total, hidden)[0], torch.autograd.grad(3 * total, hidden)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(3 * mine.total, hidden)[0], torch.autograd.grad(3 * total, hidden)[0]
+    )
     assert weight_VD.grad is None
     with torch.no_grad():
         torch.testing.assert_close(
-            draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective).total, total.detach()
+            draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective).total,
+            total.detach(),
         )
 
 
@@ -258,13 +296,16 @@ def draft_of(logits: Tensor, true: Tensor, objective: str) -> tuple[Tensor, Tens
     """The loss of draft logits [K, V] compared with the target's, row by row, and its gradient."""
     rows, D = torch.arange(len(logits)), logits.shape[-1]
     hidden = logits.clone().requires_grad_()
-    found = draft_losses(hidden, torch.eye(D), rows, torch.ones(len(rows)), len(rows), lambda part: true[part], objective=objective)
+    found = draft_losses(
+        hidden, torch.eye(D), rows, torch.ones(len(rows)), len(rows), lambda part: true[part], objective=objective
+    )
     return found.loss_K, torch.autograd.grad(found.total, hidden)[0]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_target_itself_is_the_best_draft(objective: str) -> None:
-    """Every objective is least at q = p, and one step against the gradient gets nearer to it. Deterministic."""
+    """Every objective is least at q = p, and one step against the gradient gets nearer to it.
+    Deterministic."""
     generator = torch.Generator().manual_seed(7)
     true, other = torch.randn(2, 5, 9, generator=generator)
     loss, gradient = draft_of(other, true, objective)
@@ -274,7 +315,8 @@ def test_the_target_itself_is_the_best_draft(objective: str) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_distributions_that_do_not_overlap(objective: str) -> None:
-    """Logits so far apart that no probability is shared in float32: every loss and gradient stays finite."""
+    """Logits so far apart that no probability is shared in float32: every loss and gradient stays
+    finite."""
     true, logits = torch.tensor([[0.0, -400.0, -400.0]]), torch.tensor([[-400.0, 0.0, -1.0]])
     loss, gradient = draft_of(logits, true, objective)
     assert loss.isfinite().all()
@@ -290,5 +332,8 @@ def test_a_certain_target() -> None:
 def test_weighted_smooth_l1() -> None:
     predicted, true, _ = arguments(5, 9, 4)
     weight = torch.rand(9, dtype=torch.float64)
-    expected = sum(w * plain_smooth_l1(x[None], y[None], torch.ones(1), 1.0) for x, y, w in zip(predicted, true, weight, strict=True))
+    expected = sum(
+        w * plain_smooth_l1(x[None], y[None], torch.ones(1), 1.0)
+        for x, y, w in zip(predicted, true, weight, strict=True)
+    )
     torch.testing.assert_close(weighted_smooth_l1(predicted, true, weight), expected)

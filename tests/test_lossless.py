@@ -1,6 +1,7 @@
 """Losslessness: every model family with a drafter that knows the answers, and every method of the folder.
 
-In float32 the token ids equal those of a plain loop over full forwards (tests/reference.py): greedily, and sampled with the same seed.
+In float32 the token ids equal those of a plain loop over full forwards (tests/reference.py):
+greedily, and sampled with the same seed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> tuple[
     """Requests of different lengths, each with the new tokens of plain decoding."""
     rng, vocab = random.Random(family), model(family).config.get_text_config().vocab_size
     lengths = (5, 23, 40, 3, 17, 31, 1, 12)
-    made = [Request(tuple(rng.randrange(vocab) for _ in range(lengths[i])), NEW - i, samplings[i % len(samplings)]) for i in range(count)]
+    made = [
+        Request(tuple(rng.randrange(vocab) for _ in range(lengths[i])), NEW - i, samplings[i % len(samplings)])
+        for i in range(count)
+    ]
     return tuple((r, tuple(plain_decode(model(family), r))) for r in made)
 
 
@@ -57,10 +61,13 @@ QUICK = {"llama", "gemma2", "gpt2", "gpt_oss", "phi3"}  # each differs from the 
 
 
 @pytest.mark.quick("llama")
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.FAMILIES])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.FAMILIES]
+)
 def test_every_family_with_an_oracle(family: str) -> None:
-    """Guards target, cache and masks: a wrong position, window, mask or slot changes some token. Five requests share three rows, so rows
-    join and leave between cycles; the oracle's long paths are accepted, so that rows commit different numbers of nodes."""
+    """Guards target, cache and masks: a wrong position, window, mask or slot changes some token.
+    Five requests share three rows, so rows join and leave between cycles; the oracle's long paths
+    are accepted, so that rows commit different numbers of nodes."""
     target = Target(model(family))
     answered = requests(family, 5, SAMPLINGS)
     answers = {r.prompt: list(t) for r, t in answered}
@@ -89,7 +96,8 @@ OPTIONS = {
 }
 
 
-# With these options their children are sampled from q where the row is sampled: other tokens than plain decoding, of the same distribution.
+# With these options their children are sampled from q where the row is sampled: other tokens than
+# plain decoding, of the same distribution.
 DRAWN = {"eagle1", "self_speculative", "small_model"}
 
 
@@ -101,7 +109,8 @@ def make(name: str, target: Target, **options: object) -> Drafter:
 
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method(name: str) -> None:
-    """Guards each method, in a second: greedy and sampled rows, two at a time. The next test is the thorough one."""
+    """Guards each method, in a second: greedy and sampled rows, two at a time. The next test is the
+    thorough one."""
     drafter, answered = make(name, Target(model("llama"))), requests("llama", 3, SAMPLINGS)
     tokens, _ = run(Decoder(drafter.target, drafter, 2), [r for r, _ in answered])
     for (request, expected), new in zip(answered, tokens, strict=True):
@@ -113,15 +122,18 @@ def test_every_method(name: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_at_every_batch_size(name: str, family: str) -> None:
-    """Guards each method's sessions: rows of different ages, 1, 2, 3 and 8 at a time. Greedy rows equal plain decoding for every method;
-    sampled rows equal it where children are chosen; where they are sampled, rows equal what they are alone. Two of the numbers of rows for
-    each family, by turns from method to method: each pair of method, family and rows comes once."""
+    """Guards each method's sessions: rows of different ages, 1, 2, 3 and 8 at a time. Greedy rows
+    equal plain decoding for every method; sampled rows equal it where children are chosen; where
+    they are sampled, rows equal what they are alone. Two of the numbers of rows for each family, by
+    turns from method to method: each pair of method, family and rows comes once."""
     drafter = make(name, Target(model(family)))
     answered = requests(family, 8, SAMPLINGS)
     wanted = [list(expected) for _, expected in answered]
     if name in DRAWN:
         alone = [run(Decoder(drafter.target, drafter, 1), [r])[0][0] for r, _ in answered]
-        wanted = [list(expected) if r.sampling.greedy else got for (r, expected), got in zip(answered, alone, strict=True)]
+        wanted = [
+            list(expected) if r.sampling.greedy else got for (r, expected), got in zip(answered, alone, strict=True)
+        ]
     turn = drafters.names().index(name) + (family == "llama")
     for rows in (1, 3) if turn % 2 else (2, 8):
         tokens, _ = run(Decoder(drafter.target, drafter, rows), [r for r, _ in answered])
@@ -131,12 +143,14 @@ def test_every_method_at_every_batch_size(name: str, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle"])
 def test_heads_that_are_right_now_and_then(name: str) -> None:
-    """Guards commits of a real head at depth: where the net hands the feature through (fc = [0, 1], layer = 0) the draft repeats the last
-    distribution, so whole paths are accepted where greedy text repeats itself; ids stay those of plain decoding."""
+    """Guards commits of a real head at depth: where the net hands the feature through (fc = [0, 1],
+    layer = 0) the draft repeats the last distribution, so whole paths are accepted where greedy
+    text repeats itself; ids stay those of plain decoding."""
     target = Target(model("llama"))
     if name in ("eagle3", "seagle"):
         kind = drafters.find(name)
-        drafter = kind.init_for_training(target, build_options(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"}))  # does just that
+        # does just that
+        drafter = kind.init_for_training(target, build_options(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"}))
     else:
         drafter = make(name, target)
         with torch.no_grad():
@@ -155,7 +169,8 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 @pytest.mark.parametrize("window", [{}, {"window.size": 9, "window.sink": 2}])
 def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
-    """Guards the cache of several layers: its prompts, which need attention here, its commits, its windows."""
+    """Guards the cache of several layers: its prompts, which need attention here, its commits, its
+    windows."""
     target, answered, kind = Target(model("llama")), requests("llama", 8, SAMPLINGS), drafters.find(name)
     options = {**OPTIONS[name], **window, "head.depth": 3}
     check("llama", make(name, target, **options), 3, answered)
@@ -172,17 +187,23 @@ def test_eagle1_shapes(choices: str) -> None:
 
 
 @pytest.mark.quick("1-1-1")
-@pytest.mark.parametrize(("nodes", "depth", "branch"), [(1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6)])
+@pytest.mark.parametrize(
+    ("nodes", "depth", "branch"), [(1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6)]
+)
 def test_eagle2_shapes(nodes: int, depth: int, branch: int) -> None:
-    """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted."""
-    drafter = make("eagle2", Target(model("llama")), **{"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch})
+    """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were
+    drafted."""
+    drafter = make(
+        "eagle2", Target(model("llama")), **{"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch}
+    )
     check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [1, 7])
 def test_eagle3_with_a_small_draft_vocabulary(vocabulary: int) -> None:
-    """Guards the map from draft ids to the target's, and trees that are smaller than asked for because the vocabulary is."""
+    """Guards the map from draft ids to the target's, and trees that are smaller than asked for
+    because the vocabulary is."""
     target, kind = Target(model("llama")), drafters.find("eagle3")
     counts = torch.arange(target.vocab_size) % 11
     options = build_options(kind.Options, {**OPTIONS["eagle3"], "head.draft_vocab": vocabulary})

@@ -47,8 +47,8 @@ def test_ratios_without_anything_under_them() -> None:
 
 
 def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:
-    """Guards the two definitions against each other: tau counts emitted tokens of all cycles; the mean acceptance length counts accepted
-    draft tokens before cutting, over cycles that drafted."""
+    """Guards the two definitions against each other: tau counts emitted tokens of all cycles; the
+    mean acceptance length counts accepted draft tokens before cutting, over cycles that drafted."""
     cut = step(1, (0, 2, 5), emitted=1, finish="stop")  # 5 was accepted, and cut off with the bonus
     plain = step(0, (0,), ((-1,), (True,)))  # nothing was drafted
     cycles = [metrics.cycle_of(s) for s in (chain(3), chain(0), plain, cut)]
@@ -61,7 +61,8 @@ def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:
 
 
 def test_cycles_of_steps() -> None:
-    """Bugs: the tree's depth counts as drafted behind a node without children, padding counts as a child, a cut counts as a refusal."""
+    """Bugs: the tree's depth counts as drafted behind a node without children, padding counts as a
+    child, a cut counts as a refusal."""
     steps = [
         step(0, (0,)),  # both children refused
         step(1, (0, 2)),  # 5 was there and refused
@@ -76,7 +77,8 @@ def test_cycles_of_steps() -> None:
 
 
 def test_n_alpha_by_hand() -> None:
-    """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is no refusal."""
+    """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is
+    no refusal."""
     cycles = [metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
     assert metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
     assert metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}
@@ -103,8 +105,9 @@ def test_only_what_was_drafted() -> None:
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap() -> None:
-    """Guards width and place: of 60 samples with ratios about 2, the percentiles of a resampling by hand. 2,000 draws of each leave the
-    ends uncertain by some 3 % of the width; a fifth of it is allowed. Seeded."""
+    """Guards width and place: of 60 samples with ratios about 2, the percentiles of a resampling by
+    hand. 2,000 draws of each leave the ends uncertain by some 3 % of the width; a fifth of it is
+    allowed. Seeded."""
     rng = np.random.default_rng(0)
     over, under = rng.integers(5, 50, 60).astype(float), rng.integers(5, 25, 60).astype(float)
     value, low, high = metrics.bootstrap(metrics.ratio, over, under)
@@ -117,8 +120,8 @@ def test_the_interval_is_that_of_a_plain_bootstrap() -> None:
 
 
 def test_intervals_are_paired() -> None:
-    """Bug: the columns are resampled apart, so a difference that is the same in every sample gets a width. Nothing but the seeded
-    resampling is random: a false alarm is impossible."""
+    """Bug: the columns are resampled apart, so a difference that is the same in every sample gets a
+    width. Nothing but the seeded resampling is random: a false alarm is impossible."""
     rng = np.random.default_rng(1)
     cycles = rng.integers(1, 9, 50).astype(float)
     emitted = cycles * 2 + rng.integers(0, 5, 50)
@@ -131,7 +134,8 @@ def test_intervals_are_paired() -> None:
 
 
 def test_intervals_of_few_samples() -> None:
-    """Bugs: one sample has an interval of width 0; samples without a cycle make a resample 0 / 0 and the interval NaN, which is no JSON."""
+    """Bugs: one sample has an interval of width 0; samples without a cycle make a resample 0 / 0
+    and the interval NaN, which is no JSON."""
     assert metrics.bootstrap(metrics.ratio, [3], [2]) == (1.5, None, None)
     assert metrics.bootstrap(metrics.ratio, [], []) is None
     assert metrics.bootstrap(metrics.ratio, [0, 0], [0, 0]) is None
@@ -153,7 +157,8 @@ def test_first_difference() -> None:
 
 
 def test_margin() -> None:
-    """Guards the scores that are compared: the logits behind prompt and prefix when greedy; with a single allowed token there is none."""
+    """Guards the scores that are compared: the logits behind prompt and prefix when greedy; with a
+    single allowed token there is none."""
     target = Target(zoo.FAMILIES["llama"]())
     logits_V = target.model(torch.tensor([[5, 6, 7, 8]])).logits[0, -1].float()
     best, second = logits_V.topk(2).values.tolist()

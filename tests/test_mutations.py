@@ -1,4 +1,5 @@
-"""Tests of the tests: every mistake in mutations.py is found, by an assertion, and the code as it is passes the same checks."""
+"""Tests of the tests: every mistake in mutations.py is found, by an assertion, and the code as it
+is passes the same checks."""
 
 from __future__ import annotations
 
@@ -37,12 +38,15 @@ def lines(change: Rewrite) -> list[str]:
 
 
 def test_rewriting() -> None:
-    """Guards the tool: names and formatting do not matter, equal names stand for equal code, only the function that is named is touched."""
+    """Guards the tool: names and formatting do not matter, equal names stand for equal code, only
+    the function that is named is touched."""
     guarded = rewrite("m:A.f", "where(SUM > 0, X / SUM, X)", "X / SUM")
     assert lines(guarded) == ["        kept = p / total"]
     assert lines(rewrite("m:A.f", "self.g(X, ...)", "self.g(-X)")) == ["        return self.g(-kept)"]
     assert lines(rewrite("m:A.f", "X = where(...)", "X = p\nX += 1")) == ["        kept += 1", "        kept = p"]
-    assert lines(rewrite("m:A.f", "self.g(X, ...)", "self.g(SUM, X)", "SUM + 1")) == ["        return self.g(total, kept)"]
+    assert lines(rewrite("m:A.f", "self.g(X, ...)", "self.g(SUM, X)", "SUM + 1")) == [
+        "        return self.g(total, kept)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -57,13 +61,15 @@ def test_rewriting() -> None:
     ],
 )
 def test_what_does_not_apply_says_so(change: Rewrite, reason: str) -> None:
-    """Guards the list against a change of the source that leaves a mutation without effect, or with another one."""
+    """Guards the list against a change of the source that leaves a mutation without effect, or with
+    another one."""
     with pytest.raises(DoesNotApplyError, match=reason):
         rewritten(CODE, change)
 
 
 def test_every_change_applies() -> None:
-    """Guards the list against changes of the source, before any mutation is tried; patches are looked up when they are tried."""
+    """Guards the list against changes of the source, before any mutation is tried; patches are
+    looked up when they are tried."""
     assert len({m.name for m in mutations.MUTATIONS}) == len(mutations.MUTATIONS)
     for change in (change for m in mutations.MUTATIONS for change in m.changes):
         spec = importlib.util.find_spec(module_of(change))
@@ -73,15 +79,19 @@ def test_every_change_applies() -> None:
             continue
         with open(spec.origin, encoding="utf-8") as file:
             source = file.read()
-        assert rewritten(source, change) != rewritten(source, rewrite(change.where, change.pattern, change.pattern, *change.known))
+        assert rewritten(source, change) != rewritten(
+            source, rewrite(change.where, change.pattern, change.pattern, *change.known)
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="every mutation is tried in a forked process")
 def test_every_mutation_is_found() -> None:
-    """Guards that the other tests would notice: each mutation fails its check by an assertion of a test, not by a crash. Deterministic."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "EYAS_KERNELS": "off"}  # what is mutated is Python
+    """Guards that the other tests would notice: each mutation fails its check by an assertion of a
+    test, not by a crash. Deterministic."""
+    # what is mutated is Python
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "EYAS_KERNELS": "off"}
     done = processes.run([sys.executable, mutations.__file__], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     results = {line["trial"]: line for line in map(json.loads, done.stdout.splitlines())}

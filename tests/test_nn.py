@@ -1,4 +1,5 @@
-"""The parts of draft nets: packed attention against its definition, its gradient and its memory; rotary positions far out."""
+"""The parts of draft nets: packed attention against its definition, its gradient and its memory;
+rotary positions far out."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: l
 @pytest.mark.parametrize("block", [1, 3, 128])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the mask (own document, no later token), the diagonals, grouped heads, blocks, and every gradient, in float64."""
+    """Guards the mask (own document, no later token), the diagonals, grouped heads, blocks, and
+    every gradient, in float64."""
     monkeypatch.setattr(module, "BLOCK", block)
     documents, rows = Documents((5, 1, 7)), [0, 2, 3, 5, 7, 8, 9, 10, 12]
     generator = torch.Generator().manual_seed(0)
@@ -46,7 +48,9 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
     theirs = plain(q, k, v, later, rows, documents.begin_N().tolist())
     torch.testing.assert_close(mine, theirs)
     outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
-    for one, other in zip(torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(theirs, inputs, outer), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(theirs, inputs, outer), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
@@ -67,13 +71,18 @@ def test_flex_attention_says_the_same(steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what torch's tracer does itself
 def test_a_compiled_mask_is_the_same() -> None:
-    """Guards that CUDA's way to the mask can be traced, for batches of other sizes too (here without making kernels of it)."""
+    """Guards that CUDA's way to the mask can be traced, for batches of other sizes too (here
+    without making kernels of it)."""
     create = torch.compile(create_block_mask, dynamic=True, backend="eager")
     for lengths, step in (((100, 300, 57), 2), ((500, 20), 3)):
         queries = Documents(lengths).query_rows(torch.arange(0, sum(lengths), step))
         mask = queries.mask_by(create)
         assert torch.equal(mask.to_dense(), queries.mask.to_dense())
-        blocks = ((one, other) for one, other in zip(mask.as_tuple(), queries.mask.as_tuple(), strict=True) if isinstance(one, Tensor))
+        blocks = (
+            (one, other)
+            for one, other in zip(mask.as_tuple(), queries.mask.as_tuple(), strict=True)
+            if isinstance(one, Tensor)
+        )
         assert all(torch.equal(one, other) for one, other in blocks)
 
 
@@ -105,15 +114,20 @@ print(kilobytes("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from Linux's /proc")
 def test_memory_grows_with_the_length_not_its_square() -> None:
-    """Forward and backward over one document: 4 times the length takes at most 6 times the memory (scores would take 16 times: at 8,192
-    tokens and 4 heads 1 GiB a matrix). Measured in kilobytes of a process of its own."""
-    used = [int(subprocess.run([sys.executable, "-c", MEASURE.format(N=n)], capture_output=True, check=True).stdout) for n in (2048, 8192)]
+    """Forward and backward over one document: 4 times the length takes at most 6 times the memory
+    (scores would take 16 times: at 8,192 tokens and 4 heads 1 GiB a matrix). Measured in kilobytes
+    of a process of its own."""
+    used = [
+        int(subprocess.run([sys.executable, "-c", MEASURE.format(N=n)], capture_output=True, check=True).stdout)
+        for n in (2048, 8192)
+    ]
     assert used[1] < 6 * used[0], used
     assert used[1] < 400_000, used
 
 
 def test_rope_far_out() -> None:
-    """Positions past 2,048 stay distinct in half precision nets: the angle is computed in float32 from whole numbers."""
+    """Positions past 2,048 stay distinct in half precision nets: the angle is computed in float32
+    from whole numbers."""
     frequency = rope_frequencies(LayerShape(8, 8, 1, 1, 8), torch.device("cpu"))
     x = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
     near, next_to_it = (rope(x, torch.tensor([[p]]), frequency) for p in (100_000, 100_001))
@@ -123,7 +137,8 @@ def test_rope_far_out() -> None:
 @needs_fp8
 @pytest.mark.parametrize("bias", [True, False])
 def test_fp8(bias: bool) -> None:
-    """Guards scales: each output's and each row's own, whatever their sizes. Rounding to 3 bits behind the point, sums of 64: below 4 %."""
+    """Guards scales: each output's and each row's own, whatever their sizes. Rounding to 3 bits
+    behind the point, sums of 64: below 4 %."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 48, bias=bias)
     with torch.no_grad():
@@ -137,8 +152,11 @@ def test_fp8(bias: bool) -> None:
 
 
 def test_fp8_leaves_the_net_as_it_is() -> None:
-    """Guards a net that is still trained or saved: only the copy's linear layers are rounded, everything else is shared."""
-    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Linear(24, 32)))
+    """Guards a net that is still trained or saved: only the copy's linear layers are rounded,
+    everything else is shared."""
+    net = torch.nn.Sequential(
+        torch.nn.Linear(32, 32), torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Linear(24, 32))
+    )
     other = fp8(net)
     assert [type(m) for m in net.modules() if not isinstance(m, torch.nn.Sequential)] == [torch.nn.Linear] * 3
     assert isinstance(other[0], Fp8Linear)

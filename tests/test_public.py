@@ -19,7 +19,9 @@ from eyas.core.target import Target
 from reference import plain_decode, run
 
 ROOT = Path(__file__).parents[1]
-needs_weights = pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout")
+needs_weights = pytest.mark.skipif(
+    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
+)
 
 
 def blocks(page: str) -> list[str]:
@@ -38,7 +40,8 @@ def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_method_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the extension point: the example of docs/add_a_method.md, unchanged, is lossless in a batch and accepts something."""
+    """Guards the extension point: the example of docs/add_a_method.md, unchanged, is lossless in a
+    batch and accepts something."""
     (code,) = blocks("docs/add_a_method.md")
     assert len(code.splitlines()) < 65
     (tmp_path / "package_of_mine").mkdir()
@@ -47,7 +50,9 @@ def test_a_method_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     importlib.invalidate_caches()
     method = drafters.find("package_of_mine.bigram")
     target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
-    requests = [Request(tuple(dice.randrange(100) for _ in range(5 + i)), 30, Sampling(0.5 * i, seed=i)) for i in range(3)]
+    requests = [
+        Request(tuple(dice.randrange(100) for _ in range(5 + i)), 30, Sampling(0.5 * i, seed=i)) for i in range(3)
+    ]
     tokens, steps = run(Decoder(target, method(target), 2), requests)
     assert tokens == [plain_decode(target.model, r) for r in requests]
     assert all(step.draft is None or step.draft.tree.nodes == 5 for step in steps)
@@ -69,8 +74,13 @@ def test_links_and_files_of_the_pages() -> None:
 
 
 def test_names_of_the_pages() -> None:
-    """Guards files that pages name, and the glossary's last column: `path.py` `name` is a name in that file."""
-    cells = [line.rstrip("| ").rpartition("|")[2] for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line[:1] == "|"]
+    """Guards files that pages name, and the glossary's last column: `path.py` `name` is a name in
+    that file."""
+    cells = [
+        line.rstrip("| ").rpartition("|")[2]
+        for line in (ROOT / "docs" / "glossary.md").read_text().splitlines()
+        if line[:1] == "|"
+    ]
     named = [match for cell in cells for match in re.finditer(r"`([\w/.]+(?:/|\.py))`((?:[ ,]+`[A-Za-z_]+`)*)", cell)]
     assert len(named) > 30
     for page in ("README.md", "docs/how_it_works.md"):
@@ -96,11 +106,14 @@ def test_the_embedded_model_is_small_and_intact() -> None:
 
 
 def test_quantisation() -> None:
-    """Guards int8 storage: a matrix comes back within half a step of each row's scale, vectors exactly; packing again changes nothing."""
+    """Guards int8 storage: a matrix comes back within half a step of each row's scale, vectors
+    exactly; packing again changes nothing."""
     torch.manual_seed(0)
     tensors = {"a.weight": torch.randn(7, 33), "norm.weight": torch.randn(5), "zero.weight": torch.zeros(2, 3)}
     back = tiny.dequantise(tiny.quantise(tensors))
     assert torch.equal(back["norm.weight"], tensors["norm.weight"])
-    assert ((back["a.weight"] - tensors["a.weight"]).abs() <= tensors["a.weight"].abs().amax(1, keepdim=True) / 254 + 1e-6).all()
+    assert (
+        (back["a.weight"] - tensors["a.weight"]).abs() <= tensors["a.weight"].abs().amax(1, keepdim=True) / 254 + 1e-6
+    ).all()
     again = tiny.dequantise(tiny.quantise(back))
     torch.testing.assert_close(again["a.weight"], back["a.weight"], rtol=1e-6, atol=1e-7)

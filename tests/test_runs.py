@@ -1,4 +1,5 @@
-"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where it was stopped."""
+"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where
+it was stopped."""
 
 from __future__ import annotations
 
@@ -74,7 +75,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chats(path: Path, count: int, reply: str) -> Path:
-    turns = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{reply} {i}"}] for i in range(count)]
+    turns = [
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{reply} {i}"}]
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps({"messages": [*t, *t]}) + "\n" for t in turns))
     return path
 
@@ -86,7 +90,8 @@ def arguments(model: Path, folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards that every script can be imported, has its options, and shows the command line that its help begins with."""
+    """Guards that every script can be imported, has its options, and shows the command line that
+    its help begins with."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         command(name).main()
@@ -95,7 +100,8 @@ def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monke
 
 
 def test_the_results_are_made_from_the_records(command: Any) -> None:
-    """Bug: a table of docs/results.md is edited by hand, or a record changes without it; a picture is missing."""
+    """Bug: a table of docs/results.md is edited by hand, or a record changes without it; a picture
+    is missing."""
     results = command("results")
     assert results.main(["--check"]) == 0, "run: python runs/results.py"
     for name in results.PICTURES:
@@ -114,10 +120,13 @@ def test_expected_times_are_those_of_the_page(command: Any) -> None:
 
 
 def test_several_gpus_on_paper(command: Any) -> None:
-    """Guards the plan for several GPUs: the page has the table; one GPU costs what the other page says; the split is that of transformers;
-    no GPU gets a part of a head; each further GPU is faster, and none by more than its share."""
+    """Guards the plan for several GPUs: the page has the table; one GPU costs what the other page
+    says; the split is that of transformers; no GPU gets a part of a head; each further GPU is
+    faster, and none by more than its share."""
     parallel, estimate = command("gpu_parallel"), command("gpu_estimate")
-    assert parallel.table() in (RUNS.parent / "docs" / "gpu.md").read_text(encoding="utf-8"), "run: python runs/gpu_parallel.py"
+    assert parallel.table() in (RUNS.parent / "docs" / "gpu.md").read_text(encoding="utf-8"), (
+        "run: python runs/gpu_parallel.py"
+    )
     small = parallel.Sizes(4096, 14_336, 32, 8, 128, 32)
     assert parallel.target_pass(small, 1, 60) == pytest.approx(estimate.target_pass(60, 1024))
     assert parallel.draft(small, 1, 6, 1) == pytest.approx(estimate.draft(6, 1024, 1))
@@ -155,8 +164,8 @@ def smallest(command: Any, monkeypatch: pytest.MonkeyPatch, output: Path, name: 
 
 @pytest.mark.slow
 def test_acceptance(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the whole way from chats to a record with the embedded model: texts are equal, intervals hold their values, a second run asks
-    nothing again."""
+    """Guards the whole way from chats to a record with the embedded model: texts are equal,
+    intervals hold their values, a second run asks nothing again."""
     held_out = chats(tmp_path / "eval.jsonl", 3, "it is")
     given = ("acceptance", "--chats", held_out, "--limit", 3, "--max-new-tokens", 6)
     record = smallest(command, monkeypatch, tmp_path / "acceptance.json", *given)
@@ -165,17 +174,24 @@ def test_acceptance(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert low <= value <= high
     assert len(record["without_loops"]["eagle1 chain"]["n-alpha"]) == 5
     answers = (tmp_path / "acceptance" / "answers.jsonl").read_bytes()
-    assert smallest(command, monkeypatch, tmp_path / "acceptance.json", *given)["without_loops"] == record["without_loops"]
+    assert (
+        smallest(command, monkeypatch, tmp_path / "acceptance.json", *given)["without_loops"] == record["without_loops"]
+    )
     assert (tmp_path / "acceptance" / "answers.jsonl").read_bytes() == answers
 
 
 @pytest.mark.slow
 def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the bench of `make bench`: every contestant's row, texts equal, plain decoding over itself is 1; --table shows a record."""
+    """Guards the bench of `make bench`: every contestant's row, texts equal, plain decoding over
+    itself is 1; --table shows a record."""
     output, speed = tmp_path / "speed.json", command("speed")
-    speed.main(["--limit", "1", "--max-new-tokens", "4", "--methods", "eagle2", "--parts", "speed", "--output", str(output)])
+    speed.main(
+        ["--limit", "1", "--max-new-tokens", "4", "--methods", "eagle2", "--parts", "speed", "--output", str(output)]
+    )
     record = json.loads(output.read_text())
-    assert {"plain", "plain, model's own forward", "eagle2 auto", "random head, auto", "transformers generate"} <= set(record["table"])
+    assert {"plain", "plain, model's own forward", "eagle2 auto", "random head, auto", "transformers generate"} <= set(
+        record["table"]
+    )
     assert record["table"]["plain"]["over_plain"] == [1.0, None, None]
     assert {row["equal"] for row in record["table"].values()} == {"1 of 1"}
     speed.main(["--table", str(output)])
@@ -184,7 +200,8 @@ def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the other half of `make bench`: every target whose passes it times is built; only the timing itself is left out."""
+    """Guards the other half of `make bench`: every target whose passes it times is built; only the
+    timing itself is left out."""
     speed, timed = command("speed"), list[Target]()
 
     def verify_cost(target: Target, context: int = 0, nodes: tuple[int, ...] = (1, 8)) -> list[dict[str, float]]:
@@ -203,7 +220,8 @@ def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_long_context(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the forced text: every method's cycles emit the same text, all but the token of the prompt's pass."""
+    """Guards the forced text: every method's cycles emit the same text, all but the token of the
+    prompt's pass."""
     book = tmp_path / "book.txt"
     book.write_text("It was a dark night, and the wind sang in the chimney of the old house. " * 40)
     given = ("--books", book, "--at", 40, 80, "--new-tokens", 6, "--passages", 1, "--tasks", "continue", "--nodes", 5)
@@ -223,23 +241,39 @@ def test_draft_cost(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert draft["seagle"]["cycle_wall_ratio"][0][0] == 1
 
 
-def test_the_rate_with_the_least_loss_is_taken(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_with_the_least_loss_is_taken(
+    command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: heads are compared at the first learning rate, or at the one that is worst for them."""
     ablation, heads, compared = command("ablation"), command("_heads"), list[Any]()
-    monkeypatch.setattr(heads, "train", lambda head, folder, args: {"losses": [{"loss": 9}, {"loss": abs(head.lr - 2e-3)}]})
+    monkeypatch.setattr(
+        heads, "train", lambda head, folder, args: {"losses": [{"loss": 9}, {"loss": abs(head.lr - 2e-3)}]}
+    )
     monkeypatch.setattr(heads, "compare", lambda entered, *given, **settings: compared.extend(entered))
-    ablation.main([*arguments(model, tmp_path, "ablation"), "--data", "chat.jsonl", "--rates", "1e-3,2e-3,4e-3", "--variants", "eagle3"])
+    ablation.main(
+        [
+            *arguments(model, tmp_path, "ablation"),
+            "--data",
+            "chat.jsonl",
+            "--rates",
+            "1e-3,2e-3,4e-3",
+            "--variants",
+            "eagle3",
+        ]
+    )
     assert [(head.lr, head.tokens, head.seed) for head in compared] == [(2e-3, 300_000, 0)]
 
 
 @pytest.mark.slow
 def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the way from chats to figures: heads are trained by `eyas train`, texts are equal, and a second run trains nothing again."""
+    """Guards the way from chats to figures: heads are trained by `eyas train`, texts are equal, and
+    a second run trains nothing again."""
     ablation, heads = command("ablation"), command("_heads")
     given = [*arguments(model, tmp_path, "ablation"), "--data", str(chats(tmp_path / "chat.jsonl", 40, "that is"))]
     given += ["--tokens", "300", "--heldout-tokens", "100", "--rates", "1e-3", "--variants", "eagle3; eagle1 net"]
     assert heads.call([sys.executable, "-c", "raise SystemExit(3)"]) == 3
-    monkeypatch.setattr(heads, "call", lambda line: cli.run(line[line.index("eyas") + 1 :]))  # no process that imports torch for each head
+    # no process that imports torch for each head
+    monkeypatch.setattr(heads, "call", lambda line: cli.run(line[line.index("eyas") + 1 :]))
     ablation.main(given)
     record = json.loads((tmp_path / "ablation.json").read_text())
     assert set(record["kinds"]) == {"eagle3", "eagle1 net"}
@@ -265,7 +299,8 @@ def test_scaling_data_are_nested(command: Any, tmp_path: Path) -> None:
 
 
 def test_data_source(command: Any, tmp_path: Path) -> None:
-    """Guards the pairing: what only one file has is left out, and a conversation that ends early cuts its partner."""
+    """Guards the pairing: what only one file has is left out, and a conversation that ends early
+    cuts its partner."""
     source = command("data_source")
     fixed, own = chats(tmp_path / "chat.jsonl", 40, "that is"), chats(tmp_path / "own.jsonl", 50, "mine:")
     lines = own.read_text().splitlines()
@@ -274,13 +309,19 @@ def test_data_source(command: Any, tmp_path: Path) -> None:
     own.write_text("\n".join(lines[5:]))
     pairs = source.pairs(fixed, own)
     assert len(pairs) == 35
-    assert all([t["content"] for t in a if t["role"] == "user"] == [t["content"] for t in b if t["role"] == "user"] for a, b in pairs)
+    assert all(
+        [t["content"] for t in a if t["role"] == "user"] == [t["content"] for t in b if t["role"] == "user"]
+        for a, b in pairs
+    )
     assert sorted(len(a) for a, _ in pairs)[:2] == [2, 4]
 
 
-@pytest.mark.parametrize("read", [["--data", "a.jsonl", "--data", "b.jsonl"], ["--features", "folder"]], ids=["data", "features"])
+@pytest.mark.parametrize(
+    "read", [["--data", "a.jsonl", "--data", "b.jsonl"], ["--features", "folder"]], ids=["data", "features"]
+)
 def test_bench_heads_command_lines(command: Any, read: list[str]) -> None:
-    """Guards every stage's `eyas train`: flags that there are, a method with these options that can be trained from the final features."""
+    """Guards every stage's `eyas train`: flags that there are, a method with these options that can
+    be trained from the final features."""
     bench_heads, target = command("bench_heads"), Target(zoo.tiny("llama"))
     args, more = bench_heads.parse([*read, "--output", "here", "--tokens", "5000", "--device", "cpu"])
     assert args.stages == list(bench_heads.STAGES)
@@ -294,11 +335,16 @@ def test_bench_heads_command_lines(command: Any, read: list[str]) -> None:
         config = TrainConfig(**train["training"])
         assert (config.tokens, config.heldout) == (5000, 0.005 if read[0] == "--data" else 0.05)
         kind = find(head.method)
-        assert layers_for_training(target, [(kind, build_options(kind.Options, train["options"]))]) == (target.num_layers,)
+        assert layers_for_training(target, [(kind, build_options(kind.Options, train["options"]))]) == (
+            target.num_layers,
+        )
 
 
-def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards that what is done is left alone, that other budgets and interrupted runs are not done, and that a failure ends the command."""
+def test_bench_heads_goes_on(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards that what is done is left alone, that other budgets and interrupted runs are not done,
+    and that a failure ends the command."""
     bench_heads, started, status = command("bench_heads"), list[str](), 0
 
     def trained(line: list[str]) -> int:
@@ -308,7 +354,9 @@ def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(bench_heads, "call", trained)
     for name, step, tokens in (("medusa", 9, 2_000_000), ("hydra", 8, 2_000_000), ("hydra++", 9, 1000)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "training.json").write_text(json.dumps({"step": step, "steps": 9, "config": {"tokens": tokens}}))
+        (tmp_path / name / "training.json").write_text(
+            json.dumps({"step": step, "steps": 9, "config": {"tokens": tokens}})
+        )
     given = ["--data", "chat.jsonl", "--output", str(tmp_path), "--stages", "medusa,hydra,hydra++,eagle1-token"]
     bench_heads.main(given)
     assert started == ["hydra", "hydra++", "eagle1-token"]
@@ -323,9 +371,12 @@ def test_bench_heads_goes_on(command: Any, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_table_of_heads(command: Any) -> None:
-    """Guards the count of parameters: EAGLE-1's layer and its fc, without the embeddings that it shares with the target, nor integers."""
+    """Guards the count of parameters: EAGLE-1's layer and its fc, without the embeddings that it
+    shares with the target, nor integers."""
     weights = RUNS.parent / "tiny" / "eyas_tiny" / "weights"
-    (line,) = (line for line in command("papers").trained([weights]).splitlines() if "EAGLE-1 and EAGLE-2 (shipped)" in line)
+    (line,) = (
+        line for line in command("papers").trained([weights]).splitlines() if "EAGLE-1 and EAGLE-2 (shipped)" in line
+    )
     hidden, inner, kv = 384, 1024, 128
     layer = 2 * hidden * hidden + hidden + 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + hidden
     assert line.split("|")[2].strip() == f"{layer / 1e6:.2f}M"
@@ -336,8 +387,9 @@ def test_the_table_of_heads(command: Any) -> None:
 
 @pytest.mark.long
 def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can go; texts are equal by every runner;
-    each case is in the record; a second run measures nothing again."""
+    """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can
+    go; texts are equal by every runner; each case is in the record; a second run measures nothing
+    again."""
     gpu, output = command("gpu"), tmp_path / "gpu.json"
     given = [
         "--device",
@@ -360,9 +412,15 @@ def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys
     assert f"left: nothing; failed: {'none' if MULTIPLIES else 'fp8 64 tokens, sampled fp8'}" in capsys.readouterr().out
     content = json.loads(output.read_text())
     plan = gpu.plan_of(gpu.options(given))
-    assert {name: list(cases) for name, cases in content["stages"].items()} == {s.name: [c.name for c in s.cases] for s in gpu.stages(plan)}
+    assert {name: list(cases) for name, cases in content["stages"].items()} == {
+        s.name: [c.name for c in s.cases] for s in gpu.stages(plan)
+    }
     texts = [
-        row for name in ("texts", "compile") for record in content["stages"][name].values() for row in record["rows"] if "texts" in row
+        row
+        for name in ("texts", "compile")
+        for record in content["stages"][name].values()
+        for row in record["rows"]
+        if "texts" in row
     ]
     assert {row["kernels"] for row in texts} == {"off", "on", "compile"}
     assert [row for row in texts if row["dtype"] == "float32" and row["differ"]] == []
@@ -377,8 +435,11 @@ def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys
     assert "== " not in capsys.readouterr().out, "a case was measured again"
 
 
-def test_a_run_for_a_gpu_ends_in_time_and_goes_on(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bugs: the time is over and what was measured is lost; a case that fails ends all others, or is never measured again."""
+def test_a_run_for_a_gpu_ends_in_time_and_goes_on(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bugs: the time is over and what was measured is lost; a case that fails ends all others, or
+    is never measured again."""
     gpu, lab = command("gpu"), command("_gpu_lab")
     calls = list[str]()
 
@@ -439,7 +500,8 @@ def test_mistakes_in_the_options_for_a_gpu(command: Any, tmp_path: Path) -> None
 
 
 def test_what_runs_on_a_gpu_needs_few_packages() -> None:
-    """Guards a machine that has torch and transformers and cannot install anything: no package of the command line or of pictures."""
+    """Guards a machine that has torch and transformers and cannot install anything: no package of
+    the command line or of pictures."""
     missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
     code = WITHOUT.format(missing=missing, runs=str(RUNS)) + "import gpu, gpu_counts; gpu.stages(gpu.FULL); print('ok')"
     done = processes.run([sys.executable, "-c", code])

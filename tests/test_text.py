@@ -1,4 +1,5 @@
-"""eyas.text on real tokenizers of every kind, built here: streamed text equals `decode`, and stop strings cut where a search does."""
+"""eyas.text on real tokenizers of every kind, built here: streamed text equals `decode`, and stop
+strings cut where a search does."""
 
 from __future__ import annotations
 
@@ -38,19 +39,28 @@ def _byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.add_tokens(
-        [AddedToken("é", normalized=False), AddedToken(" two words ", normalized=False), AddedToken("天空", normalized=False)]
+        [
+            AddedToken("é", normalized=False),
+            AddedToken(" two words ", normalized=False),
+            AddedToken("天空", normalized=False),
+        ]
     )
     return tokenizer
 
 
 def _byte_fallback(decoder: Any) -> Tokenizer:
-    """Like Llama's: SentencePiece BPE with ▁ for the space and <0x00> ... <0xFF> for what has no token."""
+    """Like Llama's: SentencePiece BPE with ▁ for the space and <0x00> ... <0xFF> for what has no
+    token."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     latin = [sentence for sentence in SENTENCES if sentence.isascii()]
-    tokenizer.train_from_iterator(latin, trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False))
+    tokenizer.train_from_iterator(
+        latin, trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False)
+    )
     learnt = tokenizer.get_vocab()
     merges = [pair for pair in _merges(tokenizer) if pair[0] in learnt]
     pieces = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁▁", "▁▁▁"]
@@ -63,7 +73,10 @@ def _byte_fallback(decoder: Any) -> Tokenizer:
 
 
 def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    return [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    return [
+        tuple(pair) if isinstance(pair, list) else tuple(pair.split(" "))
+        for pair in json.loads(tokenizer.to_str())["model"]["merges"]
+    ]
 
 
 def _llama(spaces: int = 1) -> Tokenizer:
@@ -83,7 +96,9 @@ def _word_piece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(SENTENCES, trainers.WordPieceTrainer(vocab_size=260, special_tokens=["[UNK]"], show_progress=False))
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.WordPieceTrainer(vocab_size=260, special_tokens=["[UNK]"], show_progress=False)
+    )
     return tokenizer
 
 
@@ -100,7 +115,9 @@ def _end_of_word() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder()
-    trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=260, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False
+    )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     return tokenizer
 
@@ -112,8 +129,12 @@ def _words() -> Tokenizer:
     return tokenizer
 
 
-def _wrapped(tokenizer: Tokenizer, kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>", "<u>", "</u>", "<a>")])
+def _wrapped(
+    tokenizer: Tokenizer, kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>", "<u>", "</u>", "<a>")]
+    )
     return kind(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
@@ -145,7 +166,8 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def streamed(tokenizer: Any, ids: list[int]) -> str:
-    """The whole text by pieces; on the way, after every token, what is out and what is held back must be the text so far."""
+    """The whole text by pieces; on the way, after every token, what is out and what is held back
+    must be the text so far."""
     detokeniser, out = Detokeniser(tokenizer), ""
     for n, token_id in enumerate(ids, start=1):
         out += detokeniser.feed(token_id)
@@ -158,7 +180,9 @@ def ids_of(draw: st.DrawFn, name: str) -> list[int]:
     """Ids of text, ids at random, and runs of the tokens where decoders have their rules."""
     tokenizer = TOKENIZERS[name]
     vocab = tokenizer.get_vocab()
-    odd = sorted(i for piece, i in vocab.items() if piece.startswith(("<", "▁▁", "##")) or len(piece) == 1 or not piece.isascii())
+    odd = sorted(
+        i for piece, i in vocab.items() if piece.startswith(("<", "▁▁", "##")) or len(piece) == 1 or not piece.isascii()
+    )
     part = st.one_of(
         st.text(max_size=12).map(lambda t: tokenizer(t)["input_ids"]),
         st.sampled_from(SENTENCES).map(lambda t: tokenizer(t)["input_ids"]),
@@ -175,7 +199,8 @@ def ids_of(draw: st.DrawFn, name: str) -> list[int]:
 @SETTINGS
 @given(st.data(), KINDS)
 def test_pieces_are_the_decode(data: st.DataObject, name: str) -> None:
-    """Guards against streamed text that differs from plain decoding: lost or doubled spaces, cut characters, byte runs shown too early."""
+    """Guards against streamed text that differs from plain decoding: lost or doubled spaces, cut
+    characters, byte runs shown too early."""
     ids = data.draw(ids_of(name))
     assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
 
@@ -186,7 +211,8 @@ def test_pieces_are_the_decode(data: st.DataObject, name: str) -> None:
 @example("  leading spaces", "llama")
 @example("é" * 30 + "😀", "gemma")
 def test_text_survives(text: str, name: str) -> None:
-    """Guards against an engine that is right on odd ids but not on ordinary text (of any script, in any tokenizer)."""
+    """Guards against an engine that is right on odd ids but not on ordinary text (of any script, in
+    any tokenizer)."""
     ids = TOKENIZERS[name](text)["input_ids"]
     assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
 
@@ -197,7 +223,8 @@ def test_text_survives(text: str, name: str) -> None:
 @example([0xF0, 0x9F, 0x98], "llama")
 @example([0xED, 0xA0, 0x80, 0xF4, 0x90, 0x80, 0x80, 0xC0, 0xAF], "byte_level")
 def test_any_bytes(codes: list[int], name: str) -> None:
-    """Guards against counting replacement characters otherwise than `decode` does for bytes that are no UTF-8."""
+    """Guards against counting replacement characters otherwise than `decode` does for bytes that
+    are no UTF-8."""
     tokenizer = TOKENIZERS[name]
     letters = {code: letter for letter, code in room._byte_of_character().items()}
     pieces = [letters[code] if name == "byte_level" else f"<0x{code:02X}>" for code in codes]
@@ -208,7 +235,8 @@ def test_any_bytes(codes: list[int], name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "two_leading_spaces", "gemma", "metaspace_bytes"])
 @pytest.mark.parametrize("begin", [["▁"], ["▁", "▁"], ["▁▁"], ["<0x20>"], ["▁", "<0x20>"], ["<0x20>", "▁"]])
 def test_leading_spaces(name: str, begin: list[str]) -> None:
-    """Guards against taking the first space off a token instead of off the text, when the text begins with tokens that are all space."""
+    """Guards against taking the first space off a token instead of off the text, when the text
+    begins with tokens that are all space."""
     tokenizer = TOKENIZERS[name]
     vocab = tokenizer.get_vocab()
     first = next(i for piece, i in sorted(vocab.items()) if piece[0] == "▁" and piece[1:].isalpha())
@@ -217,7 +245,8 @@ def test_leading_spaces(name: str, begin: list[str]) -> None:
 
 
 def test_end_of_word_inside_a_token() -> None:
-    """Guards against showing a token as if it were the last one, where a decoder writes a last token otherwise."""
+    """Guards against showing a token as if it were the last one, where a decoder writes a last
+    token otherwise."""
     tokenizer = Tokenizer(models.WordLevel({"a</w>b": 0, "c</w>": 1}))
     tokenizer.decoder = decoders.BPEDecoder()
     for ids in ([0], [0, 0], [0, 1, 0], [1, 1]):
@@ -225,7 +254,8 @@ def test_end_of_word_inside_a_token() -> None:
 
 
 def test_each_kind_has_its_engine() -> None:
-    """Guards against a tokenizer that silently falls back to the window, whose exactness is not proven."""
+    """Guards against a tokenizer that silently falls back to the window, whose exactness is not
+    proven."""
     engines = {name: type(Detokeniser(tokenizer)._engine) for name, tokenizer in TOKENIZERS.items()}
     assert engines.pop("byte_level") is room._Bytes
     assert set(engines.values()) == {room._Pieces}
@@ -250,7 +280,8 @@ def test_decoders_that_are_not_local_go_to_the_window(decoder: Any) -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "unigram", "word_piece"])
 def test_window_on_ordinary_text(name: str) -> None:
-    """Guards against a fallback that is wrong on what people write, byte tokens, first spaces and special tokens included."""
+    """Guards against a fallback that is wrong on what people write, byte tokens, first spaces and
+    special tokens included."""
     tokenizer = _wrapped(MAKERS[name](), Foreign)
     for sentence in SENTENCES:
         ids = tokenizer(sentence)["input_ids"]
@@ -289,7 +320,8 @@ def test_work_per_token_is_bounded(name: str) -> None:
 
 
 def test_window_work_is_bounded() -> None:
-    """Guards against the same in the fallback, also when nothing but special tokens or broken characters come."""
+    """Guards against the same in the fallback, also when nothing but special tokens or broken
+    characters come."""
     sizes: list[int] = []
 
     class Counting(Foreign):
@@ -317,7 +349,8 @@ def test_feeding_after_flush_is_a_fault_of_ours() -> None:
 
 
 def naive(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int, str, str | None]:
-    """(tokens until the hit, text shown, stop string) by searching the whole text again after every token, character by character."""
+    """(tokens until the hit, text shown, stop string) by searching the whole text again after every
+    token, character by character."""
     for n in range(len(ids) + 1):
         text = decode(tokenizer, ids[:n])
         for end in range(1, len(text) + 1):
@@ -343,7 +376,8 @@ def stopped(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int, str,
 @SETTINGS
 @given(st.data(), KINDS)
 def test_stops_where_a_search_would(data: st.DataObject, name: str) -> None:
-    """Guards against a stop string that is missed across tokens, found late, or shown in part; and against text lost when there is none."""
+    """Guards against a stop string that is missed across tokens, found late, or shown in part; and
+    against text lost when there is none."""
     tokenizer = TOKENIZERS[name]
     ids = data.draw(ids_of(name))
     text = decode(tokenizer, ids)
@@ -354,7 +388,8 @@ def test_stops_where_a_search_would(data: st.DataObject, name: str) -> None:
 
 
 def test_overlapping_stops_in_one_token() -> None:
-    """Guards against the text depending on how it was cut into tokens when several stop strings are completed at once."""
+    """Guards against the text depending on how it was cut into tokens when several stop strings are
+    completed at once."""
     tokenizer = Tokenizer(models.WordLevel({"x": 0, "a": 1, "b": 2, "c": 3, "d": 4, "xabcd": 5}))
     tokenizer.decoder = decoders.Fuse()
     wrapped = _wrapped(tokenizer)
@@ -408,7 +443,8 @@ def test_a_single_stop_string_is_not_read_as_its_letters() -> None:
     ],
 )
 def test_bad_stops(stops: Any, says: str) -> None:
-    """Guards against an empty stop string, which would stop everything, or a number that fails later with a traceback."""
+    """Guards against an empty stop string, which would stop everything, or a number that fails
+    later with a traceback."""
     with pytest.raises(InputError, match=says):
         StopStrings(TOKENIZERS["llama"], stops)
 
@@ -423,7 +459,8 @@ def chatting() -> PreTrainedTokenizerFast:
 
 
 def test_render_gives_the_templates_ids() -> None:
-    """Guards against handing on the dictionary that newer transformers return, or special tokens added twice."""
+    """Guards against handing on the dictionary that newer transformers return, or special tokens
+    added twice."""
     tokenizer = chatting()
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello 😀"}]
     ids = render(tokenizer, messages)
@@ -449,14 +486,25 @@ def test_render_leaves_the_messages_alone() -> None:
         ([{"content": "Hello"}], 'message 1 has no "role"'),
         ([{"role": "user"}], 'message 1 has no "content"'),
         ([{"role": "user", "content": None}], '"content" of message 1 must be a string, it is None'),
-        ([{"role": "user", "content": ["Hello"]}], "part 1 of message 1 is of type str without a type: only parts of text are read here"),
+        (
+            [{"role": "user", "content": ["Hello"]}],
+            "part 1 of message 1 is of type str without a type: only parts of text are read here",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], 'part 1 of message 1 has no "text"'),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]}],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}],
+                }
+            ],
             "part 2 of message 1 is of type 'image_url': only parts of text are read here",
         ),
         ([{"role": "user", "content": []}], "the content of message 1 is empty"),
-        ([{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}], "message 2 .* 'asistant'; did you mean assistant"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}],
+            "message 2 .* 'asistant'; did you mean assistant",
+        ),
         ([{"role": 1, "content": "a"}], '"role" of message 1 must be a string'),
         ([{"role": "user", "content": "\ud800"}], "message 1 is not valid Unicode"),
         (
@@ -504,10 +552,12 @@ def test_encode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "says"), [("", "the prompt is empty"), (None, "is None"), ("\udc00", "not valid Unicode"), (b"a", "bytes")]
+    ("prompt", "says"),
+    [("", "the prompt is empty"), (None, "is None"), ("\udc00", "not valid Unicode"), (b"a", "bytes")],
 )
 def test_bad_prompts(prompt: Any, says: str) -> None:
-    """Guards against an empty prompt, on which a model has nothing to say, and against the tokenizer's own type errors."""
+    """Guards against an empty prompt, on which a model has nothing to say, and against the
+    tokenizer's own type errors."""
     with pytest.raises(InputError, match=says):
         encode(TOKENIZERS["byte_level"], prompt)
 
@@ -517,7 +567,8 @@ def test_bad_prompts(prompt: Any, says: str) -> None:
 
 @pytest.mark.skipif(not NESTLING.is_dir(), reason="needs ../shared/models/nestling")
 def test_nestling() -> None:
-    """Guards against our own tokenizers being too simple: the same checks on one that was trained on chats."""
+    """Guards against our own tokenizers being too simple: the same checks on one that was trained
+    on chats."""
     tokenizer = AutoTokenizer.from_pretrained(NESTLING)
     ids = render(tokenizer, [{"role": "user", "content": "Hello 😀"}, {"role": "assistant", "content": "天空 é\u0301"}])
     assert tokenizer.decode(ids).endswith("<|assistant|>\n")

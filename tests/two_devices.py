@@ -1,8 +1,9 @@
 """Devices that are not there: tensors of a CPU that say they lie on cuda:0 or cuda:1, with their numbers.
 
-Within `two_gpus()` each tensor has a device of its own, which `.device` gives and `.to` changes. Where torch refuses an operation on
-tensors of several devices, an AssertionError is raised, which nothing in eyas catches; the CPU counts as a device. Numbers are
-computed on the CPU, so texts can be compared. It does not see what happens inside of torch's own functions and in other threads.
+Within `two_gpus()` each tensor has a device of its own, which `.device` gives and `.to` changes.
+Where torch refuses an operation on tensors of several devices, an AssertionError is raised, which
+nothing in eyas catches; the CPU counts as a device. Numbers are computed on the CPU, so texts can
+be compared. It does not see what happens inside of torch's own functions and in other threads.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Devices(TorchFunctionMode):
         if device is None and args and isinstance(args[0], Tensor):
             device, dtype = place_of(args[0]), args[0].dtype
         elif device is None:
-            device, dtype, *_ = torch._C._nn._parse_to(*map(_gpu, args), **{name: _gpu(value) for name, value in kwargs.items()})
+            device, dtype, *_ = torch._C._nn._parse_to(
+                *map(_gpu, args), **{name: _gpu(value) for name, value in kwargs.items()}
+            )
         here = place_of(x)
         goal, dtype = device or here, dtype or x.dtype
         if goal == here and dtype == x.dtype:
@@ -105,22 +108,27 @@ def _gpu(value: Any) -> Any:
 
 
 def halves(model: Any) -> dict[str, int]:
-    """A map that puts the second half of the layers, the norm behind them and the LM head on cuda:1, everything else on cuda:0."""
+    """A map that puts the second half of the layers, the norm behind them and the LM head on
+    cuda:1, everything else on cuda:0."""
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
-    path = next((name for name in lists if "language_model" in name), lists[0])  # not those of a model that reads images
+    # not those of a model that reads images
+    path = next((name for name in lists if "language_model" in name), lists[0])
     layers = model.get_submodule(path)
     parts = {f"{path}.{k}": int(2 * k >= len(layers)) for k in range(len(layers))}
     outer = path.split(".")[:-1]
     for depth in range(len(outer) + 1):
         around = ".".join(outer[:depth])
         names = (f"{around}.{name}".lstrip(".") for name, _ in model.get_submodule(around).named_children())
-        parts |= {name: int(name.split(".")[-1] in LAST_NORMS) for name in names if not f"{path}.".startswith(f"{name}.")}
+        parts |= {
+            name: int(name.split(".")[-1] in LAST_NORMS) for name in names if not f"{path}.".startswith(f"{name}.")
+        }
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     return parts | {"lm_head": int(not tied)}
 
 
 def dispatched(model: Any, device_map: Mapping[str, int]) -> Any:
-    """The model with the hooks of accelerate's `dispatch_model`, as `from_pretrained` calls it. To be called within `two_gpus`."""
+    """The model with the hooks of accelerate's `dispatch_model`, as `from_pretrained` calls it. To
+    be called within `two_gpus`."""
     model.set_experts_implementation("eager")  # the other ones ask a real GPU what it can do
     return dispatch_model(model, dict(device_map), skip_keys=model._skip_keys_device_placement, main_device=0)
 

@@ -1,8 +1,9 @@
 """Tiny random models, one per family, for every test that needs a target.
 
-A model here is float32, in eval mode, and the same in every run: its weights come from a seed. They are larger than those that
-Hugging Face initialises with, so that next-token distributions have clear winners and differ from prefix to prefix; weights that
-would be all ones or zeros (norms, biases, sinks) are changed too, because no test would see a bias that is forgotten while it is zero.
+A model here is float32, in eval mode, and the same in every run: its weights come from a seed. They
+are larger than those that Hugging Face initialises with, so that next-token distributions have
+clear winners and differ from prefix to prefix; weights that would be all ones or zeros (norms,
+biases, sinks) are changed too, because no test would see a bias that is forgotten while it is zero.
 Sliding windows are 16 tokens, shorter than the sequences of the tests; the context is 512.
 
     FAMILIES    model types that eyas serves
@@ -74,7 +75,9 @@ def tiny(model_type: str, *, eager: bool = False, seed: int = 0, **options: Any)
     config = AutoConfig.for_model(model_type, **{k: v for k, v in COMMON.items() if k in known} | options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa"
+        )
         _initialise(model, seed)
     return model.eval()
 
@@ -87,7 +90,8 @@ def _fields(model_type: str) -> set[str]:
 
 @torch.no_grad()
 def _initialise(model: PreTrainedModel, seed: int) -> None:
-    """Matrices of one gain, so that a layer matters as much as the residual stream; vectors changed a little from their initial values."""
+    """Matrices of one gain, so that a layer matters as much as the residual stream; vectors changed
+    a little from their initial values."""
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -106,7 +110,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": _family("mixtral", sliding_window=WINDOW, **EXPERTS),
     "qwen2": _family("qwen2", use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
     "qwen3": _family("qwen3"),
-    "qwen3_moe": _family("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True),
+    "qwen3_moe": _family(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True
+    ),
     "gemma2": _family(
         "gemma2",
         eager=True,
@@ -119,8 +125,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3": _family("gemma3_text", sliding_window=WINDOW, layer_types=ALTERNATING, query_pre_attn_scalar=12),
     "phi3": _family("phi3", sliding_window=WINDOW, original_max_position_embeddings=CONTEXT),
     "olmo2": _family("olmo2", seed=3),
-    "granite": _family("granite", embedding_multiplier=3.0, logits_scaling=0.7, residual_multiplier=0.6, attention_multiplier=0.2),
-    "cohere2": _family("cohere2", sliding_window=WINDOW, layer_types=ALTERNATING, logit_scale=0.4, tie_word_embeddings=True),
+    "granite": _family(
+        "granite", embedding_multiplier=3.0, logits_scaling=0.7, residual_multiplier=0.6, attention_multiplier=0.2
+    ),
+    "cohere2": _family(
+        "cohere2", sliding_window=WINDOW, layer_types=ALTERNATING, logit_scale=0.4, tie_word_embeddings=True
+    ),
     "gpt_neox": _family("gpt_neox", seed=3),
     "gpt2": _family("gpt2", seed=2),
     "gpt_oss": _family(
@@ -168,11 +178,19 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 
-llama_dynamic = _family("llama", max_position_embeddings=SWITCH, rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0})
+llama_dynamic = _family(
+    "llama", max_position_embeddings=SWITCH, rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0}
+)
 phi3_longrope = _family(
     "phi3",
     original_max_position_embeddings=SWITCH,
-    rope_parameters={**ROPE, "rope_type": "longrope", "factor": CONTEXT / SWITCH, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6},
+    rope_parameters={
+        **ROPE,
+        "rope_type": "longrope",
+        "factor": CONTEXT / SWITCH,
+        "short_factor": [1.0] * 6,
+        "long_factor": [4.0] * 6,
+    },
 )
 SWITCHING: dict[str, Callable[[], PreTrainedModel]] = {"llama_dynamic": llama_dynamic, "phi3_longrope": phi3_longrope}
 
@@ -185,7 +203,13 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 MAMBA_1: dict[str, Any] = {"mamba_d_state": 8, "mamba_dt_rank": 4}
-MAMBA_2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+MAMBA_2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
 SHARED_EXPERT: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -203,7 +227,11 @@ LATENT: dict[str, Any] = {  # multi-head latent attention
     "num_experts": 4,
     "moe_intermediate_size": 40,
 }
-ZAMBA: dict[str, Any] = {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "attention_hidden_size": 96, "attention_head_dim": 24}
+ZAMBA: dict[str, Any] = {
+    "layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2),
+    "attention_hidden_size": 96,
+    "attention_head_dim": 24,
+}
 
 HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _family("lfm2", layer_types=CONV_THEN_ATTENTION),

@@ -1,11 +1,13 @@
-"""The questions and answers of runs/peers.py: lines of JSON on stdin and stdout, of a process that one engine fills.
+"""The questions and answers of runs/peers.py: lines of JSON on stdin and stdout, of a process that
+one engine fills.
 
     {"ask": "answer", "ids": [...], "max_tokens": N}   -> {"ids": [new ids], "first": seconds to the first token, "seconds": to the last}
     {"ask": "passes", "tokens": [1, 2, ...], "context": N, "repeats": N}   -> {"seconds": [...]}, a pass over so many tokens each
     {"ask": "counts"}                                  -> {"drafts": cycles with drafts, "accepted": draft tokens}
     a question that the engine has no answer to        -> {}
 
-The first line is {"versions": {...}}, written when the engine is ready. What libraries print goes to stderr.
+The first line is {"versions": {...}}, written when the engine is ready. What libraries print goes
+to stderr.
 """
 
 import json

@@ -2,8 +2,9 @@
 
     to_gguf.py SOURCES TYPE MODEL OUTPUT [TARGET]      TYPE: f32, bf16, q8_0, ...; TARGET: of a head
 
-The converter knows tokenizers by the hash of what they make of a text. The embedded model's is unknown to it: byte-level pairs over GPT-2's
-expression, which is named here. It also has no sentencepiece model, which the converter looks for first.
+The converter knows tokenizers by the hash of what they make of a text. The embedded model's is
+unknown to it: byte-level pairs over GPT-2's expression, which is named here. It also has no
+sentencepiece model, which the converter looks for first.
 """
 
 import runpy

@@ -1,4 +1,5 @@
-"""eyas, for runs/peers.py: with_eyas.py '{"target": FOLDER, "threads": N, ...}', the rest as `eyas.load` takes it."""
+"""eyas, for runs/peers.py: with_eyas.py '{"target": FOLDER, "threads": N, ...}', the rest as
+`eyas.load` takes it."""
 
 import json
 import sys
@@ -28,7 +29,10 @@ def main() -> None:
     def passes(tokens: list[int], context: int, repeats: int) -> dict[str, object]:
         return {"seconds": [one["ms"] / 1000 for one in verify_cost(llm.target, context, tokens)]}
 
-    talk(hardware.versions(), {"answer": answer, "passes": passes, "counts": lambda: {"drafts": cycles, "accepted": accepted}})
+    talk(
+        hardware.versions(),
+        {"answer": answer, "passes": passes, "counts": lambda: {"drafts": cycles, "accepted": accepted}},
+    )
 
 
 if __name__ == "__main__":

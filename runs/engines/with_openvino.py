@@ -1,4 +1,5 @@
-"""OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head": FOLDER or null, "tokens": N}'."""
+"""OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head":
+FOLDER or null, "tokens": N}'."""
 
 import json
 import sys
@@ -37,7 +38,8 @@ def main() -> None:
         found = pipeline.generate(given, limits)
         seconds = time.perf_counter() - start
         if drafted:  # its own count of accepted tokens leaves some of the last cycle out
-            own = len(found.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) - 1  # without the prompt's pass
+            # without the prompt's pass
+            own = len(found.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) - 1
             accepted, cycles = accepted + len(found.tokens[0]) - 1 - own, cycles + own
         return {"ids": list(found.tokens[0]), "first": found.perf_metrics.get_ttft().mean / 1000, "seconds": seconds}
 

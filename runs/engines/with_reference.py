@@ -1,10 +1,13 @@
-"""SafeAILab's published code, for runs/peers.py: with_reference.py '{"target": FOLDER, "head": FOLDER, "tree": [N, D, B] or null, ...}'.
+"""SafeAILab's published code, for runs/peers.py: with_reference.py '{"target": FOLDER, "head":
+FOLDER, "tree": [N, D, B] or null, ...}'.
 
-"reference" names a copy of their repository; without it, their package eagle-llm of the environment is taken, which is EAGLE-1 with
-its static tree. Their later code is EAGLE-2 and EAGLE-3, whose trees "tree" gives as eyas counts them: nodes with the root, which
-their total_token counts, too, and depth, which theirs is one less than. "plain" decodes without a head.
+"reference" names a copy of their repository; without it, their package eagle-llm of the environment
+is taken, which is EAGLE-1 with its static tree. Their later code is EAGLE-2 and EAGLE-3, whose
+trees "tree" gives as eyas counts them: nodes with the root, which their total_token counts, too,
+and depth, which theirs is one less than. "plain" decodes without a head.
 
-Their loop ends after a whole cycle, so an answer may be a few tokens longer than asked for; these are cut off, and their time stays.
+Their loop ends after a whole cycle, so an answer may be a few tokens longer than asked for; these
+are cut off, and their time stays.
 """
 
 import inspect
@@ -38,7 +41,8 @@ def main() -> None:
         nonlocal cycles, accepted
         ends.clear()
         start = time.perf_counter()
-        found = generate(torch.tensor([ids]), temperature=0.0, max_new_tokens=max_tokens - 1)  # they end behind more than that
+        # they end behind more than that
+        found = generate(torch.tensor([ids]), temperature=0.0, max_new_tokens=max_tokens - 1)
         seconds = time.perf_counter() - start
         new = found[0, len(ids) :].tolist()
         cycles, accepted = cycles + len(ends) - 1, accepted + len(new) - len(ends) + 1
@@ -49,7 +53,9 @@ def main() -> None:
     @torch.no_grad()
     def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
         cache, length = model.past_key_values, model.current_length_data  # made by the first answer
-        ids = torch.randint(base.config.vocab_size, (1, context + max(tokens)), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            base.config.vocab_size, (1, context + max(tokens)), generator=torch.Generator().manual_seed(0)
+        )
         base.model.tree_mask = None
         length.zero_()
         base(ids[:, :context], past_key_values=cache)
@@ -93,7 +99,11 @@ def plain(model: Any) -> Any:
 
     def generate(ids: torch.Tensor, temperature: float, max_new_tokens: int) -> torch.Tensor:
         steps: Iterator[torch.Tensor] = model.naive_generate(ids, temperature=temperature)
-        return next(found for n, found in enumerate(steps, 1) if n > max_new_tokens or found[0, -1] == model.tokenizer.eos_token_id)
+        return next(
+            found
+            for n, found in enumerate(steps, 1)
+            if n > max_new_tokens or found[0, -1] == model.tokenizer.eos_token_id
+        )
 
     return generate
 

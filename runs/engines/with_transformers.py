@@ -1,4 +1,5 @@
-"""transformers' generate, for runs/peers.py: with_transformers.py '{"target": FOLDER, "threads": N, "mode": "plain|compiled|lookup"}'."""
+"""transformers' generate, for runs/peers.py: with_transformers.py '{"target": FOLDER, "threads": N,
+"mode": "plain|compiled|lookup"}'."""
 
 import json
 import sys
@@ -51,7 +52,9 @@ def main() -> None:
 
     @torch.no_grad()
     def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
-        ids = torch.randint(model.config.vocab_size, (1, context + max(tokens)), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            model.config.vocab_size, (1, context + max(tokens)), generator=torch.Generator().manual_seed(0)
+        )
         cache = DynamicCache(config=model.config)
         model(ids[:, :context], past_key_values=cache)
 

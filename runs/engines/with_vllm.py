@@ -1,4 +1,5 @@
-"""vLLM's CPU build, for runs/peers.py: with_vllm.py '{"target": FOLDER, "threads": N, "head": FOLDER or null, "method", "tokens": N}'."""
+"""vLLM's CPU build, for runs/peers.py: with_vllm.py '{"target": FOLDER, "threads": N, "head":
+FOLDER or null, "method", "tokens": N}'."""
 
 import json
 import os

@@ -64,7 +64,8 @@ class CheckpointError(EyasError):
 
 @contextmanager
 def code_of_request(name: str) -> Iterator[None]:
-    """Turns an exception of code that came with a request (a processor, a constraint) into an InputError, which fails that request only."""
+    """Turns an exception of code that came with a request (a processor, a constraint) into an
+    InputError, which fails that request only."""
     try:
         yield
     except EyasError:

@@ -69,7 +69,8 @@ def sha256_of_file(path: str | Path) -> str:
 
 
 def is_altered(path: str | Path) -> bool:
-    """Whether a checksums.json, in the file's folder or the one above it, has another SHA-256 for the file."""
+    """Whether a checksums.json, in the file's folder or the one above it, has another SHA-256 for
+    the file."""
     path = Path(path).absolute()
     for folder in path.parents[:2]:
         try:
@@ -170,7 +171,9 @@ def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
         lock.acquire(timeout=0)
         file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
     except Timeout:
-        raise InputError(f"{path} is being written by {_holder(file)}: wait until it ends, or name another output") from None
+        raise InputError(
+            f"{path} is being written by {_holder(file)}: wait until it ends, or name another output"
+        ) from None
     except OSError as error:
         raise InputError(f"cannot write into {path}: {(error.strerror or str(error)).lower()}") from error
     try:
@@ -240,7 +243,9 @@ def write_errors(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch.save raises the latter for the former
         is_full = getattr(error, "errno", None) == errno.ENOSPC
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise InputError(f"cannot write {path}: {'no space left; free some and resume' if is_full else reason}") from error
+        raise InputError(
+            f"cannot write {path}: {'no space left; free some and resume' if is_full else reason}"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

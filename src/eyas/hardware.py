@@ -1,4 +1,5 @@
-"""This machine: its processor's name and the installed versions, which measurements are recorded with; and its OpenMP threads."""
+"""This machine: its processor's name and the installed versions, which measurements are recorded
+with; and its OpenMP threads."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ OMP_PAUSE_HARD = 2  # of omp_pause_resource_t in OpenMP 5.0
 
 
 def cpu() -> dict[str, str]:
-    """The first processor's entries in /proc/cpuinfo, such as "model name" and "flags"; empty where there is no such file."""
+    """The first processor's entries in /proc/cpuinfo, such as "model name" and "flags"; empty where
+    there is no such file."""
     path = Path("/proc/cpuinfo")
     entries: dict[str, str] = {}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
@@ -52,7 +54,8 @@ def versions() -> dict[str, str]:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 matrices on this CPU. On some virtual machines with AMX the process dies, so another one tries."""
+    """Whether torch multiplies bfloat16 matrices on this CPU. On some virtual machines with AMX the
+    process dies, so another one tries."""
     try:
         done = subprocess.run([sys.executable, "-c", BFLOAT16_PROBE], capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -61,10 +64,12 @@ def multiplies_bfloat16() -> bool:
 
 
 def release_threads() -> None:
-    """End the OpenMP threads that wait for the calling thread's next parallel region, which would start them again in 0.1 ms.
+    """End the OpenMP threads that wait for the calling thread's next parallel region, which would
+    start them again in 0.1 ms.
 
-    GNU's OpenMP counts the threads of all callers, waiting ones too. Once they are more than the cores, threads no longer spin at barriers
-    but sleep, and a forward of another thread takes three times as long. So whoever has no work left for its threads ends them.
+    GNU's OpenMP counts the threads of all callers, waiting ones too. Once they are more than the
+    cores, threads no longer spin at barriers but sleep, and a forward of another thread takes three
+    times as long. So whoever has no work left for its threads ends them.
     """
     library = _gnu_openmp()
     if library is not None:
@@ -73,7 +78,8 @@ def release_threads() -> None:
 
 @cache
 def _gnu_openmp() -> ctypes.CDLL | None:
-    """The library that torch has loaded; None where it uses another one, or an old one without this function."""
+    """The library that torch has loaded; None where it uses another one, or an old one without this
+    function."""
     if not sys.platform.startswith("linux"):
         return None
     try:

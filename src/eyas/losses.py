@@ -34,7 +34,15 @@ from torch.nn import functional as F
 
 from eyas.objectives import OBJECTIVES, Objective
 
-__all__ = ["DraftLosses", "FrozenHead", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of", "weighted_smooth_l1"]
+__all__ = [
+    "DraftLosses",
+    "FrozenHead",
+    "draft_losses",
+    "smooth_l1",
+    "soft_cross_entropy",
+    "soft_cross_entropy_of",
+    "weighted_smooth_l1",
+]
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 
@@ -172,13 +180,25 @@ def draft_losses(
         chunk_elements: draft logits in memory at a time.
         objective: a name of `eyas.objectives.OBJECTIVES`.
     """
-    elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)  # fits a CPU's cache; few GPU launches
+    # fits a CPU's cache; few GPU launches
+    elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)
     draft_vocab_size = head.vocab_size if isinstance(head, FrozenHead) else len(head)
     elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * draft_vocab_size
-    needs_grad = torch.is_grad_enabled() and (hidden_KD.requires_grad or (isinstance(head, Tensor) and head.requires_grad))
+    needs_grad = torch.is_grad_enabled() and (
+        hidden_KD.requires_grad or (isinstance(head, Tensor) and head.requires_grad)
+    )
     chunk_rows = _rows_in(elements, elements_per_position)
     results = _LossThroughDraftHead.apply(  # type: ignore[no-untyped-call]
-        hidden_KD, head, position_K, weight_K, positions, target_logits, draft_ids_v, chunk_rows, OBJECTIVES[objective], needs_grad
+        hidden_KD,
+        head,
+        position_K,
+        weight_K,
+        positions,
+        target_logits,
+        draft_ids_v,
+        chunk_rows,
+        OBJECTIVES[objective],
+        needs_grad,
     )
     return DraftLosses(*results)
 
@@ -222,7 +242,12 @@ class _CrossEntropyThroughHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, predicted_MD: Tensor, true_MD: Tensor, head: Callable[[Tensor], Tensor], chunk_rows: int, needs_grad: bool
+        ctx: Any,
+        predicted_MD: Tensor,
+        true_MD: Tensor,
+        head: Callable[[Tensor], Tensor],
+        chunk_rows: int,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         total = _at_least_float32(predicted_MD[:0]).sum()
         agreeing = torch.zeros((), dtype=torch.long, device=predicted_MD.device)
@@ -237,7 +262,9 @@ class _CrossEntropyThroughHead(torch.autograd.Function):
             total = total + loss
             agreeing = agreeing + (predicted_CV.argmax(-1) == true_CV.argmax(-1)).sum()
             if needs_grad:
-                (gradient_MD[chunk],) = torch.autograd.grad(predicted_CV, features_CD, gradient_CV.to(predicted_CV.dtype))
+                (gradient_MD[chunk],) = torch.autograd.grad(
+                    predicted_CV, features_CD, gradient_CV.to(predicted_CV.dtype)
+                )
         ctx.save_for_backward(gradient_MD)
         ctx.mark_non_differentiable(agreeing)
         return total, agreeing
@@ -277,13 +304,16 @@ class _LossThroughDraftHead(torch.autograd.Function):
         is_correct_K = torch.zeros(len(position_K), dtype=torch.bool, device=hidden_KD.device)
         is_counted_K = torch.zeros_like(is_correct_K)
         grad_hidden_KD = torch.zeros_like(hidden_KD)
-        grad_head_vD = torch.zeros_like(head if isinstance(head, Tensor) else hidden_KD[:0], dtype=dtype)  # empty for a frozen head
+        # empty for a frozen head
+        grad_head_vD = torch.zeros_like(head if isinstance(head, Tensor) else hidden_KD[:0], dtype=dtype)
         weight_K = weight_K.to(dtype)
         for first, low, high in zip(range(0, positions, chunk_rows), bounds, bounds[1:], strict=False):
             if low == high:
                 continue
             rows_n = order_K[low:high]  # the predictions that are compared with this chunk of positions
-            best_C, p_Cv, share_C = _restricted(target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v)
+            best_C, p_Cv, share_C = _restricted(
+                target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v
+            )
             row_n = position_K[rows_n] - first
             hidden_nD, best_n = hidden_KD[rows_n], best_C[row_n]
             if isinstance(head, Tensor):
@@ -293,7 +323,9 @@ class _LossThroughDraftHead(torch.autograd.Function):
                     graph_nv = head.logits(hidden_nD.requires_grad_(needs_grad))
                 logits_nv = graph_nv.detach()
             is_counted_n = best_n >= 0
-            loss_n, overlap_n, grad_nv = objective(p_Cv[row_n], share_C[row_n], _at_least_float32(logits_nv).log_softmax(-1))
+            loss_n, overlap_n, grad_nv = objective(
+                p_Cv[row_n], share_C[row_n], _at_least_float32(logits_nv).log_softmax(-1)
+            )
             loss_K[rows_n], overlap_K[rows_n] = loss_n * is_counted_n, overlap_n * is_counted_n
             is_correct_K[rows_n] = (logits_nv.argmax(-1) == best_n) & is_counted_n
             is_counted_K[rows_n] = is_counted_n

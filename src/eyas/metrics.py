@@ -1,6 +1,7 @@
 """Figures of speculative decoding: one fold over Steps, and what is computed from its counts.
 
-Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/benchmark.md explains them at length.
+Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/benchmark.md explains them
+at length.
 
     cycle       one pass of the target over a draft tree. The prompt's own pass is no cycle, and the token that it gives belongs to none.
     emitted     tokens that a cycle hands out, the bonus token included, after cutting at EOS, stop strings and `max_new_tokens`
@@ -14,8 +15,8 @@ Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/benchm
     speed-up    tokens per second / those of plain decoding on the same prompts, = tau / c
     margin      distance of the two best scores at the first token where two texts differ: how near the tie was
 
-Intervals are 95 %, by the bootstrap over samples (prompts, chats, rounds), paired: all columns of one sample are drawn together.
-This module knows no method, no tokenizer and no clock.
+Intervals are 95 %, by the bootstrap over samples (prompts, chats, rounds), paired: all columns of
+one sample are drawn together. This module knows no method, no tokenizer and no clock.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def tokens_per_second(tokens: float, seconds: float) -> float:
 
 @dataclass
 class StepTotals:
-    """Running totals over the Steps of any number of requests. `add` each Step in the order in which the engine returns them."""
+    """Running totals over the Steps of any number of requests. `add` each Step in the order in
+    which the engine returns them."""
 
     token_ids: list[int] = field(default_factory=list)  # every new token, the prompt's own included
     accepted_lengths: list[int] = field(default_factory=list)  # draft tokens that each cycle emitted
@@ -179,7 +181,8 @@ def depth_counts(cycles: Iterable[Cycle], depth: int) -> list[tuple[int, int]]:
 
 
 def acceptance_by_depth(cycles: Iterable[Cycle], depth: int) -> list[float | None]:
-    """Acceptance of the (n+1)-th draft token, given that n were accepted, n = 0..depth-1; None where no cycle got there.
+    """Acceptance of the (n+1)-th draft token, given that n were accepted, n = 0..depth-1; None
+    where no cycle got there.
 
     Of chains this is n-alpha (EAGLE-1, section 5).
     """
@@ -193,7 +196,8 @@ def n_alpha(cycles: Iterable[Cycle], depth: int) -> dict[str, float]:
 
 
 def mean_acceptance_length(cycles: Iterable[Cycle]) -> float | None:
-    """1 + accepted draft tokens / drafts, counted before cutting (vLLM's figure); None where nothing was drafted."""
+    """1 + accepted draft tokens / drafts, counted before cutting (vLLM's figure); None where
+    nothing was drafted."""
     accepted = [cycle.accepted_uncut for cycle in cycles if cycle.candidates and cycle.accepted_uncut is not None]
     return 1 + sum(accepted) / len(accepted) if accepted else None
 
@@ -212,7 +216,8 @@ def ratio_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> A
 
 
 def difference_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
-    """A statistic for `bootstrap`: a ratio of sums less that of a baseline, for example a difference of taus."""
+    """A statistic for `bootstrap`: a ratio of sums less that of a baseline, for example a
+    difference of taus."""
     return ratio(over, under) - ratio(base_over, base_under)
 
 
@@ -221,15 +226,17 @@ def bootstrap(
 ) -> Interval | None:
     """A statistic of sums over samples, with its 95 % percentile interval (Efron 1979).
 
-    Samples are drawn with replacement, all columns together. The draws depend on the number of samples and the seed alone, so that figures
-    of the same samples may be compared draw by draw.
+    Samples are drawn with replacement, all columns together. The draws depend on the number of
+    samples and the seed alone, so that figures of the same samples may be compared draw by draw.
 
     Args:
-        statistic: takes the sum of each column (a number, or an array of one sum for each resample), for example `ratio`.
+        statistic: takes the sum of each column (a number, or an array of one sum for each
+            resample), for example `ratio`.
         columns: one number for each sample. A sample that is zero in every column is left out.
 
     Returns:
-        (value, low, high), without low and high for a single sample; None where the value is undefined (0 / 0).
+        (value, low, high), without low and high for a single sample; None where the value is
+        undefined (0 / 0).
     """
     table_CN = np.array(columns, dtype=float)
     table_CN = table_CN[:, (table_CN != 0).any(axis=0)]
@@ -267,7 +274,8 @@ def margin(target: Target, request: Request, prefix: Sequence[int]) -> float | N
         prefix: new tokens of the answer, all before the token in question.
 
     Returns:
-        log-probabilities' (sampled) or logits' (greedy) difference; None where sampling allows a single token.
+        log-probabilities' (sampled) or logits' (greedy) difference; None where sampling allows a
+        single token.
     """
     sampling, session = request.sampling, target.open(1)
     ids = [*request.prompt, *prefix]

@@ -31,7 +31,17 @@ from eyas.errors import InputError, ModelError, near
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ROLES", "TEXT_PARTS", "Detokeniser", "StopPiece", "StopStrings", "check_messages", "encode", "render", "token_bytes"]
+__all__ = [
+    "ROLES",
+    "TEXT_PARTS",
+    "Detokeniser",
+    "StopPiece",
+    "StopStrings",
+    "check_messages",
+    "encode",
+    "render",
+    "token_bytes",
+]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message may have; a chat template may refuse some of them."""
@@ -53,7 +63,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     if not prompt:
         raise InputError("the prompt is empty: give it at least one character")
     _check_unicode(prompt, "the prompt")
-    # verbose=False: a prompt that is too long is reported once, by the engine, which knows the model's context
+    # verbose=False: a prompt that is too long is reported once, by the engine, which knows the
+    # model's context
     ids: list[int] = list(tokenizer(prompt, verbose=False)["input_ids"])
     if not ids:
         raise InputError(f"the tokenizer makes no token of the prompt {prompt[:40]!r}: give it another one")
@@ -142,7 +153,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str]
             if not isinstance(value, str):
                 raise InputError(f'the "{key}" of message {number} must be a string, it is {_kind(value)}')
         if message["role"] not in ROLES:
-            raise InputError(f"message {number} has the unknown role {message['role']!r}; {near(message['role'], ROLES)}")
+            raise InputError(
+                f"message {number} has the unknown role {message['role']!r}; {near(message['role'], ROLES)}"
+            )
         _check_unicode(content, f"the content of message {number}")
         checked.append({**message, "content": content})
     return checked
@@ -164,7 +177,9 @@ def _content_text(content: Any, number: int, media: Collection[str]) -> Any:
         if kind not in TEXT_PARTS:
             named = f"of type {kind!r}" if kind else f"{_kind(part)} without a type"
             allowed = "parts of text and images are" if media else "parts of text are"
-            raise InputError(f'part {place} of message {number} is {named}: only {allowed} read here, {{"type": "text", "text": ...}}')
+            raise InputError(
+                f'part {place} of message {number} is {named}: only {allowed} read here, {{"type": "text", "text": ...}}'
+            )
         if not isinstance(part.get("text"), str):
             raise InputError(f'part {place} of message {number} has no "text" that is a string')
         texts.append(part["text"])
@@ -254,11 +269,14 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, count: int) -> list[bytes | 
     special tokens and for ids that the tokenizer does not have.
 
     Raises:
-        ModelError: the text of a token is not its own (a tokenizer written in Python, or an unknown decoder).
+        ModelError: the text of a token is not its own (a tokenizer written in Python, or an unknown
+            decoder).
     """
     engine = _engine(tokenizer)
     if not isinstance(engine, _Bytes | _Pieces):
-        raise ModelError(f"the tokens of {type(tokenizer).__name__} have no texts of their own: a fast tokenizer of transformers is needed")
+        raise ModelError(
+            f"the tokens of {type(tokenizer).__name__} have no texts of their own: a fast tokenizer of transformers is needed"
+        )
     return [engine.bytes_of(token_id) for token_id in range(count)]
 
 

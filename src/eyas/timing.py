@@ -1,4 +1,5 @@
-"""Seconds by stage of one cycle or of one prompt, on the host's clock. The engine names the stages and knows no clock itself."""
+"""Seconds by stage of one cycle or of one prompt, on the host's clock. The engine names the stages
+and knows no clock itself."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ __all__ = ["StageTimer"]
 
 
 class StageTimer:
-    """Times the stages of one cycle: "draft", "target", "verify", "commit"; or the reading of a prompt: "prompt".
+    """Times the stages of one cycle: "draft", "target", "verify", "commit"; or the reading of a
+    prompt: "prompt".
 
     Attributes:
         began: when the cycle began, `time.perf_counter` seconds.
-        parts: seconds of each stage so far, added up if a stage comes again. On a GPU a stage ends when its work was handed over, not
-            when it is done.
+        parts: seconds of each stage so far, added up if a stage comes again. On a GPU a stage ends
+            when its work was handed over, not when it is done.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,8 @@ class StageTimer:
         self._stage, self._since = "", 0.0
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Everything inside the `with` belongs to this stage. Stages follow each other, they do not nest."""
+        """Everything inside the `with` belongs to this stage. Stages follow each other, they do not
+        nest."""
         self._stage = name
         return self
 

@@ -20,14 +20,29 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["BEST", "FOLDER", "HEADS", "MISSING", "PACKED", "SMALL_TREE", "dequantise", "model", "quantise", "tokenizer", "with_small_tree"]
+__all__ = [
+    "BEST",
+    "FOLDER",
+    "HEADS",
+    "MISSING",
+    "PACKED",
+    "SMALL_TREE",
+    "dequantise",
+    "model",
+    "quantise",
+    "tokenizer",
+    "with_small_tree",
+]
 
 PACKAGE = "eyas_tiny"
-MISSING = "the embedded model is not installed: pip install 'eyas[tiny]' (in a clone: pip install ./tiny), or name a target"
+MISSING = (
+    "the embedded model is not installed: pip install 'eyas[tiny]' (in a clone: pip install ./tiny), or name a target"
+)
 
 
 def _folder() -> Path:
-    """The files of the embedded model: those of the clone that this file belongs to, else the installed ones; they may not exist."""
+    """The files of the embedded model: those of the clone that this file belongs to, else the
+    installed ones; they may not exist."""
     clone = Path(__file__).parents[2] / "tiny" / PACKAGE
     installed = None if clone.is_dir() else find_spec(PACKAGE)
     return (Path(installed.origin).parent if installed and installed.origin else clone) / "weights"
@@ -38,7 +53,8 @@ HEADS = {name: FOLDER / name for name in ("eagle1", "eagle3", "mtp")}  # by the 
 # The fastest method on this model with every tree measured (docs/results.md, "The embedded MTP module"):
 # 4 to 7 % more tokens/s than eagle3, 2 to 10 % more than eagle2.
 BEST = "mtp"
-# The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time. Dynamic trees adapt (eyas.adaptive).
+# The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time.
+# Dynamic trees adapt (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"
 SCALE = ".scale"  # tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
@@ -70,7 +86,8 @@ def dequantise(packed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model(folder: Path = FOLDER) -> PreTrainedModel:
-    """The embedded model in float32, in eval mode, on the CPU. ModelError when its files are missing, altered or broken."""
+    """The embedded model in float32, in eval mode, on the CPU. ModelError when its files are
+    missing, altered or broken."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -82,12 +99,16 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
         tensors = dequantise(load_file(folder / PACKED))
         config = LlamaConfig.from_pretrained(folder)
     except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"the embedded model is missing or broken ({_first_words(error)}): install eyas-tiny again") from error
+        raise ModelError(
+            f"the embedded model is missing or broken ({_first_words(error)}): install eyas-tiny again"
+        ) from error
     logging: Any = transformers_logging
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        net: PreTrainedModel = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+        net: PreTrainedModel = LlamaForCausalLM.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=torch.float32
+        )
     finally:
         if shows_progress:
             logging.enable_progress_bar()
@@ -104,7 +125,9 @@ def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the embedded model's tokenizer is missing or broken ({_first_words(error)}): install eyas-tiny again") from error
+        raise ModelError(
+            f"the embedded model's tokenizer is missing or broken ({_first_words(error)}): install eyas-tiny again"
+        ) from error
     return loaded
 
 
@@ -114,7 +137,9 @@ def _check(folder: Path, *names: str) -> None:
         raise ModelError(MISSING)
     altered = [name for name in names if is_altered(folder / name)]
     if altered:
-        raise ModelError(f"the embedded model's {' and '.join(altered)} changed on the disk (another SHA-256): install eyas-tiny again")
+        raise ModelError(
+            f"the embedded model's {' and '.join(altered)} changed on the disk (another SHA-256): install eyas-tiny again"
+        )
 
 
 def _first_words(error: Exception) -> str:

@@ -27,7 +27,8 @@ def play(choice: Bandit, cycles: int, tokens: float, seconds: float = 2.0) -> li
 
 
 def test_medians_by_kind() -> None:
-    """Bug: one slow cycle, or one of another kind, changes what a cycle usually takes; or old cycles are never forgotten."""
+    """Bug: one slow cycle, or one of another kind, changes what a cycle usually takes; or old
+    cycles are never forgotten."""
     medians = RunningMedian()
     for seconds in (1.0, 1.1, 50.0):
         medians.add("a", seconds)
@@ -40,8 +41,8 @@ def test_medians_by_kind() -> None:
 
 
 def test_the_mean_follows_what_came() -> None:
-    """Bug: the filter does not converge, or does not follow when the yield changes. Normal(3, 1), then Normal(1, 1); 400 cycles each,
-    a steady deviation of 0.12: 0.5 is four of them."""
+    """Bug: the filter does not converge, or does not follow when the yield changes. Normal(3, 1),
+    then Normal(1, 1); 400 cycles each, a steady deviation of 0.12: 0.5 is four of them."""
     rng, arm = random.Random(0), Arm(2.0, 1.0, 1.0, 2e-4)
     for true in (3.0, 1.0):
         for _ in range(400):
@@ -70,7 +71,8 @@ def test_the_faster_arm_is_played() -> None:
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1.0, 1.05), (1.0, 1.5), (1.0, 5.0), (1.9, 2.0)])
 def test_trials_cost_no_more_than_the_budget(tokens: float, seconds: float) -> None:
-    """Bug: an arm that is a little slower, or much, is played on credit. 5,000 cycles; the first trial is a debt that is paid back."""
+    """Bug: an arm that is a little slower, or much, is played on credit. 5,000 cycles; the first
+    trial is a debt that is paid back."""
     played = play(arms(), 5000, tokens, seconds)
     lost = played.count("draft") * (seconds - tokens)
     assert lost < bandit.BUDGET * 5000 + 8 * seconds
@@ -78,7 +80,8 @@ def test_trials_cost_no_more_than_the_budget(tokens: float, seconds: float) -> N
 
 
 def test_catching_up_is_paid_for() -> None:
-    """Bug: the first cycle of a trial, which holds what a dormant draft model reads, counts like any other."""
+    """Bug: the first cycle of a trial, which holds what a dormant draft model reads, counts like
+    any other."""
     choice = arms()
     play(choice, 600, tokens=1.0)
     while choice.playing == "plain":
@@ -100,8 +103,8 @@ def test_a_cycle_that_the_machine_held_up_does_not_close_an_arm() -> None:
 
 
 def test_failures_double_the_wait_and_success_forgets_them() -> None:
-    """Bugs (mutants that survived in the controller before): failures are not counted, or not forgotten after the arm paid again; a
-    trial goes on with the losses of the one before."""
+    """Bugs (mutants that survived in the controller before): failures are not counted, or not
+    forgotten after the arm paid again; a trial goes on with the losses of the one before."""
     choice = arms()
     draft = choice.arms["draft"]
     play(choice, 3000, tokens=1.0)

@@ -1,4 +1,5 @@
-"""The controller on simulated machines: seconds are made up, so nothing here depends on this machine's clock."""
+"""The controller on simulated machines: seconds are made up, so nothing here depends on this
+machine's clock."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def half(t: int) -> float:
 @pytest.mark.parametrize("costs", [FLAT, STEEP, DEAR_DRAFT])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_useless_head_costs_at_most_three_percent(costs: Costs, grows: bool) -> None:
-    """Bug: a head that is never right slows decoding down. 3,000 cycles, the trials at the beginning included."""
+    """Bug: a head that is never right slows decoding down. 3,000 cycles, the trials at the
+    beginning included."""
     machine = SimulatedMachine(costs, skill=useless).run(controller(costs, grows=grows), 3000)
     assert machine.speedup() > 0.97
     assert machine.speedup(500) > 0.98
@@ -53,7 +55,9 @@ def test_a_useless_head_and_a_useless_fallback_cost_at_most_three_percent(costs:
 @pytest.mark.slow
 def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
     """Bug: what a waking head reads of the text that it missed is not paid for from the budget."""
-    cheap, dear = (SimulatedMachine(MIDDLE, skill=useless, waking=waking).run(controller(MIDDLE), 3000) for waking in (0.0, 0.1))
+    cheap, dear = (
+        SimulatedMachine(MIDDLE, skill=useless, waking=waking).run(controller(MIDDLE), 3000) for waking in (0.0, 0.1)
+    )
     assert dear.speedup() > 0.96
     assert dear.share("draft", since=500) < 0.7 * cheap.share("draft", since=500)
 
@@ -61,10 +65,14 @@ def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
-    """Bug: short answers to long prompts, whose reading no cycle shows, so drafts seem to pay where plain decoding is faster."""
+    """Bug: short answers to long prompts, whose reading no cycle shows, so drafts seem to pay where
+    plain decoding is faster."""
     per_token = MIDDLE.plain(rows) / rows
     world = {"rows": rows, "prompts": 3.0, "waking": 0.0}
-    free, dear = (SimulatedMachine(MIDDLE, reading=share * per_token, **world).run(controller(MIDDLE), 3000) for share in (0.0, 0.4))
+    free, dear = (
+        SimulatedMachine(MIDDLE, reading=share * per_token, **world).run(controller(MIDDLE), 3000)
+        for share in (0.0, 0.4)
+    )
     assert free.share("plain", since=500) < 0.2
     assert dear.share("plain", since=500) > 0.9
     assert dear.speedup(500) > 0.98
@@ -73,7 +81,8 @@ def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
 @pytest.mark.quick("costs0-1")
 @pytest.mark.parametrize(("costs", "rows"), [(FLAT, 1), (FLAT, 3), (curve(0.1, 0.1), 1)])
 def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
-    """Bug: a text that repeats itself is decoded plainly because the head is useless; or the head is never tried again."""
+    """Bug: a text that repeats itself is decoded plainly because the head is useless; or the head
+    is never tried again."""
     world = {"skill": useless, "guesses": lambda t: 0.6, "right": lambda t: 0.7, "rows": rows}
     machine = SimulatedMachine(costs, **world).run(controller(costs, FALLBACK), 3000)
     always = SimulatedMachine(costs, **world).run(FixedPolicy(None, FALLBACK), 1000).speedup()
@@ -101,8 +110,9 @@ def test_a_fallback_that_turns_bad_and_good_again() -> None:
 
 @pytest.mark.slow
 def test_the_head_is_compared_with_the_fallback_of_today() -> None:
-    """Bug: the head stays dormant when the fallback has become worse, or is compared with what it once was. The head is good from
-    cycle 200 on; the fallback is better until 1,500, then useless."""
+    """Bug: the head stays dormant when the fallback has become worse, or is compared with what it
+    once was. The head is good from cycle 200 on; the fallback is better until 1,500, then
+    useless."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0)
     machine.run(controller(fallback=FALLBACK), 4000)
     assert machine.share("fallback", 300, 1500) > 0.8
@@ -113,7 +123,9 @@ def test_the_head_is_compared_with_the_fallback_of_today() -> None:
 @pytest.mark.parametrize("costs", [FLAT, curve(0.0, 0.02), curve(0.1, 0.05), curve(0.05, 0.2)])
 def test_a_good_heads_tree_is_nearly_the_best(costs: Costs) -> None:
     """Bug: what is learnt leads to a worse tree than the best of a grid, or trials eat the gain."""
-    grid = [Shape(n, d, b) for n in (4, 8, 16, 32) for d in (2, 3, 5) for b in (1, 2, 4) if d < n <= 1 + b + (d - 1) * b * b]
+    grid = [
+        Shape(n, d, b) for n in (4, 8, 16, 32) for d in (2, 3, 5) for b in (1, 2, 4) if d < n <= 1 + b + (d - 1) * b * b
+    ]
     best = max(SimulatedMachine(costs).run(FixedPolicy(shape), 400).speedup() for shape in grid)
     machine = SimulatedMachine(costs).run(controller(costs), 1500)
     assert machine.speedup() > 0.95 * best
@@ -122,14 +134,16 @@ def test_a_good_heads_tree_is_nearly_the_best(costs: Costs) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_head_that_pays_does_not_stay_dormant_by_bad_luck(seed: int) -> None:
-    """Bug: a few unlucky cycles decide for hundreds. With 4 seeds; of 300 cycles, the first ones of a text included."""
+    """Bug: a few unlucky cycles decide for hundreds. With 4 seeds; of 300 cycles, the first ones of
+    a text included."""
     machine = SimulatedMachine(MIDDLE, seed=seed).run(controller(MIDDLE, FALLBACK), 300)
     assert machine.share("draft") + machine.share("explore") > 0.9
 
 
 @pytest.mark.slow
 def test_it_returns_when_drafts_pay_again() -> None:
-    """Bug: once dormant, always dormant; or it goes on drafting what is refused. Useless from cycle 300 to 800 only."""
+    """Bug: once dormant, always dormant; or it goes on drafting what is refused. Useless from cycle
+    300 to 800 only."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if 300 <= t < 800 else 1.0).run(controller(), 4000)
     assert machine.share("plain") < 0.5
     assert machine.share("plain", 350, 800) > 0.7
@@ -138,7 +152,8 @@ def test_it_returns_when_drafts_pay_again() -> None:
 
 @pytest.mark.slow
 def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
-    """Bugs: trials that come as often as ever eat what plain decoding saves; or the next one never comes."""
+    """Bugs: trials that come as often as ever eat what plain decoding saves; or the next one never
+    comes."""
     machine = SimulatedMachine(skill=useless).run(controller(), 12_000)
     starts = [t for t, (one, two) in enumerate(pairwise(machine.decisions)) if two.awake and not one.awake]
     waits = [b - a for a, b in pairwise(starts)]
@@ -159,15 +174,19 @@ def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pace", [lambda t: 2.0 if t >= 250 else 1.0, lambda t: 1.0 if t >= 250 else 2.0])
 def test_a_machine_that_changes_its_speed(pace: Course) -> None:
-    """Bug: cycles of a slow hour are compared with others of a fast one for long. Everything takes twice as long from 250 on, or half."""
+    """Bug: cycles of a slow hour are compared with others of a fast one for long. Everything takes
+    twice as long from 250 on, or half."""
     assert SimulatedMachine(pace=pace).run(controller(), 900).share("plain") < 0.05
-    useless_head = SimulatedMachine(skill=useless, right=lambda t: 0.7, pace=pace).run(controller(fallback=FALLBACK), 1000)
+    useless_head = SimulatedMachine(skill=useless, right=lambda t: 0.7, pace=pace).run(
+        controller(fallback=FALLBACK), 1000
+    )
     assert useless_head.share("fallback", 100) > 0.9
 
 
 @pytest.mark.slow
 def test_a_smaller_tree_comes_before_none() -> None:
-    """Bug: where nodes cost much and the head is half right, large trees lose and small ones pay, but the head becomes dormant."""
+    """Bug: where nodes cost much and the head is half right, large trees lose and small ones pay,
+    but the head becomes dormant."""
     costs = curve(0.12, 0.02)
     machine = SimulatedMachine(costs, skill=half).run(controller(costs), 1500)
     small = (Shape(2, 1, 1), Shape(3, 1, 2), Shape(4, 2, 2))
@@ -187,7 +206,8 @@ def test_a_method_whose_trees_do_not_grow() -> None:
 
 
 def test_each_number_of_rows_is_judged_for_itself() -> None:
-    """Bug: a cycle with eight rows is judged by what one row takes. Here nodes are cheap for one row, and dear for eight."""
+    """Bug: a cycle with eight rows is judged by what one row takes. Here nodes are cheap for one
+    row, and dear for eight."""
     nodes = (1, 2, 4, 8, 16, 32, 64)
     costs = Costs(256, nodes, (1.0, 1.0, 1.0, 1.0, 3.0, 6.0, 12.0), (1, 4), (0.05, 0.05), (0.05, 0.05), 0.0, 0.0)
     policy = controller(costs)
@@ -224,7 +244,8 @@ def test_costs_are_asked_for_once_and_late() -> None:
 
 @pytest.mark.slow
 def test_larger_trees_are_explored_within_their_budget() -> None:
-    """Bugs: a good head's cycles are given away to larger trees; or a deeper tree is never tried, so the plan never learns of it."""
+    """Bugs: a good head's cycles are given away to larger trees; or a deeper tree is never tried,
+    so the plan never learns of it."""
     machine = SimulatedMachine().run(controller(), 2000)
     further = [
         FLAT.cycle(explored.shape) / FLAT.cycle(before.shape) - 1
@@ -237,7 +258,8 @@ def test_larger_trees_are_explored_within_their_budget() -> None:
 
 
 def test_is_dormant_says_what_the_next_cycle_does() -> None:
-    """Bug: a prompt waits for a head that drafts in the very next cycle, or is read by one that stays dormant."""
+    """Bug: a prompt waits for a head that drafts in the very next cycle, or is read by one that
+    stays dormant."""
     policy = controller()
     assert not policy.is_dormant(1), "nothing is known yet"
     machine, seen = SimulatedMachine(skill=useless), set[bool]()
@@ -250,8 +272,9 @@ def test_is_dormant_says_what_the_next_cycle_does() -> None:
 
 
 def test_a_waking_head_starts_planning_afresh() -> None:
-    """Bug (a mutant that survived): what was counted before the head became dormant goes on, so that after a change of the text its
-    first trees are not learnt from, plans come late, and a larger tree is drafted at once, or not for a long time."""
+    """Bug (a mutant that survived): what was counted before the head became dormant goes on, so
+    that after a change of the text its first trees are not learnt from, plans come late, and a
+    larger tree is drafted at once, or not for a long time."""
     machine, policy = SimulatedMachine(skill=lambda t: 0.0 if 400 <= t < 460 else 1.0), controller()
     machine.run(policy, 400)
     (state,) = policy._states.values()
@@ -285,7 +308,8 @@ def test_another_tree_begins_with_what_is_expected_of_it() -> None:
 
 
 def test_the_scale_of_the_costs_is_measured() -> None:
-    """Bug: costs of a quiet machine are compared with cycles of a busy one, so plain decoding looks slow. All takes three times as long."""
+    """Bug: costs of a quiet machine are compared with cycles of a busy one, so plain decoding looks
+    slow. All takes three times as long."""
     policy = controller(MIDDLE)
     SimulatedMachine(replace(MIDDLE), pace=lambda t: 3.0).run(policy, 300)
     (state,) = policy._states.values()

@@ -52,7 +52,8 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
 
 
 def test_a_small_size_that_was_held_up() -> None:
-    """Bug: one median that the machine spoilt makes a smaller tree dearer than a larger one, and levels cheaper than nothing."""
+    """Bug: one median that the machine spoilt makes a smaller tree dearer than a larger one, and
+    levels cheaper than nothing."""
     assert cost._rising([2.6, 1.2, 1.3, 3.0]) == (1.2, 1.2, 1.3, 3.0)
 
 
@@ -68,7 +69,8 @@ def test_which_methods_grow(target: Target) -> None:
 
 
 def test_which_methods_have_a_spare(target: Target) -> None:
-    """Bugs: text stands in for text; a head has nobody; simulated acceptance, which is a head's, is another drafter's too."""
+    """Bugs: text stands in for text; a head has nobody; simulated acceptance, which is a head's, is
+    another drafter's too."""
     alone = {name for name in drafters.names() if name != "vanilla" and auto(make(name, target)).fallback is None}
     assert alone == {"suffix", "prompt_lookup", "rest", "lookahead"}
     merged = [Merged(make(name, target), make("suffix", target)) for name in ("eagle2", "prompt_lookup")]
@@ -78,7 +80,8 @@ def test_which_methods_have_a_spare(target: Target) -> None:
 
 @pytest.mark.slow
 def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
+    """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every
+    tree looks dear."""
     monkeypatch.setattr(cost, "REPEATS", 1)
     monkeypatch.setattr(cost, "_time_drafts", lambda *given: pytest.fail("timed alone"))
     found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, captured_without_gpu))))
@@ -111,7 +114,8 @@ class Maker:
 
 
 def test_measured_once(target: Target, cache: Path) -> None:
-    """Bug: every start measures, or a machine's times are those of another model, head, number of threads or dtype."""
+    """Bug: every start measures, or a machine's times are those of another model, head, number of
+    threads or dtype."""
     make_costs, drafter = Maker(), make("eagle2", target)
     first, known = load_costs(drafter, make=make_costs)
     assert not known
@@ -120,7 +124,11 @@ def test_measured_once(target: Target, cache: Path) -> None:
     assert [p.name for p in cache.iterdir()] == [cost_path(cost_key(drafter)).name], "something temporary was left"
     assert load_costs(drafter, force=True, make=make_costs)[0] != first
     assert make_costs.count == 2
-    others = [make("eagle3", target), make("eagle2", Target(zoo.FAMILIES["mistral"]())), make("eagle2", target, **{"tree.nodes": 9})]
+    others = [
+        make("eagle3", target),
+        make("eagle2", Target(zoo.FAMILIES["mistral"]())),
+        make("eagle2", target, **{"tree.nodes": 9}),
+    ]
     assert len({cost_path(cost_key(d)) for d in (drafter, *others)}) == 4
     threads = torch.get_num_threads()
     try:
@@ -131,9 +139,12 @@ def test_measured_once(target: Target, cache: Path) -> None:
 
 
 @pytest.mark.quick("", "null", "extra", "nan", "foreign", "negative")
-@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "negative", "short", "nan", "foreign", "text", "empty", "extra"])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "null", '{"key": 1}', "negative", "short", "nan", "foreign", "text", "empty", "extra"]
+)
 def test_a_broken_file_is_measured_anew(damage: str, target: Target, cache: Path) -> None:
-    """Bug: a file that was cut off, edited, or copied from elsewhere stops the program, or is believed."""
+    """Bug: a file that was cut off, edited, or copied from elsewhere stops the program, or is
+    believed."""
     make_costs, drafter = Maker(), make("eagle2", target)
     load_costs(drafter, make=make_costs)
     path = cost_path(cost_key(drafter))
@@ -167,7 +178,13 @@ def test_what_is_asked_of_trees() -> None:
     assert mode_of({}) == ("auto", {})
     assert mode_of({"tree": "fixed", "noise": "none"}) == ("fixed", {"noise": "none"})
     assert mode_of({"tree": "auto", "tree.depth": 5}) == ("auto", {"tree.depth": 5})
-    for given in ({"tree.nodes": 9}, {"tree": {"nodes": 9}}, {"depth": 3}, {"dynamic.nodes": 9}, {"tree.noise": "none"}):
+    for given in (
+        {"tree.nodes": 9},
+        {"tree": {"nodes": 9}},
+        {"depth": 3},
+        {"dynamic.nodes": 9},
+        {"tree.noise": "none"},
+    ):
         assert mode_of(given) == ("fixed", given)
     assert mode_of({"window.size": 9, "suffix.nodes": 3})[0] == "auto"
     with pytest.raises(ValueError, match="unknown tree 'atuo'; did you mean auto"):
@@ -180,7 +197,8 @@ def busy(spread: float = 0.0, load: float = 0.0, at: float = 1000.0) -> Costs:
 
 @pytest.mark.parametrize(("spread", "load"), [(0.6, 0.1), (0.05, 1.5)])
 def test_doubtful_costs_expire(spread: float, load: float, target: Target, cache: Path) -> None:
-    """Bug: the figures of a busy minute are kept for ever, and trees are planned by them on a quiet machine. A made-up clock."""
+    """Bug: the figures of a busy minute are kept for ever, and trees are planned by them on a quiet
+    machine. A made-up clock."""
     drafter, clock, made = make("eagle2", target), [1000.0], list[Costs]()
 
     def measured(drafter: Drafter) -> Costs:
@@ -203,8 +221,8 @@ def test_doubtful_costs_expire(spread: float, load: float, target: Target, cache
 def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
     target: Target, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: one method is planned by a busy minute's costs and another one by a quiet minute's, so the same head gets depth 1 here and 5
-    there, and a bench compares the two without a word."""
+    """Bug: one method is planned by a busy minute's costs and another one by a quiet minute's, so
+    the same head gets depth 1 here and 5 there, and a bench compares the two without a word."""
     costs = [busy(load=2.0), busy(load=2.0), busy()]
     monkeypatch.setattr(cost.load_costs, "__defaults__", (False, lambda drafter: costs.pop(0)))
     caplog.set_level("WARNING", "eyas")
@@ -221,7 +239,8 @@ def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
 
 
 def test_the_spread_of_repeated_timings() -> None:
-    """Bug: timings that differ by half are taken for good, or a single slow one makes a measurement doubtful."""
+    """Bug: timings that differ by half are taken for good, or a single slow one makes a measurement
+    doubtful."""
     assert cost._spread([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0]) == 0.0
     assert cost._spread([9.0, 1.0, 1.5, 2.0, 1.0, 1.5, 2.0]) > cost.SPREAD_LIMIT
     assert cost._spread([1.0, 2.0]) == 0.0

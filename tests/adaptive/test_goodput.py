@@ -20,7 +20,8 @@ from eyas.drafters import CycleInput, Shape, find
 
 
 def worth(parents: list[int], values: list[float], shape: Shape) -> float:
-    """Returns the tokens that a tree of that shape would have yielded, by growing it again within the larger one."""
+    """Returns the tokens that a tree of that shape would have yielded, by growing it again within
+    the larger one."""
     depth = [0]
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)
@@ -34,7 +35,8 @@ def worth(parents: list[int], values: list[float], shape: Shape) -> float:
 
 
 def test_a_smaller_trees_yield_is_read_from_a_larger_one() -> None:
-    """Bug: nodes are counted that a smaller tree would not have drafted, or by another order than its own; or an unseen size changes."""
+    """Bug: nodes are counted that a smaller tree would not have drafted, or by another order than
+    its own; or an unseen size changes."""
     acceptance = Acceptance(LIMIT)
     trees = [drafted(seed, Shape(24, 4, 3)) for seed in range(60)]
     for parents, values in trees:
@@ -52,12 +54,16 @@ def grown(shape: Shape, law: Sampling) -> Draft:
     """By a net, of one row."""
     target = Target(zoo.FAMILIES["llama"]())
     kind = find("eagle2")
-    drafter = kind.random(target, build_options(kind.Options, {"tree.nodes": 64, "tree.depth": 5, "tree.branch": 4}), seed=1)
+    drafter = kind.random(
+        target, build_options(kind.Options, {"tree.nodes": 64, "tree.depth": 5, "tree.branch": 4}), seed=1
+    )
     session, text = drafter.open(1), tuple(range(5, 40))
     session.begin(0, 0, len(text))
     target.open(1, drafter.feature_layers).prefill(0, text, lambda *chunk: session.prefill(0, *chunk))
     one_1, noise = torch.ones(1, dtype=torch.long), GumbelNoise.of((law,), target.device)
-    roots = CycleInput(7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_shape=shape)
+    roots = CycleInput(
+        7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_shape=shape
+    )
     with torch.inference_mode():
         return session.draft(roots)
 
@@ -66,8 +72,9 @@ def grown(shape: Shape, law: Sampling) -> Draft:
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [Shape(4, 3, 3), Shape(12, 5, 4), Shape(64, 4, 2)])
 def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: Shape, law: Sampling) -> None:
-    """Bug: a tree of as many nodes, but fewer levels, seems worse than it is, because nodes that it would have kept were not; what a larger
-    number of nodes would have held is not learnt. Against trees of every size that the same net grows there."""
+    """Bug: a tree of as many nodes, but fewer levels, seems worse than it is, because nodes that it
+    would have kept were not; what a larger number of nodes would have held is not learnt. Against
+    trees of every size that the same net grows there."""
     draft, acceptance = grown(shape, law), Acceptance(Shape(64, 5, 4))
     assert draft.drafted is not None
     everything = draft.drafted.parents_BX[0].tolist(), draft.drafted.value_BX[0].tolist()
@@ -87,7 +94,8 @@ def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: Shape, law
 
 
 def test_the_plan_is_the_best_of_all() -> None:
-    """Bug: sizes are passed over, or costs and yields do not belong together. Against a plain loop, on curves of all kinds."""
+    """Bug: sizes are passed over, or costs and yields do not belong together. Against a plain loop,
+    on curves of all kinds."""
     dice = random.Random(0)
     for seed in range(20):
         acceptance, costs = Acceptance(LIMIT), curve(dice.choice([0.0, 0.01, 0.1, 0.5]), dice.choice([0.0, 0.1, 0.4]))
@@ -104,7 +112,8 @@ def planned(costs: Costs, acceptance: Acceptance) -> tuple[Shape, float]:
 
 
 def test_flat_curves_make_large_trees_and_steep_ones_small_or_none() -> None:
-    """Bug: a sign. Nodes for nothing: as many as there may be. Nodes that cost half a step each: a tree is worth less than none."""
+    """Bug: a sign. Nodes for nothing: as many as there may be. Nodes that cost half a step each: a
+    tree is worth less than none."""
     acceptance = Acceptance(LIMIT)
     shape, speedup = planned(curve(0.0, 0.0), acceptance)
     assert (shape.nodes, shape.depth) == (32, 5)
@@ -118,7 +127,8 @@ def test_flat_curves_make_large_trees_and_steep_ones_small_or_none() -> None:
 
 
 def test_confidences_are_held_to_what_came() -> None:
-    """Bug: a head that promises much and is never right keeps its large tree; one that is right at depth 1 only keeps a deep one."""
+    """Bug: a head that promises much and is never right keeps its large tree; one that is right at
+    depth 1 only keeps a deep one."""
     useless, shallow = Acceptance(LIMIT), Acceptance(LIMIT)
     for seed in range(40):
         useless.learn(*drafted(seed), LIMIT, 0)
@@ -132,8 +142,9 @@ def test_confidences_are_held_to_what_came() -> None:
 
 @pytest.mark.parametrize(("truth", "says"), [(0.9, 0.5), (0.6, 0.9), (0.3, 0.35)])
 def test_heads_that_are_too_modest_or_too_bold(truth: float, says: float) -> None:
-    """Bug: a head that is right more often than it says is held to be right more than always, so that every node seems worth its while; one
-    that is bolder is believed. Chains whose tokens are right with one chance and said to be with another."""
+    """Bug: a head that is right more often than it says is held to be right more than always, so
+    that every node seems worth its while; one that is bolder is believed. Chains whose tokens are
+    right with one chance and said to be with another."""
     acceptance, dice, limit = Acceptance(Shape(6, 5, 1)), random.Random(0), Shape(4, 3, 1)
     for _ in range(300):
         accepted = next((d for d in range(3) if dice.random() > truth), 3)
@@ -143,7 +154,8 @@ def test_heads_that_are_too_modest_or_too_bold(truth: float, says: float) -> Non
 
 
 def test_nothing_larger_yields_less() -> None:
-    """Bug: sizes that were not seen for long look worse than what they hold, and are never tried again."""
+    """Bug: sizes that were not seen for long look worse than what they hold, and are never tried
+    again."""
     acceptance = Acceptance(LIMIT)
     for seed in range(30):
         acceptance.learn(*drafted(seed, Shape(8, 3, 2)), Shape(8, 3, 2), 3)
@@ -153,7 +165,9 @@ def test_nothing_larger_yields_less() -> None:
                 assert acceptance(small) <= acceptance(large) + 1e-12
 
 
-@pytest.mark.parametrize("limit", [Shape(1, 1, 1), Shape(2, 1, 1), Shape(60, 8, 10), Shape(300, 3, 6), Shape(9, 1, 4), Shape(5, 12, 1)])
+@pytest.mark.parametrize(
+    "limit", [Shape(1, 1, 1), Shape(2, 1, 1), Shape(60, 8, 10), Shape(300, 3, 6), Shape(9, 1, 4), Shape(5, 12, 1)]
+)
 def test_every_limit_has_sizes(limit: Shape) -> None:
     """Bug: a limit of the user's leaves no size, or one that exceeds it."""
     found = sizes(limit)

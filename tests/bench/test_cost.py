@@ -12,7 +12,8 @@ from eyas.bench import cost
 
 
 class _Event:
-    """An event of a GPU whose clock a test sets: work takes two milliseconds on the device, and a second on the host."""
+    """An event of a GPU whose clock a test sets: work takes two milliseconds on the device, and a
+    second on the host."""
 
     now_ms = 0.0
 
@@ -33,7 +34,8 @@ class _Event:
 
 
 def test_work_on_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the host's launch is counted, so the bandwidth looks lower than it is, and the share of the bound higher."""
+    """Bug: the host's launch is counted, so the bandwidth looks lower than it is, and the share of
+    the bound higher."""
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)

@@ -59,7 +59,8 @@ def test_what_cannot_be_known_is_no_warning() -> None:
 
 
 def test_a_system_that_hides_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: in a container without /proc/stat, or that shows fewer cores than may be used, a snapshot is a traceback."""
+    """Bug: in a container without /proc/stat, or that shows fewer cores than may be used, a
+    snapshot is a traceback."""
 
     def hidden(percpu: bool) -> list[object]:
         raise PermissionError("/proc/stat")
@@ -72,7 +73,8 @@ def test_a_system_that_hides_its_counters(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_a_snapshot_counts_us_and_our_children() -> None:
-    """Bug: the work of a worker process counts as somebody else's, while it runs or after it has ended."""
+    """Bug: the work of a worker process counts as somebody else's, while it runs or after it has
+    ended."""
     burn = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.5: pass\nprint(flush=True); input()"
     first = snapshot()
     with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -90,14 +92,16 @@ def test_a_snapshot_counts_us_and_our_children() -> None:
 
 @pytest.mark.slow
 def test_idle_time_and_waiting_are_not_work() -> None:
-    """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever they do."""
+    """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever
+    they do."""
     cores = len(machine.cores())
     before = snapshot()
     first = psutil.cpu_times(percpu=True)
     time.sleep(0.3)
     last = psutil.cpu_times(percpu=True)
     now = snapshot()
-    passed = time.monotonic() - before.seconds  # longer than what was counted, which is longer than `rested`, however busy the machine
+    # longer than what was counted, which is longer than `rested`, however busy the machine
+    passed = time.monotonic() - before.seconds
     rested = sum(b.idle - a.idle for a, b in zip(first, last, strict=True))
     assert now.all_seconds is not None
     assert before.all_seconds is not None
@@ -106,7 +110,8 @@ def test_idle_time_and_waiting_are_not_work() -> None:
 
 
 def test_the_card_is_json_and_whole() -> None:
-    """Bug: a figure on the card cannot be written down, or is missing where this system surely tells it."""
+    """Bug: a figure on the card cannot be written down, or is missing where this system surely
+    tells it."""
     found = json.loads(json.dumps(card(BEFORE, dtype="float32", device="cpu")))
     assert found["cpu"]
     assert 1 <= found["cores"] <= (os.cpu_count() or 1)
@@ -118,12 +123,15 @@ def test_the_card_is_json_and_whole() -> None:
 
 
 def test_the_commit_is_of_the_clone_and_says_when_files_were_changed(tmp_path: Path) -> None:
-    """Bug: an installed eyas names the commit of whatever repository its environment lies in; or changed files pass as the commit's."""
+    """Bug: an installed eyas names the commit of whatever repository its environment lies in; or
+    changed files pass as the commit's."""
     assert commit(tmp_path) is None
 
     def git(*command: str) -> str:
         named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        return subprocess.run(["git", "-C", str(tmp_path), *named, *command], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *named, *command], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     try:
         git("init", "-q")

@@ -1,4 +1,5 @@
-"""Profiles of hand-made steps and sizes; the needs of a tiny model's pass, compared with numbers worked out on paper."""
+"""Profiles of hand-made steps and sizes; the needs of a tiny model's pass, compared with numbers
+worked out on paper."""
 
 from __future__ import annotations
 
@@ -26,31 +27,38 @@ def cycle(emitted: int, nodes: int = 4, plain: bool = False, slower: float = 1.0
     draft = Draft(Tree.chain(1, nodes), torch.zeros(1, nodes, dtype=torch.long))
     parts = {name: slower * seconds for name, seconds in PARTS.items()}
     decision = Decision(plain=frozenset({0}) if plain else frozenset())
-    return Step(1, (5,) * emitted, emitted - 1, False, None, tuple(range(emitted)), draft, parts=parts, decision=decision)
+    return Step(
+        1, (5,) * emitted, emitted - 1, False, None, tuple(range(emitted)), draft, parts=parts, decision=decision
+    )
 
 
 PROMPT = (Step(1, (5,), 0, True, None), 9.0)
 
 
 def test_stages_of_a_cycle() -> None:
-    """Bugs: the prompt's pass or cycles that warm up are in the means; what no stage claims is lost; percent of the stages, not of the
-    cycle; the context is counted with the root, which is in no cache yet, or where the cycle ends."""
+    """Bugs: the prompt's pass or cycles that warm up are in the means; what no stage claims is
+    lost; percent of the stages, not of the cycle; the context is counted with the root, which is in
+    no cache yet, or where the cycle ends."""
     timed = [PROMPT, (cycle(2, slower=50), 7.0), (cycle(3), 0.010), (cycle(1), 0.014)]
     found = cycles_of(timed, prompt_tokens=100, warm=1)
     assert found is not None
     assert found["ms"] == pytest.approx({"draft": 1, "target": 4, "verify": 2, "commit": 1, "host": 4})
-    assert found["percent"] == pytest.approx({"draft": 8.3, "target": 33.3, "verify": 16.7, "commit": 8.3, "host": 33.3})
+    assert found["percent"] == pytest.approx(
+        {"draft": 8.3, "target": 33.3, "verify": 16.7, "commit": 8.3, "host": 33.3}
+    )
     assert (found["cycles"], found["plain"], found["nodes"], found["cycle_ms"]) == (2, 0, 4, pytest.approx(12))
     assert found["context"] == pytest.approx((102 + 105) / 2, abs=0.1)
 
 
 def test_cycles_without_a_draft_are_apart() -> None:
-    """Bugs: a governor that let half of the cycles go plain halves the draft, another drafter's cycles count as the method's; or nothing is
-    left when all of them were plain."""
+    """Bugs: a governor that let half of the cycles go plain halves the draft, another drafter's
+    cycles count as the method's; or nothing is left when all of them were plain."""
     some = cycles_of([PROMPT, (cycle(3, nodes=6), 0.010), (cycle(1, nodes=1, plain=True), 0.006)], 10, warm=0)
     assert some is not None
     assert (some["cycles"], some["plain"], some["nodes"], some["cycle_ms"]) == (1, 1, 6, pytest.approx(10))
-    spared = replace(cycle(9, nodes=16), decision=Decision(fallback=drafters.find("suffix")(Target(zoo.FAMILIES["llama"]()))))
+    spared = replace(
+        cycle(9, nodes=16), decision=Decision(fallback=drafters.find("suffix")(Target(zoo.FAMILIES["llama"]())))
+    )
     some = cycles_of([PROMPT, (cycle(3, nodes=6), 0.010), (spared, 0.006)], 10, warm=0)
     assert some is not None
     assert (some["cycles"], some["plain"], some["nodes"]) == (1, 1, 6)
@@ -66,7 +74,8 @@ def test_no_cycle_to_tell_of() -> None:
 
 
 def test_the_bound_is_the_larger_side() -> None:
-    """Bugs: the smaller side or their sum is the bound, milliseconds are seconds, or a pass is compared with a cycle."""
+    """Bugs: the smaller side or their sum is the bound, milliseconds are seconds, or a pass is
+    compared with a cycle."""
     ms = {"draft": 3.0, "target": 6.0, "verify": 1.0}
     reading = bound(Need(bytes=4e6, flops=1e6), 2e9, 1e9, ms)
     assert reading is not None
@@ -80,8 +89,8 @@ def test_the_bound_is_the_larger_side() -> None:
 
 
 def test_what_a_pass_needs() -> None:
-    """Bugs: an embedding table counts though rows of it are read, keys count by query heads or attention's flops by key heads, or nodes
-    multiply what is read."""
+    """Bugs: an embedding table counts though rows of it are read, keys count by query heads or
+    attention's flops by key heads, or nodes multiply what is read."""
     it = Target(zoo.FAMILIES["llama"]())  # 4 layers; 4 heads, 2 of keys, of width 12; float32
     weights = sum(p.numel() for p in it.model.parameters()) - zoo.VOCAB * it.hidden_size
     found = cost.need(it, nodes=5, context=100)
@@ -92,7 +101,8 @@ def test_what_a_pass_needs() -> None:
 
 
 def test_a_window_is_all_that_is_needed() -> None:
-    """Bug: layers that see 16 tokens are said to read the whole context, so that passes are faster than their bound."""
+    """Bug: layers that see 16 tokens are said to read the whole context, so that passes are faster
+    than their bound."""
     it = Target(zoo.FAMILIES["mistral"]())
     assert it.family.window == zoo.WINDOW
     far, near = (cost.need(it, 1, context) for context in (400, zoo.WINDOW))
@@ -101,7 +111,8 @@ def test_a_window_is_all_that_is_needed() -> None:
 
 
 def test_traces_have_names_of_their_own() -> None:
-    """Bug: two variants write into one file, or a path in a method's options leads into another folder."""
+    """Bug: two variants write into one file, or a path in a method's options leads into another
+    folder."""
     names = trace_names(["eagle2", "eagle2:tree.nodes=26:head=a/b", "eagle2:tree.nodes=26:head=a_b", "x" * 300])
     assert names[:2] == ["trace-eagle2.json", "trace-eagle2_tree.nodes=26_head=a_b.json"]
     assert len(set(names)) == 4
@@ -112,7 +123,9 @@ def test_traces_have_names_of_their_own() -> None:
 @pytest.mark.parametrize("by", ["off", "on"])
 def test_a_rate_is_measured(by: str) -> None:
     """Bug: no rate where there could be one, by torch or by kernels. Timing is not asserted."""
-    model = zoo.tiny("llama", hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+    model = zoo.tiny(
+        "llama", hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4, num_key_value_heads=2
+    )
     if by == "on" and not kernels.available():
         pytest.skip(f"no kernels here: {kernels.why_not()}")
     target = prepared(Target(model), kernels=by)

@@ -58,7 +58,8 @@ def bench(llm: LLM, *others: Contestant, **given: object) -> Bench:
 
 
 def test_all_answer_alike(llm: LLM, tmp_path: Path) -> None:
-    """Guards the comparison itself: plain decoding, transformers and a method say the same; sampled, transformers draws its own numbers."""
+    """Guards the comparison itself: plain decoding, transformers and a method say the same;
+    sampled, transformers draws its own numbers."""
     run = bench(llm, eagle2(llm), temperatures=(0.0, 0.8))
     answers = run.run(tmp_path)
     assert len(answers) == 2 * 4 * 3
@@ -84,7 +85,8 @@ class Stops(Contestant):
 
 
 def test_an_interrupted_bench_goes_on(llm: LLM, tmp_path: Path) -> None:
-    """Guards resumption: what is whole is kept to the byte, half a line is dropped, and the whole has every prompt once."""
+    """Guards resumption: what is whole is kept to the byte, half a line is dropped, and the whole
+    has every prompt once."""
     with pytest.raises(KeyboardInterrupt):
         bench(llm, Stops(llm, after=3)).run(tmp_path)  # one answer warms up, two prompts are done
     kept = (tmp_path / ANSWERS).read_text()
@@ -93,11 +95,14 @@ def test_an_interrupted_bench_goes_on(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / ANSWERS).write_text(f'{kept}{third}\n{{"method": "van')
     answers = bench(llm, Stops(llm, after=99)).run(tmp_path)
     assert (tmp_path / ANSWERS).read_text().startswith(kept)
-    assert [(a.method, a.prompt) for a in answers] == [(m, p.id) for p in PROMPTS for m in ("vanilla", "transformers", "stops")]
+    assert [(a.method, a.prompt) for a in answers] == [
+        (m, p.id) for p in PROMPTS for m in ("vanilla", "transformers", "stops")
+    ]
 
 
 def test_another_bench_in_the_folder_is_refused(llm: LLM, tmp_path: Path) -> None:
-    """Guards answers against being mixed: other settings, another run at the same time, another version."""
+    """Guards answers against being mixed: other settings, another run at the same time, another
+    version."""
     bench(llm, prompts=PROMPTS[:1]).run(tmp_path)
     with pytest.raises(InputError, match="max_new_tokens differ"):
         bench(llm, prompts=PROMPTS[:1], max_new_tokens=7).run(tmp_path)
@@ -106,7 +111,8 @@ def test_another_bench_in_the_folder_is_refused(llm: LLM, tmp_path: Path) -> Non
 
 
 def test_other_options_prompts_or_weights_are_another_bench(llm: LLM, tmp_path: Path) -> None:
-    """Bug: a run goes on in the answers of other options, of texts that changed behind the same ids, or of a head that was trained anew."""
+    """Bug: a run goes on in the answers of other options, of texts that changed behind the same
+    ids, or of a head that was trained anew."""
 
     def method(seed: int = 1, **options: object) -> Drafting:
         kind = drafters.find("eagle2")
@@ -129,7 +135,11 @@ def test_files_of_another_version_and_damaged_ones_are_refused(llm: LLM, tmp_pat
     first, *rest = answers.splitlines(keepends=True)
     damaged = first[: len(first) // 2] + "\n" + "".join(rest)
     other = "was written by another version"
-    for there, says in ((damaged, "jsonl:1 is damaged"), ('{"method": "vanilla"}\n', f"jsonl:1 {other}"), ("[1]\n", f"jsonl:1 {other}")):
+    for there, says in (
+        (damaged, "jsonl:1 is damaged"),
+        ('{"method": "vanilla"}\n', f"jsonl:1 {other}"),
+        ("[1]\n", f"jsonl:1 {other}"),
+    ):
         (tmp_path / ANSWERS).write_text(there)
         with pytest.raises(InputError, match=says):
             run.run(tmp_path)
@@ -145,7 +155,8 @@ def test_files_of_another_version_and_damaged_ones_are_refused(llm: LLM, tmp_pat
 
 
 def test_a_turn_that_no_longer_fits_is_not_asked(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a long first answer ends the bench at its second turn, and every time it is resumed; or such a prompt is never whole."""
+    """Bug: a long first answer ends the bench at its second turn, and every time it is resumed; or
+    such a prompt is never whole."""
     run, length = bench(llm, prompts=PROMPTS[:2], max_new_tokens=3), len(PROMPTS[0].prompt_ids)
     request = run._request
 
@@ -156,13 +167,19 @@ def test_a_turn_that_no_longer_fits_is_not_asked(llm: LLM, tmp_path: Path, monke
 
     monkeypatch.setattr(Bench, "questions", two_turns)
     answers = run.run(tmp_path)
-    assert [(a.prompt, a.turn, a.turns) for a in answers if a.method == "vanilla"] == [("own/0", 0, 1), ("own/1", 0, 2), ("own/1", 1, 2)]
+    assert [(a.prompt, a.turn, a.turns) for a in answers if a.method == "vanilla"] == [
+        ("own/0", 0, 1),
+        ("own/1", 0, 2),
+        ("own/1", 1, 2),
+    ]
     assert run.run(tmp_path) == answers, "nothing is asked again"
 
 
 def test_prompts_that_cannot_be_asked_are_found_before_the_first_is(llm: LLM) -> None:
     """Bug: a prompt that is longer than the context ends a bench that has run for hours."""
-    long, foreign = (Prompt(f"own/{n}", "own", (), prompt_ids=ids) for n, ids in (("long", (5,) * 600), ("foreign", (5, 5000))))
+    long, foreign = (
+        Prompt(f"own/{n}", "own", (), prompt_ids=ids) for n, ids in (("long", (5,) * 600), ("foreign", (5, 5000)))
+    )
     said = bench(llm, prompts=(long, PROMPTS[0], foreign)).unfit()
     assert said == {
         "own/long": "it has 600 tokens, the target's context is 512",
@@ -171,7 +188,8 @@ def test_prompts_that_cannot_be_asked_are_found_before_the_first_is(llm: LLM) ->
 
 
 def test_what_others_used_survives_an_interruption(llm: LLM, tmp_path: Path) -> None:
-    """Bug: a bench that ran on a busy machine loses its warning when it is resumed, because only the last run is looked at."""
+    """Bug: a bench that ran on a busy machine loses its warning when it is resumed, because only
+    the last run is looked at."""
     run = bench(llm, prompts=PROMPTS[:2])
     answers = run.run(tmp_path)
     assert all(a.around is not None and a.around.seconds > 0 for a in answers)
@@ -198,7 +216,8 @@ class Breaks(Contestant):
 
 @pytest.mark.parametrize("after", [0, 3], ids=["at once", "in between"])
 def test_a_contestant_that_fails_is_a_row_that_says_why(llm: LLM, tmp_path: Path, after: int) -> None:
-    """Bug: one broken method takes the whole bench down. Resumed, it is not asked again, and the others' answers stay."""
+    """Bug: one broken method takes the whole bench down. Resumed, it is not asked again, and the
+    others' answers stay."""
     run = bench(llm, Breaks(llm, after), eagle2(llm))
     answers = run.run(tmp_path)
     why = "AttributeError: no attribute 'weight'"
@@ -251,8 +270,8 @@ def test_a_text_that_differs_is_found(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_all_depths_of_simulated_acceptance_are_drawn_in_one_call() -> None:
-    """Guards what is timed on a GPU: the lots of all depths are those of one draw by depth after the other, and their number of operations
-    does not grow with the depth."""
+    """Guards what is timed on a GPU: the lots of all depths are those of one draw by depth after
+    the other, and their number of operations does not grow with the depth."""
     noise = GumbelNoise.of([Sampling(seed=3)] * 5)
     position_B, chance_D = torch.arange(5) * 7, torch.tensor([0.9, 0.5, 0.1, 0.6], dtype=torch.float64)
     each = [noise.accepts(chance_D[d], position_B, d) for d in range(4)]
@@ -279,8 +298,9 @@ class Operations(TorchDispatchMode):
 
 
 def test_simulated_acceptance(llm: LLM) -> None:
-    """Guards the lot: with rates 1 every cycle emits the deepest path, with 0 one token, between them what was asked. Of 300 cycles tau
-    lies within 5 standard errors (at most 0.87 / sqrt(300) each): one false alarm in a million, were it not seeded."""
+    """Guards the lot: with rates 1 every cycle emits the deepest path, with 0 one token, between
+    them what was asked. Of 300 cycles tau lies within 5 standard errors (at most 0.87 / sqrt(300)
+    each): one false alarm in a million, were it not seeded."""
     kind = drafters.find("suffix")
     text = (5, 6, 7, 8, 9, 10, 11) * 3
 
@@ -314,7 +334,8 @@ def test_simulated_acceptance(llm: LLM) -> None:
 
 
 def test_probe_counts_nodes_whose_parent_was_accepted(llm: LLM) -> None:
-    """Guards the looking: the root's children are always looked at, hits are what was accepted, alpha lies between 0 and 1."""
+    """Guards the looking: the root's children are always looked at, hits are what was accepted,
+    alpha lies between 0 and 1."""
     found, contestant = Probe(), eagle2(llm)
     question = Question("a", "t", 0, Request((5, 6, 7, 8), 12, Sampling()))
     below_root = list[int]()
@@ -335,7 +356,8 @@ def test_probe_counts_nodes_whose_parent_was_accepted(llm: LLM) -> None:
 
 
 def looked_at(scored: bool) -> Probe:
-    """One cycle by hand: the root has children 1 and 2, of which 2 was accepted, 2 has child 3, and 4 is padding; V = 4.
+    """One cycle by hand: the root has children 1 and 2, of which 2 was accepted, 2 has child 3, and
+    4 is padding; V = 4.
 
     The root's law is (.1, .2, .3, .4), node 2's (.25, .25, .25, .25).
     """
@@ -351,7 +373,8 @@ def looked_at(scored: bool) -> Probe:
 
 
 def test_a_probe_by_hand() -> None:
-    """Guards ranks, min(1, p/q), its square, the bins, the calibration error; padding, and nodes behind a refused one, are left out."""
+    """Guards ranks, min(1, p/q), its square, the bins, the calibration error; padding, and nodes
+    behind a refused one, are left out."""
     found = looked_at(scored=True)
     assert set(found.positions) == {(1, 0), (1, 1), (2, 0)}
     assert found.positions[1, 0] == pytest.approx([1, 0, 0.2 / 0.4, 0.25])
@@ -378,7 +401,8 @@ def test_a_probe_of_a_draft_without_probabilities() -> None:
 
 
 def test_n_alpha_is_acceptance_in_a_chain(llm: LLM) -> None:
-    """Guards n-alpha at both temperatures: the rates of a chain's own steps, and none for a method that drafts no chains."""
+    """Guards n-alpha at both temperatures: the rates of a chain's own steps, and none for a method
+    that drafts no chains."""
     question = [Question("a", "t", 0, Request((5, 6, 7, 8), 30, Sampling(temperature=t))) for t in (0.0, 1.0)]
     small = drafters.find("small_model").random(llm.target, seed=1)
     chain = small.chain(5)
@@ -392,7 +416,8 @@ def test_n_alpha_is_acceptance_in_a_chain(llm: LLM) -> None:
 
 
 def test_transformers_is_trimmed_like_us() -> None:
-    """Bug: tokens that an assisted step accepted behind the end of the text count as decoded, and raise its tokens per second."""
+    """Bug: tokens that an assisted step accepted behind the end of the text count as decoded, and
+    raise its tokens per second."""
     request = Request((1,), 6, eos=frozenset({2}))
     assert contestants._cut([5, 6, 2, 7], request) == (5, 6, 2)
     assert contestants._cut([5] * 9, request) == (5,) * 6
@@ -401,7 +426,8 @@ def test_transformers_is_trimmed_like_us() -> None:
 
 
 def test_transformers_assisted_by_our_small_model(llm: LLM) -> None:
-    """Bug: what assists is not the model that drafts for us; its accepted tokens are lost, or its text is another one."""
+    """Bug: what assists is not the model that drafts for us; its accepted tokens are lost, or its
+    text is another one."""
     model = zoo.FAMILIES["llama"]()  # a perfect assistant
     plain, assisted = Transformers(llm.target), Transformers(llm.target, "transformers_assisted", assistant=model)
     question = Question("a", "t", 0, Request((5, 6, 7, 8), 20, Sampling()))
@@ -414,9 +440,11 @@ def test_transformers_assisted_by_our_small_model(llm: LLM) -> None:
 
 
 def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: making a decoder ready is nobody's time, a cycle's begin is not the end of the one before, or a watch is in the time.
+    """Bugs: making a decoder ready is nobody's time, a cycle's begin is not the end of the one
+    before, or a watch is in the time.
 
-    On a clock of its own a decoder takes 5 to be made, the prompt 10, a cycle 3, and somebody who watches 100.
+    On a clock of its own a decoder takes 5 to be made, the prompt 10, a cycle 3, and somebody who
+    watches 100.
     """
     now = [0.0]
     tree = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
@@ -450,9 +478,12 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_reports(llm: LLM, tmp_path: Path) -> None:
-    """Guards what people read: every method in the table, a page that loads nothing, simulation is said, other formats refused."""
+    """Guards what people read: every method in the table, a page that loads nothing, simulation is
+    said, other formats refused."""
     run = bench(llm, eagle2(llm))
-    summary = summarise(run, run.run(tmp_path), snapshot(), "eyas bench <x>", probe_prompts=1, skipped={"medusa": "no <head>"})
+    summary = summarise(
+        run, run.run(tmp_path), snapshot(), "eyas bench <x>", probe_prompts=1, skipped={"medusa": "no <head>"}
+    )
     write(tmp_path, summary)
     page = (tmp_path / "report.html").read_text()
     assert "<x>" not in page
@@ -465,9 +496,21 @@ def test_reports(llm: LLM, tmp_path: Path) -> None:
     assert places == sorted(places)
     assert "prefers-color-scheme: dark" in page
     text = (tmp_path / "report.md").read_text()
-    for said in ("vanilla", "transformers", "eagle2", "all tasks", "task1", "2-alpha", "peak memory", "GB/s", "Not run: medusa"):
+    for said in (
+        "vanilla",
+        "transformers",
+        "eagle2",
+        "all tasks",
+        "task1",
+        "2-alpha",
+        "peak memory",
+        "GB/s",
+        "Not run: medusa",
+    ):
         assert said in text, said
-    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail) == json.loads(json.dumps(summary))
+    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail) == json.loads(
+        json.dumps(summary)
+    )
     again = report.read_summary(tmp_path)
     compared = report.compared(again, {**again, "settings": {**again["settings"], "threads": 99}})
     assert {r["ratio"] for r in compared["rows"]} == {1.0}

@@ -1,4 +1,5 @@
-"""Tasks: formats seen by content, parts and limits, broken lines, the hub, the bundled prompts, the user's own."""
+"""Tasks: formats seen by content, parts and limits, broken lines, the hub, the bundled prompts, the
+user's own."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def write(path: Path, *records: Any) -> Path:
 def spec_bench(path: Path, each: int = 8) -> Path:
     """A file in Spec-Bench's form: `each` questions of each category, MT-bench's with two turns."""
     records = [
-        {"question_id": 100 * c + k, "category": category, "turns": [f"{category} {k}", "And why?"][: 2 if category in MT_BENCH else 1]}
+        {
+            "question_id": 100 * c + k,
+            "category": category,
+            "turns": [f"{category} {k}", "And why?"][: 2 if category in MT_BENCH else 1],
+        }
         for c, category in enumerate((*MT_BENCH, *OTHERS))
         for k in range(each // 8 if category in MT_BENCH else each)
     ]
@@ -51,22 +56,38 @@ def spec_bench(path: Path, each: int = 8) -> Path:
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({"question_id": 81, "category": "writing", "turns": ["a", "b"]}, Prompt("gsm8k/81", "gsm8k", ("a", "b"), max_new_tokens=512)),
+        (
+            {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+            Prompt("gsm8k/81", "gsm8k", ("a", "b"), max_new_tokens=512),
+        ),
         ({"prompt": ["a", "b"], "prompt_id": 5}, Prompt("gsm8k/5", "gsm8k", ("a", "b"), max_new_tokens=512)),
         ({"question": "How many?", "answer": "#### 4"}, Prompt("gsm8k/1", "gsm8k", ("How many?",), max_new_tokens=512)),
-        ({"question_text": "who sang it", "annotations": []}, Prompt("gsm8k/1", "gsm8k", ("who sang it",), max_new_tokens=512)),
+        (
+            {"question_text": "who sang it", "annotations": []},
+            Prompt("gsm8k/1", "gsm8k", ("who sang it",), max_new_tokens=512),
+        ),
         (
             {"task_id": "HumanEval/7", "prompt": "def f():\n", "canonical_solution": "    pass"},
             Prompt("gsm8k/7", "gsm8k", ("def f():\n",), max_new_tokens=512, raw=True),
         ),
-        ({"instruction": "Sort.", "input": "b a", "output": "a b"}, Prompt("gsm8k/1", "gsm8k", ("Sort.\n\nb a",), max_new_tokens=512)),
-        ({"instruction": "Sing.", "input": "", "output": "la"}, Prompt("gsm8k/1", "gsm8k", ("Sing.",), max_new_tokens=512)),
-        ({"article": "It rained.", "id": "x9"}, Prompt("gsm8k/x9", "gsm8k", ("Summarize: It rained.",), max_new_tokens=512)),
+        (
+            {"instruction": "Sort.", "input": "b a", "output": "a b"},
+            Prompt("gsm8k/1", "gsm8k", ("Sort.\n\nb a",), max_new_tokens=512),
+        ),
+        (
+            {"instruction": "Sing.", "input": "", "output": "la"},
+            Prompt("gsm8k/1", "gsm8k", ("Sing.",), max_new_tokens=512),
+        ),
+        (
+            {"article": "It rained.", "id": "x9"},
+            Prompt("gsm8k/x9", "gsm8k", ("Summarize: It rained.",), max_new_tokens=512),
+        ),
     ],
     ids=["turns", "prompts", "question", "question_text", "humaneval", "alpaca", "alpaca without input", "cnn_dm"],
 )
 def test_a_format_is_seen_by_its_keys(tmp_path: Path, record: dict[str, Any], expected: Prompt) -> None:
-    """Bug: the name of a task decides how a line is read, and gsm8k in EAGLE's form is refused; or HumanEval goes through a template."""
+    """Bug: the name of a task decides how a line is read, and gsm8k in EAGLE's form is refused; or
+    HumanEval goes through a template."""
     assert load(f"gsm8k:{write(tmp_path / 'x.jsonl', record)}") == [expected]
 
 
@@ -79,7 +100,8 @@ def test_an_array_and_a_packed_file_are_read_like_lines(tmp_path: Path) -> None:
 
 
 def test_chat_data_is_asked_up_to_its_longest_reply(tmp_path: Path) -> None:
-    """Bug: the reply that the model is to write stands in its prompt; or a chat that ends with a question loses that question."""
+    """Bug: the reply that the model is to write stands in its prompt; or a chat that ends with a
+    question loses that question."""
     said = [
         ("user", "Hi"),
         ("assistant", "Hello!"),
@@ -98,7 +120,8 @@ def test_chat_data_is_asked_up_to_its_longest_reply(tmp_path: Path) -> None:
 
 
 def test_spec_bench_has_six_tasks_and_mt_bench_is_one_of_them(tmp_path: Path) -> None:
-    """Bug: MT-bench's eight categories become eight tasks beside Spec-Bench's five; or mt_bench: takes the other five too."""
+    """Bug: MT-bench's eight categories become eight tasks beside Spec-Bench's five; or mt_bench:
+    takes the other five too."""
     path = spec_bench(tmp_path / "question.jsonl")
     tasks = Counter(prompt.task for prompt in load(f"spec_bench:{path}"))
     assert tasks == {f"spec_bench/{task}": 8 for task in ("mt_bench", *OTHERS)}
@@ -110,7 +133,8 @@ def test_spec_bench_has_six_tasks_and_mt_bench_is_one_of_them(tmp_path: Path) ->
 
 
 def test_a_folder_is_its_question_file_or_those_of_its_folders(tmp_path: Path) -> None:
-    """Bug: MT-bench's reference answers, which lie beside its questions, are asked too; or one folder of six is all that is read."""
+    """Bug: MT-bench's reference answers, which lie beside its questions, are asked too; or one
+    folder of six is all that is read."""
     for name in ("sum", "qa"):
         write(tmp_path / "eagle" / name / "question.jsonl", {"question_id": 1, "category": "x", "turns": [name]})
         write(tmp_path / "eagle" / name / "answers.jsonl", {"question_id": 1, "turns": ["an answer"]})
@@ -129,9 +153,12 @@ def test_a_folder_is_its_question_file_or_those_of_its_folders(tmp_path: Path) -
 
 
 def test_passages_have_their_length_and_come_from_every_book(tmp_path: Path) -> None:
-    """Bug: a length counts the request's own words, passages overlap, one book fills them all, or a book that is too short ends the run."""
+    """Bug: a length counts the request's own words, passages overlap, one book fills them all, or a
+    book that is too short ends the run."""
     for name, words in (("a", 9000), ("b", 4000), ("short", 60)):
-        text = "\r\n\r\n".join(" ".join(f"{name}{i}" for i in range(k, min(k + 37, words))) for k in range(0, words, 37))
+        text = "\r\n\r\n".join(
+            " ".join(f"{name}{i}" for i in range(k, min(k + 37, words))) for k in range(0, words, 37)
+        )
         (tmp_path / f"{name}.txt").write_bytes(text.encode())
     with pytest.warns(UserWarning, match="short has 60 words, fewer than 400"):
         prompts = load(f"long:{tmp_path}@50+400", seed=3)
@@ -165,14 +192,20 @@ def test_a_book_as_long_as_its_passage_is_one(tmp_path: Path, length: int) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_limit_takes_of_every_part_in_proportion(tmp_path: Path, seed: int) -> None:
-    """Bug: a limit takes the first lines, which are all MT-bench's; or a task of ten lines weighs as much as one of eighty."""
+    """Bug: a limit takes the first lines, which are all MT-bench's; or a task of ten lines weighs
+    as much as one of eighty."""
     path = spec_bench(tmp_path / "question.jsonl", each=16)
     whole, some = load(f"spec_bench:{path}"), load(f"spec_bench:{path}", limit=24, seed=seed)
     assert Counter(p.task for p in some) == {f"spec_bench/{task}": 4 for task in ("mt_bench", *OTHERS)}
-    assert len({p.turns[0].split()[0] for p in some if p.task == "spec_bench/mt_bench"}) == 4, "four of the eight categories"
+    assert len({p.turns[0].split()[0] for p in some if p.task == "spec_bench/mt_bench"}) == 4, (
+        "four of the eight categories"
+    )
     assert some == [p for p in whole if p in some], "in the order of the file"
     assert some == load(f"spec_bench:{path}", limit=24, seed=seed)
-    uneven = write(tmp_path / "uneven.jsonl", *({"turns": ["x"], "category": "ab"[i % 10 == 0], "question_id": i} for i in range(100)))
+    uneven = write(
+        tmp_path / "uneven.jsonl",
+        *({"turns": ["x"], "category": "ab"[i % 10 == 0], "question_id": i} for i in range(100)),
+    )
     taken = Counter(int(p.id.partition("/")[2]) % 10 == 0 for p in load(f"nq:{uneven}", limit=20, seed=seed))
     assert taken == {True: 2, False: 18}
 
@@ -182,7 +215,8 @@ def test_limits_at_their_ends(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", *({"question": f"{i}?"} for i in range(9)))
     assert load(f"nq:{path}", limit=9) == load(f"nq:{path}", limit=10) == load(f"nq:{path}")
     assert all(len({p.id for p in load(f"nq:{path}", limit=k)}) == k for k in range(1, 10))
-    assert len({load(f"nq:{path}", limit=1, seed=seed)[0].id for seed in range(40)}) > 4  # of 9; fewer: chance below 1e-7
+    # of 9; fewer: chance below 1e-7
+    assert len({load(f"nq:{path}", limit=1, seed=seed)[0].id for seed in range(40)}) > 4
     with pytest.raises(OptionError, match="limit of 0"):
         load(f"nq:{path}", limit=0)
 
@@ -191,7 +225,8 @@ def test_limits_at_their_ends(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    """Bug: one broken line ends the bench, or is left out without a word, or is said without its number."""
+    """Bug: one broken line ends the bench, or is left out without a word, or is said without its
+    number."""
     lines = (
         '{"turns": ["a"]}',
         "{",
@@ -243,7 +278,8 @@ def test_a_mistake_is_one_line_that_says_what_to_do(
 
 
 def test_the_hub_is_asked_for_a_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: without `datasets`, or without a network, a traceback of somebody else's instead of what to install or which path to give."""
+    """Bug: without `datasets`, or without a network, a traceback of somebody else's instead of what
+    to install or which path to give."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"gsm8k:PATH \(test.jsonl\), or `pip install datasets`"):
         load("gsm8k")
@@ -290,7 +326,8 @@ def test_own_prompts_in_every_way(tmp_path: Path) -> None:
 
 
 def test_own_prompts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    """Bug: a line that asks two things asks one of them; an id stands for two prompts; an option that does nothing is taken."""
+    """Bug: a line that asks two things asks one of them; an id stands for two prompts; an option
+    that does nothing is taken."""
     wrong = {
         "both prompt and turns": {"prompt": "a", "turns": ["b"]},
         "'promt': did you mean prompt": {"promt": "a"},
@@ -359,7 +396,8 @@ def test_names_are_those_of_tasks() -> None:
     ],
 )  # fmt: skip
 def test_public_files_are_read_whole(spec: str, count: int, tasks: int) -> None:
-    """Bug: a real file holds what the made ones above do not. A warning is an error here: every line can be used."""
+    """Bug: a real file holds what the made ones above do not. A warning is an error here: every
+    line can be used."""
     name, _, path = spec.partition(":")
     prompts = load(f"{name}:{EVAL / path}")
     assert len(prompts) == len({p.id for p in prompts}) == count

@@ -1,4 +1,5 @@
-"""DFlash and DSpark heads on disk: the published names are written out here; which token a slot predicts; what is refused."""
+"""DFlash and DSpark heads on disk: the published names are written out here; which token a slot
+predicts; what is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +61,12 @@ def config(name: str, **more: Any) -> dict[str, Any]:
     ids: dict[str, Any] = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
     if name == DFLASH:
         return {**layer, "dflash_config": ids, **more}
-    heads = {"markov_rank": R, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+    heads = {
+        "markov_rank": R,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
     return {**layer, **ids, **heads, "num_anchors": 512, **more}
 
 
@@ -82,7 +88,8 @@ def target() -> Target:
 
 @pytest.mark.parametrize(("name", "method", "from_anchor"), [(DFLASH, "dflash", False), (DSPARK, "dspark", True)])
 def test_reading_the_published_names(tmp_path: Path, target: Target, name: str, method: str, from_anchor: bool) -> None:
-    """Guards the map of names, the layers (published: outputs) and the slots: DFlash's predict their own place, DSpark's the next one."""
+    """Guards the map of names, the layers (published: outputs) and the slots: DFlash's predict
+    their own place, DSpark's the next one."""
     held = published(name)
     weights = load(lay(tmp_path, config(name), held))
     assert weights.method == method
@@ -96,8 +103,15 @@ def test_reading_the_published_names(tmp_path: Path, target: Target, name: str, 
         "hidden_norm.weight": "hidden_norm.weight",
     }
     if name == DSPARK:
-        pairs |= {"markov_head.markov_w1.weight": "markov.before.weight", "markov_head.markov_w2.weight": "markov.after.weight"}
-        pairs |= {"confidence_head.proj.bias": "confidence.bias", "lm_head.weight": "head.weight", "embed_tokens.weight": "embed.weight"}
+        pairs |= {
+            "markov_head.markov_w1.weight": "markov.before.weight",
+            "markov_head.markov_w2.weight": "markov.after.weight",
+        }
+        pairs |= {
+            "confidence_head.proj.bias": "confidence.bias",
+            "lm_head.weight": "head.weight",
+            "embed_tokens.weight": "embed.weight",
+        }
     assert all(torch.equal(held[theirs], weights.tensors[ours]) for theirs, ours in pairs.items())
     assert len(weights.tensors) == len(held)
     drafter: Any = drafters.find(method).load(weights, target)
@@ -108,7 +122,8 @@ def test_reading_the_published_names(tmp_path: Path, target: Target, name: str, 
 
 @pytest.mark.parametrize("name", [DFLASH, DSPARK])
 def test_there_and_back(tmp_path: Path, name: str) -> None:
-    """Guards the writer: what is read from what it wrote is the same, under the published names, and says which token a slot predicts."""
+    """Guards the writer: what is read from what it wrote is the same, under the published names,
+    and says which token a slot predicts."""
     first = load(lay(tmp_path / "a", config(name, eyas={"target_fingerprint": "0a1:0.5"}), published(name)))
     save(first, tmp_path / "b")
     assert load_file(tmp_path / "b" / "model.safetensors").keys() == published(name).keys()
@@ -121,9 +136,13 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
 
 
 def test_tables_that_are_the_targets(tmp_path: Path, target: Target) -> None:
-    """Guards DeepSpec's heads, which hold copies of the target's tables: these are not kept twice. Without them the target's are used."""
+    """Guards DeepSpec's heads, which hold copies of the target's tables: these are not kept twice.
+    Without them the target's are used."""
     held = tensors(markov=True, confidence=True)
-    for tables in ({}, {"embed_tokens.weight": target.embed(torch.arange(V)), "lm_head.weight": target.family.head.weight.detach()}):
+    for tables in (
+        {},
+        {"embed_tokens.weight": target.embed(torch.arange(V)), "lm_head.weight": target.family.head.weight.detach()},
+    ):
         drafter: Any = drafters.find("dspark").load(load(lay(tmp_path, config(DSPARK), {**held, **tables})), target)
         assert drafter.net.head is None
         assert drafter.embed_tokens is None
@@ -175,9 +194,20 @@ def test_refusals_of_dspark(tmp_path: Path, told: dict[str, Any], message: str) 
     [
         ({**config(DFLASH), "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({**config(DFLASH), "architectures": None}, "which token a slot"),
-        (config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "projector_type": "domino"}), "domino"),
-        (config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "selector_rank": 64}), "DFlash 2"),
-        (config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "input_embedding_scale": 2.0}), "scaled"),
+        (
+            config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "projector_type": "domino"}),
+            "domino",
+        ),
+        (
+            config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "selector_rank": 64}),
+            "DFlash 2",
+        ),
+        (
+            config(
+                DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "input_embedding_scale": 2.0}
+            ),
+            "scaled",
+        ),
     ],
 )
 def test_refusals_of_dflash(tmp_path: Path, told: dict[str, Any], message: str) -> None:

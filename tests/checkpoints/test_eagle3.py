@@ -1,6 +1,8 @@
-"""EAGLE-3 heads: every published form becomes the same head of ours, and whatever would have to be guessed is refused.
+"""EAGLE-3 heads: every published form becomes the same head of ours, and whatever would have to be
+guessed is refused.
 
-The names of the published tensors are written out here, so that a swapped pair in the code's own tables is noticed.
+The names of the published tensors are written out here, so that a swapped pair in the code's own
+tables is noticed.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from published import (
 
 @pytest.mark.parametrize("form", FORMS)
 def test_names_are_paired_right(tmp_path: Path, form: str) -> None:
-    """Guards against two tensors of one shape whose names are swapped, which no round trip notices, and against lost or added tensors."""
+    """Guards against two tensors of one shape whose names are swapped, which no round trip notices,
+    and against lost or added tensors."""
     config, held = FORMS[form]()
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
     pairs = AROUND | {f"{layer}.{theirs}": mine for theirs, mine in IN_THE_LAYER.items()}
@@ -67,7 +70,8 @@ def test_names_are_paired_right(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_left_out(tmp_path: Path, form: str) -> None:
-    """Guards against wrong defaults: what a published config does not say has the meaning that its readers' code gives it."""
+    """Guards against wrong defaults: what a published config does not say has the meaning that its
+    readers' code gives it."""
     head = modelopt(eagle_config=None) if form == "modelopt" else FORMS[form]()
     config = read(tmp_path, head).config
     assert config == {
@@ -84,7 +88,12 @@ def formats() -> dict[str, Any]:
     return {name: importlib.import_module(f"eyas.checkpoints.{name}") for name in found}
 
 
-EAGLE1 = ["fc.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.0.post_attention_layernorm.weight"]
+EAGLE1 = [
+    "fc.weight",
+    "embed_tokens.weight",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+]
 
 
 @pytest.mark.parametrize(
@@ -98,16 +107,22 @@ EAGLE1 = ["fc.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight"
         (LAYER | {"architectures": ["LlamaForCausalLM"]}, EAGLE1, ["safeailab"]),
         (LAYER, EAGLE1, ["safeailab"]),
         (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators"]),
-        (LAYER | {"architectures": ["LlamaForCausalLM"]}, ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"], []),
+        (
+            LAYER | {"architectures": ["LlamaForCausalLM"]},
+            ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"],
+            [],
+        ),
     ],
 )
 def test_one_format_recognises_each_head(config: dict[str, Any], names: Any, expected: list[str]) -> None:
-    """Guards against a head that two formats claim, so that the order of the files would decide how it is read."""
+    """Guards against a head that two formats claim, so that the order of the files would decide how
+    it is read."""
     assert [name for name, form in formats().items() if form.recognises(config, list(names))] == expected
 
 
 def test_one_format_writes_each_method() -> None:
-    """Guards against two files that would both write the heads of a method, and against a reader that is asked to write."""
+    """Guards against two files that would both write the heads of a method, and against a reader
+    that is asked to write."""
     writers = [(method, name) for name, form in formats().items() for method in form.METHODS]
     assert len(dict(writers)) == len(writers)
     assert {("eagle1", "safeailab"), ("eagle3", "safeailab3")} <= set(writers)
@@ -139,7 +154,8 @@ TOP = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
     ],
 )
 def test_layer_ids_become_inputs(tmp_path: Path, head: Head, layers: tuple[int, ...], meaning: str) -> None:
-    """Guards against features that are off by one layer: the head still runs, and accepts a tenth instead of a half."""
+    """Guards against features that are off by one layer: the head still runs, and accepts a tenth
+    instead of a half."""
     config = read(tmp_path, head).config
     assert config["feature_layers"] == layers
     assert config["layer_ids_as_published"] == {"ids": [1, 5, 9], "meaning": meaning}
@@ -157,7 +173,9 @@ def test_layers_added_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [specforge, vllm])
 def test_other_numbers_of_features(tmp_path: Path, form: Any) -> None:
     """Guards against three features where a head was trained on another number of them."""
-    weights = read(tmp_path, form(**inner([0, 3, 5, 7]), num_aux_hidden_states=4), **{"fc.weight": torch.randn(D, 4 * D)})
+    weights = read(
+        tmp_path, form(**inner([0, 3, 5, 7]), num_aux_hidden_states=4), **{"fc.weight": torch.randn(D, 4 * D)}
+    )
     assert weights.config["num_features"] == 4
     refused(tmp_path, form(**inner([0, 3, 5, 7])), r"fc\.weight is \[8, 24\] and should be \[8, 32\]")
 
@@ -165,7 +183,10 @@ def test_other_numbers_of_features(tmp_path: Path, form: Any) -> None:
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        (safeailab(**TOP), r'add "eyas": {"layer_ids": "input"} \(hidden_states\[1\]\) or {"layer_ids": "output"} \(hidden_states\[2\]\)'),
+        (
+            safeailab(**TOP),
+            r'add "eyas": {"layer_ids": "input"} \(hidden_states\[1\]\) or {"layer_ids": "output"} \(hidden_states\[2\]\)',
+        ),
         (safeailab(**inner([1, 5, 9])), "does not tell whether they mean the input or the output"),
         (specforge(**TOP), "does not tell whether they mean the input or the output"),
         (vllm(**inner([1, 5, 8]), **TOP), r"\[1, 5, 9\], and \[1, 5, 8\] in its eagle_config: remove the wrong one"),
@@ -175,9 +196,15 @@ def test_other_numbers_of_features(tmp_path: Path, form: Any) -> None:
         (specforge(**inner([1, 5, True])), "whole numbers from 0 on"),
         (specforge(**inner([])), r"layer ids \[\]; they must"),
         (vllm(**inner("1,5,9")), "layer ids '1,5,9'; they must"),
-        (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "outputs"}), "eyas.layer_ids 'outputs'; it must be input or output"),
+        (
+            specforge(**inner([1, 5, 9]), eyas={"layer_ids": "outputs"}),
+            "eyas.layer_ids 'outputs'; it must be input or output",
+        ),
         (specforge(eyas={"feature_layers": [1, 5, 9]}), 'say what they mean: "layer_ids": "input" or "output"'),
-        (specforge(**inner([1, 5, 9]), eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}), "has layer ids twice"),
+        (
+            specforge(**inner([1, 5, 9]), eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}),
+            "has layer ids twice",
+        ),
         (
             specforge(num_aux_hidden_states=5),
             "num_aux_hidden_states 5 and names 3 layers .* name all of them under eagle_config.eagle_aux_",
@@ -194,10 +221,22 @@ def test_layer_ids_that_would_be_guessed(tmp_path: Path, head: Head, says: str) 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_maps_that_disagree(tmp_path: Path, form: str) -> None:
-    """Guards against draft tokens that mean another token, one place off or altogether, which only acceptance would show."""
+    """Guards against draft tokens that mean another token, one place off or altogether, which only
+    acceptance would show."""
     head = FORMS[form]()
-    refused(tmp_path, head, "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 0 is in one", d2t=maps()["d2t"] + 1, t2d=maps()["t2d"])
-    refused(tmp_path, head, "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 9 is in one", t2d=maps([0, 3, 4, 10, 11, 17, 18])["t2d"])
+    refused(
+        tmp_path,
+        head,
+        "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 0 is in one",
+        d2t=maps()["d2t"] + 1,
+        t2d=maps()["t2d"],
+    )
+    refused(
+        tmp_path,
+        head,
+        "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 9 is in one",
+        t2d=maps([0, 3, 4, 10, 11, 17, 18])["t2d"],
+    )
     refused(tmp_path, head, "d2t and t2d disagree: 7 ids by d2t, 6 by t2d, and id 18", t2d=maps(IDS[:-1])["t2d"])
     refused(tmp_path, head, "d2t holds the target's ids themselves", d2t=torch.tensor(IDS), t2d=maps()["t2d"])
 
@@ -217,7 +256,8 @@ def test_maps_that_disagree(tmp_path: Path, form: str) -> None:
     ],
 )
 def test_broken_maps(tmp_path: Path, held: dict[str, Any], says: str) -> None:
-    """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to compare with."""
+    """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to
+    compare with."""
     refused(tmp_path, vllm(), says, **{"t2d": None, **held})
 
 
@@ -230,10 +270,14 @@ def test_short_integers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_whole_vocabulary(tmp_path: Path, form: str) -> None:
-    """Guards against maps demanded where there is nothing to map, and against maps that then say something after all."""
+    """Guards against maps demanded where there is nothing to map, and against maps that then say
+    something after all."""
     config, held = FORMS[form]()
     for size in (V, None):
-        whole: Head = ({**config, "draft_vocab_size": size}, {**without(held, "d2t", "t2d"), "lm_head.weight": torch.randn(V, D)})
+        whole: Head = (
+            {**config, "draft_vocab_size": size},
+            {**without(held, "d2t", "t2d"), "lm_head.weight": torch.randn(V, D)},
+        )
         weights = read(tmp_path, whole)
         assert "draft_ids" not in weights.tensors
         assert weights.config["draft_vocab_size"] == V
@@ -247,7 +291,8 @@ def test_the_whole_vocabulary(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["specforge", "modelopt", "vllm", "speculators"])
 def test_the_head_of_the_target(tmp_path: Path, form: str) -> None:
-    """Guards against a head without lm_head that is refused, or taken for broken, where its readers use the target's."""
+    """Guards against a head without lm_head that is refused, or taken for broken, where its readers
+    use the target's."""
     config, held = FORMS[form]()
     whole: Head = ({**config, "draft_vocab_size": None}, without(held, "d2t", "t2d", "lm_head.weight"))
     weights = read(tmp_path, whole)
@@ -255,12 +300,15 @@ def test_the_head_of_the_target(tmp_path: Path, form: str) -> None:
     assert "head.weight" not in weights.tensors
     refused(tmp_path, (config, held), r"missing lm_head\.weight \[7, 8\]", **{"lm_head.weight": None})
     wide = {**whole[0], "target_hidden_size": 10}
-    said = refused(tmp_path, (wide, whole[1]), r"missing lm_head\.weight \[20, 8\]", **{"fc.weight": torch.randn(D, 30)})
+    said = refused(
+        tmp_path, (wide, whole[1]), r"missing lm_head\.weight \[20, 8\]", **{"fc.weight": torch.randn(D, 30)}
+    )
     assert ("missing embed_tokens" in said) == (form != "speculators")
 
 
 def test_the_reference_has_a_head_of_its_own(tmp_path: Path) -> None:
-    """Guards against a truncated SafeAILab head that is run with the target's head, which it was never trained with."""
+    """Guards against a truncated SafeAILab head that is run with the target's head, which it was
+    never trained with."""
     config, held = safeailab(draft_vocab_size=V)
     refused(tmp_path, (config, without(held, "d2t", "t2d", "lm_head.weight")), r"missing lm_head\.weight \[20, 8\]")
     refused(tmp_path, safeailab(), r"missing t2d \[20\]", t2d=None)
@@ -294,27 +342,35 @@ def test_settings_in_eagle_config(tmp_path: Path) -> None:
     weights = read(tmp_path, modelopt(**inner([1, 5, 9], norm_before_fc=True)), **{"input_norm.weight": NORM})
     assert weights.config["norm_before_fc"] is True
     refused(
-        tmp_path, modelopt(norm_before_fc=False, **inner([1], norm_before_fc=True)), "norm_before_fc False, and True in its eagle_config"
+        tmp_path,
+        modelopt(norm_before_fc=False, **inner([1], norm_before_fc=True)),
+        "norm_before_fc False, and True in its eagle_config",
     )
 
 
 def test_older_names(tmp_path: Path) -> None:
-    """Guards against the older names of three norms, and against names that another trainer prefixes, both of which SGLang reads."""
+    """Guards against the older names of three norms, and against names that another trainer
+    prefixes, both of which SGLang reads."""
     weights = read(tmp_path, specforge(use_aux_norm=True), **AUX)
     assert all(torch.equal(weights.tensors[name], norm) for name, norm in NORMS.items())
     config, held = specforge()
-    prefixed = {name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}": tensor for name, tensor in held.items()}
+    prefixed = {
+        name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}": tensor for name, tensor in held.items()
+    }
     prefixed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in prefixed.items()}
     assert same(read(tmp_path, (config, prefixed)).tensors, read(tmp_path, (config, held)).tensors)
     refused(tmp_path, (config, held), r"holds norm\.weight under two names", **{"model.norm.weight": torch.ones(D)})
 
 
 def test_what_is_carried(tmp_path: Path) -> None:
-    """Guards against a state fed back normed to a head that was trained on the raw one, or the other way round."""
+    """Guards against a state fed back normed to a head that was trained on the raw one, or the
+    other way round."""
     said = refused(tmp_path, specforge(norm_output=True), "norm_output, which has two meanings")
     assert '"eyas": {"carries": "raw"} or {"carries": "normed"}' in said
     refused(tmp_path, modelopt(**inner([1, 5, 9], norm_output=True)), "norm_output, which has two meanings")
-    refused(tmp_path, specforge(norm_output=True, eyas={"carries": "both"}), "eyas.carries 'both'; it must be raw or normed")
+    refused(
+        tmp_path, specforge(norm_output=True, eyas={"carries": "both"}), "eyas.carries 'both'; it must be raw or normed"
+    )
     for carries in ("raw", "normed"):
         assert read(tmp_path, specforge(norm_output=True, eyas={"carries": carries})).config["carries"] == carries
         assert read(tmp_path, safeailab(norm_output=True, eyas={"carries": carries})).config["carries"] == carries
@@ -325,7 +381,8 @@ def test_what_is_carried(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_biases_follow_the_tensors(tmp_path: Path, form: str) -> None:
-    """Guards against fc's bias being taken for granted, as for EAGLE-1, and against one that a config denies."""
+    """Guards against fc's bias being taken for granted, as for EAGLE-1, and against one that a
+    config denies."""
     config, held = FORMS[form]()
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
     inside = {f"{layer}.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))}
@@ -335,14 +392,25 @@ def test_biases_follow_the_tensors(tmp_path: Path, form: str) -> None:
     assert both.config["fc_bias"] is both.config["qkv_bias"] is True
     assert torch.equal(both.tensors["layer.attention.k.bias"], inside[f"{layer}.self_attn.k_proj.bias"])
     assert torch.equal(both.tensors["layer.attention.v.bias"], inside[f"{layer}.self_attn.v_proj.bias"])
-    refused(tmp_path, silent, rf"missing {layer}\.self_attn\.v_proj\.bias", **{**inside, f"{layer}.self_attn.v_proj.bias": None})
-    refused(tmp_path, silent, rf"unexpected {layer}\.self_attn\.o_proj\.bias", **{f"{layer}.self_attn.o_proj.bias": torch.randn(D)})
+    refused(
+        tmp_path,
+        silent,
+        rf"missing {layer}\.self_attn\.v_proj\.bias",
+        **{**inside, f"{layer}.self_attn.v_proj.bias": None},
+    )
+    refused(
+        tmp_path,
+        silent,
+        rf"unexpected {layer}\.self_attn\.o_proj\.bias",
+        **{f"{layer}.self_attn.o_proj.bias": torch.randn(D)},
+    )
     if form != "speculators":
         refused(tmp_path, ({**config, "bias": False}, held), r"unexpected fc\.bias", **{"fc.bias": torch.randn(D)})
 
 
 def test_claims_of_biases(tmp_path: Path) -> None:
-    """Guards against running a head without a bias that its config has; the reference's own code does not look at these keys."""
+    """Guards against running a head without a bias that its config has; the reference's own code
+    does not look at these keys."""
     for form in (specforge, modelopt, vllm):
         refused(tmp_path, form(bias=True), r"missing fc\.bias")
         refused(tmp_path, form(attention_bias=True), r"missing .*self_attn\.q_proj\.bias")
@@ -351,13 +419,24 @@ def test_claims_of_biases(tmp_path: Path) -> None:
 
 
 def test_a_wider_target(tmp_path: Path) -> None:
-    """Guards against widths of the head where the target's are meant; then the head needs an embedding of its own."""
+    """Guards against widths of the head where the target's are meant; then the head needs an
+    embedding of its own."""
     table = {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 3 * 10)}
     for form in (safeailab, specforge, modelopt, vllm, speculators):
         weights = read(tmp_path, form(target_hidden_size=10), **table)
         assert weights.config["target_hidden_size"] == 10
-        refused(tmp_path, form(target_hidden_size=10), r"missing embed_tokens\.weight", **{**table, "embed_tokens.weight": None})
-    wide = read(tmp_path, vllm(target_hidden_size=10, fc_norm=True), **table, **{f"fc_norm.{i}.weight": torch.randn(10) for i in range(3)})
+        refused(
+            tmp_path,
+            form(target_hidden_size=10),
+            r"missing embed_tokens\.weight",
+            **{**table, "embed_tokens.weight": None},
+        )
+    wide = read(
+        tmp_path,
+        vllm(target_hidden_size=10, fc_norm=True),
+        **table,
+        **{f"fc_norm.{i}.weight": torch.randn(10) for i in range(3)},
+    )
     assert wide.tensors["fc_norm.1.weight"].shape == (10,)
 
 
@@ -373,7 +452,8 @@ def test_a_wider_target(tmp_path: Path) -> None:
     ],
 )
 def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: Any) -> None:
-    """Guards against a RoPE of another base or scaling than the head was trained with: it loads, and accepts less."""
+    """Guards against a RoPE of another base or scaling than the head was trained with: it loads,
+    and accepts less."""
     for head in (safeailab(**changes), specforge(**changes), vllm(**changes), speculators(layer=changes)):
         config = read(tmp_path, head).config
         assert config["rope_theta"] == theta
@@ -381,51 +461,103 @@ def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: An
 
 
 REFUSED: dict[str, tuple[Head, str]] = {
-    "two_bases": (specforge(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}), "more than one rope_theta, 10000.0 and 1000000.0"),
+    "two_bases": (
+        specforge(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}),
+        "more than one rope_theta, 10000.0 and 1000000.0",
+    ),
     "two_scalings": (vllm(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "contradict each other"),
-    "yarn": (modelopt(rope_scaling={"type": "yarn", "factor": 32}), 'ModelOpt writes it by default .* set "rope_scaling" to null'),
-    "yarn_elsewhere": (vllm(rope_scaling={"rope_type": "yarn", "factor": 32}), "type 'yarn'; known here: default, llama3"),
-    "mtp_norms": (modelopt(**inner([1, 5, 9], use_mtp_layernorm=True)), "use_mtp_layernorm True: the head has the norms of multi-token"),
-    "parallel": (modelopt(**inner([1, 5, 9], parallel_draft_step=4)), "parallel_draft_step 4: several tokens are drafted at once"),
+    "yarn": (
+        modelopt(rope_scaling={"type": "yarn", "factor": 32}),
+        'ModelOpt writes it by default .* set "rope_scaling" to null',
+    ),
+    "yarn_elsewhere": (
+        vllm(rope_scaling={"rope_type": "yarn", "factor": 32}),
+        "type 'yarn'; known here: default, llama3",
+    ),
+    "mtp_norms": (
+        modelopt(**inner([1, 5, 9], use_mtp_layernorm=True)),
+        "use_mtp_layernorm True: the head has the norms of multi-token",
+    ),
+    "parallel": (
+        modelopt(**inner([1, 5, 9], parallel_draft_step=4)),
+        "parallel_draft_step 4: several tokens are drafted at once",
+    ),
     "irregular": (modelopt(**inner([1, 5, 9], next_layer_regular=False)), "next_layer_regular False"),
-    "no_first_norm": (modelopt(**inner([1, 5, 9], use_input_layernorm_in_first_layer=False)), "has no norm over the embedding"),
+    "no_first_norm": (
+        modelopt(**inner([1, 5, 9], use_input_layernorm_in_first_layer=False)),
+        "has no norm over the embedding",
+    ),
     "no_last_norm": (modelopt(**inner([1, 5, 9], use_last_layernorm=False)), "nothing is normed before lm_head"),
-    "one_feature": (modelopt(**inner(None, use_aux_hidden_state=False)), "use_aux_hidden_state False: the head reads the target's last"),
-    "unknown_in_eagle_config": (modelopt(**inner([1, 5, 9], gate="tanh")), "eagle_config.gate 'tanh', which is not known here"),
+    "one_feature": (
+        modelopt(**inner(None, use_aux_hidden_state=False)),
+        "use_aux_hidden_state False: the head reads the target's last",
+    ),
+    "unknown_in_eagle_config": (
+        modelopt(**inner([1, 5, 9], gate="tanh")),
+        "eagle_config.gate 'tanh', which is not known here",
+    ),
     "unknown_norm": (specforge(use_qk_norm=True), "use_qk_norm true, which is not known here"),
     "unknown_norm_speculators": (speculators(norm_features=True), "norm_features true, which is not known here"),
     "parallel_speculators": (speculators(parallel_drafting=True), "parallel_drafting True"),
     "mlp_bias": (vllm(mlp_bias=True), "mlp_bias True: the MLP has biases"),
     "logit_scale": (vllm(logit_scale=0.5), "logit_scale 0.5: the logits are scaled"),
-    "quantised": (specforge(quantization_config={"quant_method": "fp8"}), "has a quantization_config: quantised heads are not read"),
+    "quantised": (
+        specforge(quantization_config={"quant_method": "fp8"}),
+        "has a quantization_config: quantised heads are not read",
+    ),
     "act": (vllm(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
-    "dflash": (speculators(speculators_model_type="dflash"), "speculators type 'dflash'; .* of types 'eagle3' and 'peagle' are read"),
+    "dflash": (
+        speculators(speculators_model_type="dflash"),
+        "speculators type 'dflash'; .* of types 'eagle3' and 'peagle' are read",
+    ),
     "mtp": (speculators(speculators_model_type="mtp"), "type 'mtp'"),
-    "qwen_layer": (speculators(layer={"model_type": "qwen3"}), "of model_type 'qwen3'; heads with a 'llama' layer are read"),
+    "qwen_layer": (
+        speculators(layer={"model_type": "qwen3"}),
+        "of model_type 'qwen3'; heads with a 'llama' layer are read",
+    ),
     "no_layer": (speculators(transformer_layer_config=None), "has no transformer_layer_config"),
-    "norm_before_residual": (speculators(norm_before_residual=None), "speculators takes for false and vLLM for true; say which by adding"),
-    "deepseek": (safeailab(architectures=["Eagle3DeepseekV2ForCausalLM"]), r"\['Eagle3DeepseekV2ForCausalLM'\], an EAGLE-3 head of a kind"),
-    "gpt_oss": (safeailab(architectures=["GptOssForCausalLMEagle3"]), "GptOssForCausalLMEagle3.* of a kind that is not read"),
+    "norm_before_residual": (
+        speculators(norm_before_residual=None),
+        "speculators takes for false and vLLM for true; say which by adding",
+    ),
+    "deepseek": (
+        safeailab(architectures=["Eagle3DeepseekV2ForCausalLM"]),
+        r"\['Eagle3DeepseekV2ForCausalLM'\], an EAGLE-3 head of a kind",
+    ),
+    "gpt_oss": (
+        safeailab(architectures=["GptOssForCausalLMEagle3"]),
+        "GptOssForCausalLMEagle3.* of a kind that is not read",
+    ),
     "flags_of_others": (safeailab(fc_norm=True), r'fc_norm, which this form .* name the writer.s: "architectures"'),
     "norm_output_alone": (safeailab(norm_output=True), "norm_output, which this form of EAGLE-3 heads does not know"),
-    "layer_of_others": ((safeailab()[0], tensors("layers.0")), r"is layers\.0, and midlayer in this form; name the writer.s"),
+    "layer_of_others": (
+        (safeailab()[0], tensors("layers.0")),
+        r"is layers\.0, and midlayer in this form; name the writer.s",
+    ),
     "no_size": (vllm(hidden_size=None), "has no hidden_size"),
     "bad_size": (vllm(target_hidden_size="10"), "target_hidden_size '10'; it must be a whole number"),
     "bad_flag": (vllm(fc_norm="yes"), "fc_norm 'yes'; it must be true or false"),
-    "head_of_the_target": (safeailab(eyas={"head": "target"}), "names another vocabulary or hidden size than the target's"),
+    "head_of_the_target": (
+        safeailab(eyas={"head": "target"}),
+        "names another vocabulary or hidden size than the target's",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(tmp_path: Path, case: str) -> None:
-    """Guards against running a head as something that it is not: what is not served is named, with what to do about it."""
+    """Guards against running a head as something that it is not: what is not served is named, with
+    what to do about it."""
     refused(tmp_path, *REFUSED[case])
 
 
 def test_windows(tmp_path: Path) -> None:
-    """Guards the window that a head's layer was trained with, as speculators does by default; one that is off, or longer than the head was
-    trained for, is none."""
-    assert read(tmp_path, speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 64})).config["window"] == 64
+    """Guards the window that a head's layer was trained with, as speculators does by default; one
+    that is off, or longer than the head was trained for, is none."""
+    assert (
+        read(tmp_path, speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 64})).config["window"]
+        == 64
+    )
     assert read(tmp_path, vllm(use_sliding_window=True, sliding_window=64)).config["window"] == 64
     for published in (
         specforge(sliding_window=64, use_sliding_window=False),
@@ -438,10 +570,15 @@ def test_windows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
-    """Guards against a head that loads in part (elsewhere the rest would silently be random), and errors that come one at a time."""
+    """Guards against a head that loads in part (elsewhere the rest would silently be random), and
+    errors that come one at a time."""
     config, held = FORMS[form]()
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
-    changed = {f"{layer}.mlp.up_proj.weight": torch.zeros(3, 8), f"{layer}.hidden_norm.weight": None, "state": torch.zeros(1, 24)}
+    changed = {
+        f"{layer}.mlp.up_proj.weight": torch.zeros(3, 8),
+        f"{layer}.hidden_norm.weight": None,
+        "state": torch.zeros(1, 24),
+    }
     said = refused(tmp_path, (config, held), "EAGLE-3 head are not what config.json says", **changed)
     for part in (
         f"missing {layer}.hidden_norm.weight [8]",
@@ -453,8 +590,16 @@ def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
     refused(tmp_path, (config, held), r"q_proj\.weight is \[8, 8\] and should be \[8, 16\]", **narrow)
     more = {f"{layer.replace('midlayer', 'layers.0')[:-1]}1.mlp.up_proj.weight": torch.zeros(12, 8)}
     one = r"has one layer, .*; this file has layers\.(0, layers\.)?1"
-    refused(tmp_path, (config, held), one if form in ("safeailab3", "specforge", "modelopt") else r"num_hidden_layers 40.*2 layers", **more)
-    quantised = {"norm.weight": torch.zeros(8, dtype=torch.int8), "fc.weight": torch.zeros(D, 3 * D).to(torch.float8_e4m3fn)}
+    refused(
+        tmp_path,
+        (config, held),
+        one if form in ("safeailab3", "specforge", "modelopt") else r"num_hidden_layers 40.*2 layers",
+        **more,
+    )
+    quantised = {
+        "norm.weight": torch.zeros(8, dtype=torch.int8),
+        "fc.weight": torch.zeros(D, 3 * D).to(torch.float8_e4m3fn),
+    }
     refused(tmp_path, (config, held), r"fc\.weight \(torch\.float8_e4m3fn\).*quantised heads", **quantised)
 
 
@@ -463,8 +608,8 @@ def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_several_layers(tmp_path: Path, form: str) -> None:
-    """Guards against layers that are lost, swapped or paired wrongly, reading and writing; and against hidden_norm, which vLLM does not
-    use, in place of input_layernorm."""
+    """Guards against layers that are lost, swapped or paired wrongly, reading and writing; and
+    against hidden_norm, which vLLM does not use, in place of input_layernorm."""
     config, held = deep(form)
     weights = read(tmp_path / "a", (config, held))
     assert weights.config["layers"] == 3
@@ -473,7 +618,10 @@ def test_several_layers(tmp_path: Path, form: str) -> None:
         pairs = {name: mine.replace("layer.", f"later.{number - 1}.", 1) for name, mine in inside.items()}
         for theirs, mine in {**pairs, "input_layernorm.weight": f"later.{number - 1}.input_norm.weight"}.items():
             assert torch.equal(weights.tensors[mine], held[f"layers.{number}.{theirs}"]), mine
-    assert not any(name.startswith("later.2") or name.endswith("hidden_norm.weight") for name in weights.tensors.keys() - {AROUND_NORM})
+    assert not any(
+        name.startswith("later.2") or name.endswith("hidden_norm.weight")
+        for name in weights.tensors.keys() - {AROUND_NORM}
+    )
     save(weights, tmp_path / "b")
     again = load(tmp_path / "b")
     assert same(again.tensors, weights.tensors)
@@ -486,17 +634,30 @@ AROUND_NORM = "layer.hidden_norm.weight"
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_faults_of_several_layers(tmp_path: Path, form: str) -> None:
-    """Guards against a head that runs without one of its layers, and against windows that a part of the layers has."""
+    """Guards against a head that runs without one of its layers, and against windows that a part of
+    the layers has."""
     config, held = deep(form)
     without_second = {name: None for name in held if name.startswith("layers.1.")}
-    refused(tmp_path, (deep(form, 2)[0], held), r"numbered without gaps; this file has layers\.0, layers\.2", **without_second)
+    refused(
+        tmp_path,
+        (deep(form, 2)[0], held),
+        r"numbered without gaps; this file has layers\.0, layers\.2",
+        **without_second,
+    )
     refused(tmp_path, (deep(form, 2)[0], held), "num_hidden_layers 2, and the file holds 3 layers")
-    refused(tmp_path, (config, held), r"missing layers\.2\.input_layernorm\.weight", **{"layers.2.input_layernorm.weight": None})
+    refused(
+        tmp_path,
+        (config, held),
+        r"missing layers\.2\.input_layernorm\.weight",
+        **{"layers.2.input_layernorm.weight": None},
+    )
     mixed = deep(form, layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=8)
     refused(tmp_path, mixed, "whose layers all are of one type")
     assert read(tmp_path, deep(form, layer_types=["sliding_attention"] * 3, sliding_window=8)).config["window"] == 8
     if form == "speculators":
-        refused(tmp_path, (config, held), r"unexpected layers\.1\.hidden_norm", **{"layers.1.hidden_norm.weight": NORM[:D]})
+        refused(
+            tmp_path, (config, held), r"unexpected layers\.1\.hidden_norm", **{"layers.1.hidden_norm.weight": NORM[:D]}
+        )
 
 
 @pytest.mark.parametrize("form", ["specforge", "modelopt", "safeailab3"])
@@ -511,9 +672,15 @@ def test_several_layers_that_could_mean_two_nets(tmp_path: Path, form: str) -> N
 WRITTEN: dict[str, tuple[Head, dict[str, Tensor]]] = {
     "plain": (safeailab(), {}),
     "whole": ((safeailab(draft_vocab_size=V)[0], tensors(vocab=V)), {}),
-    "embedding": (safeailab(rope_theta=5e5, rope_scaling=LLAMA3, head_dim=2), {"embed_tokens.weight": torch.randn(V, D)}),
+    "embedding": (
+        safeailab(rope_theta=5e5, rope_scaling=LLAMA3, head_dim=2),
+        {"embed_tokens.weight": torch.randn(V, D)},
+    ),
     "recorded": (safeailab(eyas={"method": "eagle3", "training": {"steps": 3}}), {}),
-    "wider": (safeailab(target_hidden_size=10), {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 30)}),
+    "wider": (
+        safeailab(target_hidden_size=10),
+        {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 30)},
+    ),
     "layers": (specforge(**inner([1, 5, 9]), eyas={"method": "eagle3"}), {}),
     "added_layers": (specforge(eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}), {}),
     "modelopt": (modelopt(), {}),
@@ -522,7 +689,10 @@ WRITTEN: dict[str, tuple[Head, dict[str, Tensor]]] = {
     "five": (vllm(**inner([0, 2, 4, 6, 8])), {"fc.weight": torch.randn(D, 40)}),
     "residual": (vllm(norm_before_residual=True), {}),
     "fc_bias": (vllm(), {"fc.bias": torch.randn(D)}),
-    "qkv_bias": (vllm(), {f"layers.0.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))}),
+    "qkv_bias": (
+        vllm(),
+        {f"layers.0.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))},
+    ),
     "speculators": (speculators(norm_before_residual=True, fc_norm=True, norm_output=True), NORMS),
     "no_head": (vllm(draft_vocab_size=None), {"d2t": None, "t2d": None, "lm_head.weight": None}),  # type: ignore[dict-item]
 }
@@ -532,7 +702,8 @@ PLAIN = {"plain", "whole", "embedding", "recorded", "wider"}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", WRITTEN)
 def test_round_trip(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
-    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing, whatever form it came in."""
+    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and
+    writing, whatever form it came in."""
     (config, held), more = WRITTEN[case]
     all_of_it = {name: tensor for name, tensor in {**held, **more}.items() if tensor is not None}
     all_of_it = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in all_of_it.items()}
@@ -553,14 +724,16 @@ def test_round_trip(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
 def test_others_read_it_or_stop(tmp_path: Path, case: str) -> None:
     """Guards against a head of ours that others run as what it is not.
 
-    SGLang and vLLM go by the architecture; the authors' code does not, ignores unknown keys and tensors, and needs draft_vocab_size.
+    SGLang and vLLM go by the architecture; the authors' code does not, ignores unknown keys and
+    tensors, and needs draft_vocab_size.
     """
     head, more = WRITTEN[case]
     save(read(tmp_path / "a", head, **more), tmp_path / "b")
     written = json.loads((tmp_path / "b" / "config.json").read_text())
     names = load_file(tmp_path / "b" / "model.safetensors").keys()
     assert not any(name.startswith("layers.") for name in names)
-    assert ("target_hidden_size" in written) == (case == "wider")  # where it stands, the authors' code does not take the target's embedding
+    # where it stands, the authors' code does not take the target's embedding
+    assert ("target_hidden_size" in written) == (case == "wider")
     if case in PLAIN:
         assert written["architectures"] == ["LlamaForCausalLM"]
         assert written["draft_vocab_size"] == (V if case == "whole" else len(IDS))
@@ -571,7 +744,8 @@ def test_others_read_it_or_stop(tmp_path: Path, case: str) -> None:
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    """Guards against a config.json that readers of the published form misread, and against a record that is lost or mixed up."""
+    """Guards against a config.json that readers of the published form misread, and against a record
+    that is lost or mixed up."""
     save(read(tmp_path / "a", safeailab()), tmp_path / "b")
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == {
         **LAYER, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "head_dim": WIDTH, "rope_theta": 1e4,
@@ -592,10 +766,22 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_net_may_leave_out_what_is_usual(tmp_path: Path) -> None:
-    """Guards against a writer that demands every key of a trainer, or takes an absent one for something unusual."""
+    """Guards against a writer that demands every key of a trainer, or takes an absent one for
+    something unusual."""
     first = read(tmp_path / "a", safeailab())
-    usual = ("target_hidden_size", "num_features", "layer_ids_as_published", "norm_before_fc", "fc_norm", "norm_before_residual", "carries")
-    save(Weights("eagle3", without(first.config, *usual, "feature_layers", "head"), first.tensors, "memory"), tmp_path / "b")
+    usual = (
+        "target_hidden_size",
+        "num_features",
+        "layer_ids_as_published",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_before_residual",
+        "carries",
+    )
+    save(
+        Weights("eagle3", without(first.config, *usual, "feature_layers", "head"), first.tensors, "memory"),
+        tmp_path / "b",
+    )
     assert load(tmp_path / "b").config == first.config
 
 
@@ -611,7 +797,9 @@ def test_faults_of_ours(tmp_path: Path) -> None:
     ):
         with pytest.raises(AssertionError, match=says):
             save(Weights("eagle3", first.config, {**first.tensors, **held}, "memory"), tmp_path / "b")
-    wide = Weights("eagle3", {**first.config, "num_features": 4}, {**first.tensors, "fc.weight": torch.zeros(D, 4 * D)}, "memory")
+    wide = Weights(
+        "eagle3", {**first.config, "num_features": 4}, {**first.tensors, "fc.weight": torch.zeros(D, 4 * D)}, "memory"
+    )
     with pytest.raises(AssertionError, match="need feature_layers"):
         save(wide, tmp_path / "b")
     assert not (tmp_path / "b").exists()
@@ -623,7 +811,8 @@ def test_faults_of_ours(tmp_path: Path) -> None:
 @needs_golden
 @pytest.mark.parametrize("name", ["head_eagle3_b", "head_eagle3_b_fullvocab"])
 def test_golden_heads(name: str, tmp_path: Path) -> None:
-    """Guards against reading the published files otherwise than their authors wrote them, .bin and .safetensors alike."""
+    """Guards against reading the published files otherwise than their authors wrote them, .bin and
+    .safetensors alike."""
     safe = golden_head(name, tmp_path)
     assert safe.config["rope_theta"] == 10000.0  # although the target's is 500000: the head was trained with this one
     assert (safe.config["fc_bias"], safe.config["feature_layers"], safe.config["carries"]) == (False, None, "raw")

@@ -1,4 +1,5 @@
-"""`eyas export`: what other engines read is read by eyas again, as the same head; what they would compute otherwise is refused.
+"""`eyas export`: what other engines read is read by eyas again, as the same head; what they would
+compute otherwise is refused.
 
 The engines themselves read the exports in tests/interop.
 """
@@ -45,7 +46,11 @@ def head_of(target: Target, method: str, **options: Any) -> Weights:
     """A random head of this method, none of whose tensors is zero."""
     made = make(method, target, **options).weights()
     random = torch.Generator().manual_seed(3)
-    noise = {k: 0.1 * torch.randn(v.shape, generator=random) for k, v in made.tensors.items() if v.is_floating_point() and v.ndim == 1}
+    noise = {
+        k: 0.1 * torch.randn(v.shape, generator=random)
+        for k, v in made.tensors.items()
+        if v.is_floating_point() and v.ndim == 1
+    }
     return dataclasses.replace(made, tensors={name: value + noise.get(name, 0) for name, value in made.tensors.items()})
 
 
@@ -55,7 +60,8 @@ def through(head: Weights, name: str, folder: Path, target: ExportTarget) -> Wei
 
 
 def logits(head: Weights, target: Target) -> Tensor:
-    """The predictions of a head's net behind each of a few tokens, and behind its own prediction (EAGLE), by the code that drafts."""
+    """The predictions of a head's net behind each of a few tokens, and behind its own prediction
+    (EAGLE), by the code that drafts."""
     method = find(head.method).load(head, target)
     tokens_N = torch.randint(target.vocab_size, (9,), generator=torch.Generator().manual_seed(5))
     features_NF = target.encode(tokens_N[None], method.train_feature_layers)[0]
@@ -72,7 +78,8 @@ def logits(head: Weights, target: Target) -> Tensor:
 @pytest.mark.quick("peagle-speculators")
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_tiny_heads_come_back(method: str, name: str, tmp_path: Path, target: Target) -> None:
-    """Guards against a tensor or a setting that an export loses, renames or moves by a layer: the engine would draft, and accept little."""
+    """Guards against a tensor or a setting that an export loses, renames or moves by a layer: the
+    engine would draft, and accept little."""
     head = head_of(target, method)
     again = through(head, name, tmp_path / "out", named(target))
     assert again.method == method
@@ -80,8 +87,12 @@ def test_tiny_heads_come_back(method: str, name: str, tmp_path: Path, target: Ta
         assert again.config.get("feature_layers") == head.config.get("feature_layers")
         torch.testing.assert_close(logits(again, target), logits(head, target), rtol=1e-4, atol=1e-4)
     table = again.tensors.pop("embed.weight", None)  # may hold a bias of fc, or what the speculators library misses
-    assert (table is not None) == ((method, name) in (("eagle1", "vllm"), ("eagle3", "speculators"), ("peagle", "speculators")))
-    assert same(again.tensors, {key: value for key, value in head.tensors.items() if key != "fc.bias" or name != "vllm"})
+    assert (table is not None) == (
+        (method, name) in (("eagle1", "vllm"), ("eagle3", "speculators"), ("peagle", "speculators"))
+    )
+    assert same(
+        again.tensors, {key: value for key, value in head.tensors.items() if key != "fc.bias" or name != "vllm"}
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["out"], "a temporary folder stays"
 
 
@@ -125,7 +136,8 @@ def test_settings_of_eagle3(settings: str, name: str, tmp_path: Path, target: Ta
 
 
 def test_a_table_of_tokens_in_every_head_for_openvino(tmp_path: Path, target: Target) -> None:
-    """Bug: optimum-intel's class takes chance numbers for a d2t that the file lacks, and nothing that the head drafts is accepted."""
+    """Bug: optimum-intel's class takes chance numbers for a d2t that the file lacks, and nothing
+    that the head drafts is accepted."""
     for size, ids in ((0, list(range(target.vocab_size))), (40, None)):
         head = head_of(target, "eagle3", **({"head.draft_vocab": size} if size else {}))
         through(head, "openvino", tmp_path / str(size), named(target))
@@ -146,7 +158,8 @@ def with_target_head(head: Weights) -> Weights:
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_a_window_and_the_targets_lm_head(name: str, tmp_path: Path, target: Target) -> None:
-    """Guards against a head that drafts over the whole text, or with an lm_head of random numbers, in the other engine."""
+    """Guards against a head that drafts over the whole text, or with an lm_head of random numbers,
+    in the other engine."""
     head = changed(with_target_head(head_of(target, "eagle3")), {"window": 32})
     again = through(head, name, tmp_path / "out", named(target))
     assert (again.config["head"], again.config["window"]) == ("target", 32)
@@ -154,8 +167,9 @@ def test_a_window_and_the_targets_lm_head(name: str, tmp_path: Path, target: Tar
 
 
 def test_ids_and_keys_are_what_the_engines_read(tmp_path: Path, target: Target) -> None:
-    """Guards against ids that only our own readers take back, as both sides of a round trip may be wrong in the same way: SGLang counts
-    outputs under eagle_config, vLLM inputs at the top level, and "bias" must never say what SafeAILab means by it (see docs/export.md)."""
+    """Guards against ids that only our own readers take back, as both sides of a round trip may be
+    wrong in the same way: SGLang counts outputs under eagle_config, vLLM inputs at the top level,
+    and "bias" must never say what SafeAILab means by it (see docs/export.md)."""
     head, bias = head_of(target, "eagle3", **EXPLICIT), head_of(target, "eagle1")
     written = {}
     for one, name in ((head, "sglang"), (head, "vllm"), (head, "speculators"), (bias, "sglang"), (bias, "vllm")):
@@ -201,23 +215,44 @@ def refusals(target: Target) -> dict[str, tuple[Weights, str, ExportTarget, str]
     bias = changed(three, {"fc_bias": True}, **{"fc.bias": torch.ones(D)})
     ablation = head_of(target, "eagle1", **{"head.inputs": "unshifted"})
     rows = {x: three.tensors[f"layer.attention.{x}.weight"].shape[0] for x in "qkv"}
-    qkv = changed(three, {"qkv_bias": True}, **{f"layer.attention.{x}.bias": torch.ones(size) for x, size in rows.items()})
+    qkv = changed(
+        three, {"qkv_bias": True}, **{f"layer.attention.{x}.bias": torch.ones(size) for x, size in rows.items()}
+    )
     found: dict[str, tuple[Weights, str, ExportTarget, str]] = {
         f"bias of fc, {name}": (bias, name, known, "bias of fc") for name in ("vllm", "sglang", "speculators")
     }
-    found |= {f"biases of q, {name}": (qkv, name, known, "biases of q, k and v") for name in ("vllm", "sglang", "speculators")}
-    found |= {f"ablation, {name}": (ablation, name, known, "unshifted inputs") for name in ("vllm", "sglang", "safeailab")}
+    found |= {
+        f"biases of q, {name}": (qkv, name, known, "biases of q, k and v") for name in ("vllm", "sglang", "speculators")
+    }
+    found |= {
+        f"ablation, {name}": (ablation, name, known, "unshifted inputs") for name in ("vllm", "sglang", "safeailab")
+    }
     return found | {
         "the target's lm_head": (with_target_head(three), "speculators", known, "uses the target's lm_head"),
         "residual": (changed(three, {"norm_before_residual": True}), "sglang", known, "norm_before_residual"),
         "own table": (changed(three, **{"embed.weight": table}), "sglang", known, "embedding table of its own"),
         "unknown table": (changed(one, **{"embed.weight": table}), "sglang", unknown, "name the target with --target"),
-        "embeddings as features": (changed(three, {"feature_layers": (0, 2, 3)}), "sglang", known, "names layers by their outputs"),
+        "embeddings as features": (
+            changed(three, {"feature_layers": (0, 2, 3)}),
+            "sglang",
+            known,
+            "names layers by their outputs",
+        ),
         "bias without target": (one, "vllm", unknown, "name the target with --target"),
-        "explicit layers": (head_of(target, "eagle3", **EXPLICIT), "safeailab", known, "no place for what this head needs: feature_layers"),
+        "explicit layers": (
+            head_of(target, "eagle3", **EXPLICIT),
+            "safeailab",
+            known,
+            "no place for what this head needs: feature_layers",
+        ),
         "window": (changed(three, {"window": 32}), "safeailab", known, "sliding window of 32"),
         "no target": (three, "speculators", unknown, "names its target"),
-        "method": (one, "speculators", known, "no format for heads of eagle1; those are exported to safeailab, sglang, vllm"),
+        "method": (
+            one,
+            "speculators",
+            known,
+            "no format for heads of eagle1; those are exported to safeailab, sglang, vllm",
+        ),
         "format": (one, "vlm", known, "no format 'vlm' to export to; did you mean vllm"),
     }
 
@@ -232,11 +267,17 @@ REFUSALS = [
 
 
 @pytest.mark.quick(
-    "method", "ablation, vllm", "bias of fc, speculators", "biases of q, vllm", "biases of q, sglang", "embeddings as features"
+    "method",
+    "ablation, vllm",
+    "bias of fc, speculators",
+    "biases of q, vllm",
+    "biases of q, sglang",
+    "embeddings as features",
 )
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refused_with_the_reason(case: str, tmp_path: Path, target: Target) -> None:
-    """Guards against an export that the engine loads and computes otherwise: without an error there, and with almost no acceptance."""
+    """Guards against an export that the engine loads and computes otherwise: without an error
+    there, and with almost no acceptance."""
     head, name, known, reason = refusals(target)[case]
     with pytest.raises(CheckpointError, match=reason) as caught:
         export(head, name, tmp_path / "out", known)
@@ -245,7 +286,8 @@ def test_refused_with_the_reason(case: str, tmp_path: Path, target: Target) -> N
 
 
 def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
-    """Guards against a folder of the user's that an export replaces, and against a part of one that stays."""
+    """Guards against a folder of the user's that an export replaces, and against a part of one that
+    stays."""
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already, and an export overwrites nothing"):
         export(head_of(target, "eagle1"), "safeailab", tmp_path / "out", ExportTarget())
@@ -261,9 +303,12 @@ def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "name"), [case for case in CASES if case[0] in tiny.HEADS])
 def test_embedded_heads_draft_the_same(method: str, name: str, tmp_path: Path) -> None:
-    """Guards against an export that loads and drafts other tokens. False alarm: the moved bias of EAGLE-1 is rounded to float16 (3e-4),
-    which these texts survive."""
-    options: dict[str, Any] = {"method": {"eagle1": "eagle2"}.get(method, method), "tree": {"nodes": 12, "depth": 4, "branch": 3}}
+    """Guards against an export that loads and drafts other tokens. False alarm: the moved bias of
+    EAGLE-1 is rounded to float16 (3e-4), which these texts survive."""
+    options: dict[str, Any] = {
+        "method": {"eagle1": "eagle2"}.get(method, method),
+        "tree": {"nodes": 12, "depth": 4, "branch": 3},
+    }
     before = eyas.load(draft=tiny.HEADS[method], kernels="off", **options)
     export(load(tiny.HEADS[method]), name, tmp_path / "out", named(before.target))
     after = eyas.load(draft=tmp_path / "out", kernels="off", **options)

@@ -1,4 +1,5 @@
-"""Broken heads: whatever is changed in the files of the embedded heads, they load or are refused in one line, never with a traceback."""
+"""Broken heads: whatever is changed in the files of the embedded heads, they load or are refused in
+one line, never with a traceback."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def first_matrix(tensors: Mapping[str, Tensor]) -> str:
 
 @pytest.mark.slow
 def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the reading of every setting: 3,000 seeded mutants of each config.json are read or refused."""
+    """Guards the reading of every setting: 3,000 seeded mutants of each config.json are read or
+    refused."""
     config, rng, read = json.loads((head / "config.json").read_text()), random.Random(17), 0
     tensors = _weights.read_tensors(head)
     monkeypatch.setattr(_weights, "read_tensors", lambda folder: dict(tensors))
@@ -100,8 +102,9 @@ def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.quick("eagle1")
 def test_weights(head: Path) -> None:
-    """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each safetensors file, in the header and behind
-    it. A changed number cannot be noticed here (the embedded head's checksum is another test)."""
+    """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each
+    safetensors file, in the header and behind it. A changed number cannot be noticed here (the
+    embedded head's checksum is another test)."""
     whole, rng = (head / "model.safetensors").read_bytes(), random.Random(18)
     size = 8 + int.from_bytes(whole[:8], "little")
     whole = whole[: size + 400_000]  # the header with some of the tensors

@@ -1,4 +1,5 @@
-"""Hydra heads on disk: the names are written out here, so that a swapped pair in the code's own table is noticed."""
+"""Hydra heads on disk: the names are written out here, so that a swapped pair in the code's own
+table is noticed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def tensors(arch: str = "mlp", heads: int = 2, blocks: int = 2) -> dict[str, Ten
     sizes: dict[str, tuple[int, ...]] = {}
     for k in range(heads):
         for part in ("linear", "res_connection"):
-            sizes |= {f"hydra_mlp.{k}.{places[0]}.{part}.weight": (D, (k + 2) * D), f"hydra_mlp.{k}.{places[0]}.{part}.bias": (D,)}
+            sizes |= {
+                f"hydra_mlp.{k}.{places[0]}.{part}.weight": (D, (k + 2) * D),
+                f"hydra_mlp.{k}.{places[0]}.{part}.bias": (D,),
+            }
         for place in places[1:]:
             sizes |= {f"hydra_mlp.{k}.{place}.linear.weight": (D, D), f"hydra_mlp.{k}.{place}.linear.bias": (D,)}
         name = f"hydra_lm_head.{k}.1" if arch == "prefix-mlp" else f"hydra_lm_head.{k}"
@@ -43,7 +47,13 @@ def tensors(arch: str = "mlp", heads: int = 2, blocks: int = 2) -> dict[str, Ten
 
 
 def config(arch: str = "mlp", heads: int = 2, blocks: int = 2, **more: Any) -> dict[str, Any]:
-    told = {"hydra_num_heads": heads, "hydra_num_layers": blocks, "hydra_head_arch": arch, "grounded_heads": True, "hidden_state_offset": 0}
+    told = {
+        "hydra_num_heads": heads,
+        "hydra_num_layers": blocks,
+        "hydra_head_arch": arch,
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+    }
     return {**told, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", **more}
 
 
@@ -79,7 +89,10 @@ def test_reading_the_published_names(tmp_path: Path, file: str) -> None:
         "prefix_embeding_layer.layers.0.input_layernorm.weight": "prefix.input_norm.weight",
         "prefix_embeding_layer.layers.0.post_attention_layernorm.weight": "prefix.mlp_norm.weight",
         **{f"prefix_embeding_layer.layers.0.self_attn.{x}_proj.weight": f"prefix.attention.{x}.weight" for x in "qkvo"},
-        **{f"prefix_embeding_layer.layers.0.mlp.{x}_proj.weight": f"prefix.mlp.{x}.weight" for x in ("gate", "up", "down")},
+        **{
+            f"prefix_embeding_layer.layers.0.mlp.{x}_proj.weight": f"prefix.mlp.{x}.weight"
+            for x in ("gate", "up", "down")
+        },
     }
     assert all(torch.equal(held[theirs], weights.tensors[ours]) for theirs, ours in pairs.items())
     assert len(weights.tensors) == len(held)
@@ -98,7 +111,8 @@ def test_there_and_back(tmp_path: Path, arch: str) -> None:
 
 
 def test_the_table_that_nothing_reads(tmp_path: Path) -> None:
-    """Guards Hydra++ heads as the authors' trainer saves them: the prefix layer's unused embeddings are left out, not refused."""
+    """Guards Hydra++ heads as the authors' trainer saves them: the prefix layer's unused embeddings
+    are left out, not refused."""
     held = tensors("prefix-mlp") | {"prefix_embeding_layer.embed_tokens.weight": torch.ones(V, D)}
     assert "embed.weight" not in load(lay(tmp_path, config("prefix-mlp"), held)).tensors
 

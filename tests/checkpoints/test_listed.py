@@ -1,4 +1,5 @@
-"""The list of published heads, and `draft="auto"`, which looks there; from the hub's own client to a drafting model."""
+"""The list of published heads, and `draft="auto"`, which looks there; from the hub's own client to
+a drafting model."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from eyas.errors import CheckpointError
 
 
 def test_every_entry_is_whole() -> None:
-    """Guards against an entry without a source, an id that is none, a method that does not exist, and one head listed twice."""
+    """Guards against an entry without a source, an id that is none, a method that does not exist,
+    and one head listed twice."""
     content, heads = json.loads(_listed.FILE.read_text()), checkpoints.listed_heads()
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", content["read"])
     assert {entry["source"] for entry in content["heads"]} == set(content["sources"])
@@ -37,7 +39,8 @@ def test_every_entry_is_whole() -> None:
 
 
 def test_targets_are_found_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of the hub's cache, and one that is called like a model, are that model; part of a name is not."""
+    """A folder of the hub's cache, and one that is called like a model, are that model; part of a
+    name is not."""
     wanted = checkpoints.listed_heads("Qwen/Qwen3-8B")
     assert [head.target for head in wanted] == ["Qwen/Qwen3-8B"] * len(wanted) != []
     snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / hub.COMMIT
@@ -53,7 +56,8 @@ def test_targets_are_found_by_their_names(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """A target that is called Qwen/Qwen3-8B on the stand-in, and two of the heads that are listed for it; one of them is damaged."""
+    """A target that is called Qwen/Qwen3-8B on the stand-in, and two of the heads that are listed
+    for it; one of them is damaged."""
     model, method = zoo.tiny("qwen3"), find("eagle1")
     model.save_pretrained(tmp_path / "target")
     listed = [head.head for head in checkpoints.listed_heads("Qwen/Qwen3-8B")]
@@ -86,11 +90,19 @@ PROGRAM = """
 
 @pytest.mark.slow
 def test_from_the_hub(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Target, list, head and `custom_generate` by hub ids alone. The first listed head is damaged: the second one is taken, and said."""
+    """Target, list, head and `custom_generate` by hub ids alone. The first listed head is damaged:
+    the second one is taken, and said."""
     wanted = list(folders)[2]
     with hub.local_hub(folders) as (address, asked):
-        online = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        done = processes.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], cwd=tmp_path, env=processes.environment(**online))
+        online = {
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+        done = processes.run(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM)], cwd=tmp_path, env=processes.environment(**online)
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     told, taken, equal, kept = done.stdout.splitlines()
     assert f"draft auto: took {wanted}" in told
@@ -114,7 +126,8 @@ def listed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def test_what_is_taken_is_said(listed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listed, nothing readable, a method that none of the heads is for: never another draft without a word."""
+    """Nothing listed, nothing readable, a method that none of the heads is for: never another draft
+    without a word."""
     model = zoo.tiny("qwen3")
     with pytest.warns(UserWarning, match="draft auto: no head is listed for Qwen3ForCausalLM; took suffix"):
         assert eyas.load(model, draft="auto", tokenizer=False).method == "suffix"

@@ -1,4 +1,5 @@
-"""Medusa heads on disk: the names are written out here, so that a swapped pair in the code's own table is noticed."""
+"""Medusa heads on disk: the names are written out here, so that a swapped pair in the code's own
+table is noticed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ def tensors(heads: int = 3, blocks: int = 2, own: bool = True) -> dict[str, Tens
 
 
 def config(heads: int = 3, blocks: int = 2, **more: Any) -> dict[str, Any]:
-    return {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", **more}
+    return {
+        "medusa_num_heads": heads,
+        "medusa_num_layers": blocks,
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+        **more,
+    }
 
 
 def lay(folder: Path, told: dict[str, Any], held: dict[str, Tensor], file: str = "medusa_lm_head.safetensors") -> Path:
@@ -46,7 +52,11 @@ def test_reading_the_published_names(tmp_path: Path, file: str) -> None:
     weights = load(lay(tmp_path, config(), held, file))
     assert (weights.method, weights.config["heads"], weights.config["blocks"]) == ("medusa", 3, 2)
     assert (weights.config["hidden_size"], weights.config["vocab_size"], weights.config["output"]) == (D, V, "own")
-    pairs = {"1.0.linear.weight": "blocks.1.0.weight", "2.1.linear.bias": "blocks.2.1.bias", "0.2.weight": "lm_head.0.weight"}
+    pairs = {
+        "1.0.linear.weight": "blocks.1.0.weight",
+        "2.1.linear.bias": "blocks.2.1.bias",
+        "0.2.weight": "lm_head.0.weight",
+    }
     assert all(torch.equal(held[theirs], weights.tensors[ours]) for theirs, ours in pairs.items())
     assert len(weights.tensors) == len(held)
 
@@ -58,7 +68,8 @@ def test_heads_are_counted_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_there_and_back(tmp_path: Path, own: bool) -> None:
-    """Guards the writer: what is read from what it wrote is the same, under the published names, and the record stays."""
+    """Guards the writer: what is read from what it wrote is the same, under the published names,
+    and the record stays."""
     first = load(lay(tmp_path / "a", config(eyas={"target_fingerprint": "0a1:0.5"}), tensors(own=own)))
     save(first, tmp_path / "b")
     assert load_file(tmp_path / "b" / "medusa_lm_head.safetensors").keys() == tensors(own=own).keys()
@@ -70,7 +81,8 @@ def test_there_and_back(tmp_path: Path, own: bool) -> None:
 
 
 def test_shared_blocks_of_the_authors_trainer(tmp_path: Path) -> None:
-    """Guards heads whose blocks are one module in the authors' code: saved under two names, one memory."""
+    """Guards heads whose blocks are one module in the authors' code: saved under two names, one
+    memory."""
     held = tensors()
     held["0.1.linear.weight"] = held["0.0.linear.weight"]
     weights = load(lay(tmp_path, config(), held, "medusa_lm_head.pt"))
@@ -123,4 +135,9 @@ def test_integers_are_refused(tmp_path: Path) -> None:
 def test_a_head_of_ours_is_no_other(tmp_path: Path) -> None:
     """Guards the writer's own check."""
     with pytest.raises(AssertionError):
-        save(Weights("medusa", {"heads": 1, "blocks": 1, "hidden_size": D, "vocab_size": V, "output": "own"}, {}, "memory"), tmp_path)
+        save(
+            Weights(
+                "medusa", {"heads": 1, "blocks": 1, "hidden_size": D, "vocab_size": V, "output": "own"}, {}, "memory"
+            ),
+            tmp_path,
+        )

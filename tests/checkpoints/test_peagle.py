@@ -37,7 +37,8 @@ FORMS = {"flat": flat, "speculators": speculators}
 
 @pytest.mark.parametrize("form", FORMS)
 def test_both_forms(tmp_path: Path, form: str) -> None:
-    """Guards mask, token and levels, and that the rest is EAGLE-3's; what is written is read back the same."""
+    """Guards mask, token and levels, and that the rest is EAGLE-3's; what is written is read back
+    the same."""
     config, held = FORMS[form]()
     weights = read(tmp_path / "a", (config, held))
     assert weights.method == "peagle"
@@ -59,9 +60,12 @@ def test_both_forms(tmp_path: Path, form: str) -> None:
 
 
 def test_other_classes(tmp_path: Path) -> None:
-    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM reads all of them."""
+    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM
+    reads all of them."""
     for name in ("LlamaForCausalLMEagle3", "PEagleDraftModel"):
-        head = flat(architectures=[name], eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, parallel_drafting=True)
+        head = flat(
+            architectures=[name], eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, parallel_drafting=True
+        )
         assert read(tmp_path, head).config["feature_layers"] == (1, 5, 9)
     refused(tmp_path, flat(architectures=["PeagleQwen3ForCausalLM"]), "a P-EAGLE head of a kind that is not read")
 
@@ -90,7 +94,9 @@ def test_faults(tmp_path: Path, head: Head, changed: dict[str, Tensor | None], s
 
 
 def named() -> ExportTarget:
-    return ExportTarget("someone/model", ("LlamaForCausalLM",), lambda: torch.randn(V, D, generator=torch.Generator().manual_seed(0)))
+    return ExportTarget(
+        "someone/model", ("LlamaForCausalLM",), lambda: torch.randn(V, D, generator=torch.Generator().manual_seed(0))
+    )
 
 
 @pytest.mark.parametrize("name", ["vllm", "speculators"])

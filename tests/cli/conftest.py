@@ -1,4 +1,5 @@
-"""The command, and models small enough to be made for a test: a llama of tests/zoo.py with a tokenizer of characters, and heads for it."""
+"""The command, and models small enough to be made for a test: a llama of tests/zoo.py with a
+tokenizer of characters, and heads for it."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ Run = Callable[..., Result]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: six special ones, printable ASCII, then letters nobody types; as many as zoo.VOCAB."""
+    """One token a character: six special ones, printable ASCII, then letters nobody types; as many
+    as zoo.VOCAB."""
     pieces = ["<pad>", "<s>", "</s>", "<u>", "<a>", "<?>", "\n", *map(chr, range(32, 127))]
     pieces += [chr(0x400 + i) for i in range(zoo.VOCAB - len(pieces))]
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<?>"))
@@ -92,7 +94,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `llama` (model and tokenizer), `bare` (no tokenizer), and `head`, an EAGLE head for both."""
+    """A folder with `llama` (model and tokenizer), `bare` (no tokenizer), and `head`, an EAGLE head
+    for both."""
     folder = tmp_path_factory.mktemp("world")
     model = zoo.FAMILIES["llama"]()
     for name in ("llama", "bare"):

@@ -61,24 +61,36 @@ def summary_of(result: Any) -> dict[str, Any]:
 
 
 def test_the_object_that_other_programs_read(run: Run, bench: tuple[object, ...], world: Path) -> None:
-    """Guards the stable part of --json (DESIGN, section 5), and that plain decoding and transformers always take part."""
-    found = summary_of(run(*bench, "--methods", "eagle2,suffix", "--draft", world / "head", "--tree.nodes", 6, "--json"))
+    """Guards the stable part of --json (DESIGN, section 5), and that plain decoding and
+    transformers always take part."""
+    found = summary_of(
+        run(*bench, "--methods", "eagle2,suffix", "--draft", world / "head", "--tree.nodes", 6, "--json")
+    )
     rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
     assert list(rows) == ["vanilla", "transformers", "transformers_prompt_lookup", "eagle2", "suffix"]
     stable = {"method", "task", "temperature", "prompts", "tokens", "tokens_per_second", "speedup", "speedup_low", "speedup_high",
               "speedup_vs_transformers", "tau", "c", "equal"}  # fmt: skip
     assert all(stable <= row.keys() for row in rows.values())
-    assert all(row["equal"] and row["prompts"] == 3 and row["tokens"] == rows["vanilla"]["tokens"] for row in rows.values())
+    assert all(
+        row["equal"] and row["prompts"] == 3 and row["tokens"] == rows["vanilla"]["tokens"] for row in rows.values()
+    )
     assert found["machine"]["cpu"]
     assert found["settings"]["methods"]["eagle2"]["tree"]["nodes"] == 6
     assert found["settings"]["methods"]["eagle2"]["head"] == str(world / "head")
 
 
 def test_a_small_model_assists_transformers_too(run: Run, bench: tuple[object, ...], small: Path) -> None:
-    """Bug: the row of transformers' assisted generation never appears, because nobody knows where the small model is."""
+    """Bug: the row of transformers' assisted generation never appears, because nobody knows where
+    the small model is."""
     found = summary_of(run(*bench, "--methods", "small_model", "--draft", f"small_model={small}", "--json"))
     rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
-    assert list(rows) == ["vanilla", "transformers", "transformers_prompt_lookup", "transformers_assisted", "small_model"]
+    assert list(rows) == [
+        "vanilla",
+        "transformers",
+        "transformers_prompt_lookup",
+        "transformers_assisted",
+        "small_model",
+    ]
     assert rows["transformers_assisted"]["equal"]
     assert rows["transformers_assisted"]["tau"] > 1.5
     assert rows["small_model"]["tau"] > 3, "a perfect draft model: chains of five"
@@ -93,15 +105,32 @@ def test_all_names_who_cannot_run_and_why(run: Run, bench: tuple[object, ...], w
         ("hydra", "--draft hydra=HEAD"),
         ("rest", "eyas datastore build"),
     ):
-        assert any(line.startswith(f"eyas: {name} is left out: ") and words in line for line in result.stderr.splitlines()), name
+        assert any(
+            line.startswith(f"eyas: {name} is left out: ") and words in line for line in result.stderr.splitlines()
+        ), name
 
 
 @pytest.mark.usefixtures("embedded")
-def test_small_trees_of_the_embedded_model(run: Run, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: the embedded model's small static tree goes over a flag of the user's, or falls on a method that grows its tree, which is as
-    large as pays there, or, where acceptance is simulated, as ever."""
+def test_small_trees_of_the_embedded_model(
+    run: Run, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: the embedded model's small static tree goes over a flag of the user's, or falls on a
+    method that grows its tree, which is as large as pays there, or, where acceptance is simulated,
+    as ever."""
     monkeypatch.chdir(tmp_path)
-    command = ("bench", "--prompts", prompts, "--output", tmp_path / "out", *QUICK, "--limit", 1, "--simulate-acceptance", "0.5", "--json")
+    command = (
+        "bench",
+        "--prompts",
+        prompts,
+        "--output",
+        tmp_path / "out",
+        *QUICK,
+        "--limit",
+        1,
+        "--simulate-acceptance",
+        "0.5",
+        "--json",
+    )
 
     def trees(*given: object) -> dict[str, Any]:
         found = summary_of(run(*command, *given, "--restart"))
@@ -123,7 +152,8 @@ def test_small_trees_of_the_embedded_model(run: Run, tmp_path: Path, prompts: Pa
 
 
 def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[object, ...], prompts: Path) -> None:
-    """Bug: one line ends the bench, or is left out in silence; so for a prompt that the context cannot hold."""
+    """Bug: one line ends the bench, or is left out in silence; so for a prompt that the context
+    cannot hold."""
     with prompts.open("a") as f:
         f.write('{"prompt_ids": [5,\n{"promt": "x"}\n' + json.dumps({"prompt_ids": [5] * 600}) + "\n")
     result = run(*bench, "--methods", "vanilla", "--json")
@@ -140,7 +170,10 @@ def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[obje
         (("--methods", "eagle3"), "eagle3 has no head here: `eyas train --method eagle3 --target"),
         (("--methods", "eagle2"), "eagle2 has no head here: `eyas train --method eagle1 --target"),
         (("--methods", "eagl2"), "did you mean eagle2"),
-        (("--methods", "suffix:nodes=3"), "--methods suffix:nodes=3: unknown option 'nodes'; did you mean suffix.nodes?"),
+        (
+            ("--methods", "suffix:nodes=3"),
+            "--methods suffix:nodes=3: unknown option 'nodes'; did you mean suffix.nodes?",
+        ),
         (("--methods", "suffix:suffix.nodes=x"), "suffix.nodes: 'x' is no value of type int"),
         (("--methods", "suffix", "--tree.nodes", 9), "none of the methods has the option --tree.nodes"),
         (("--methods", "suffix", "--draft", "nobody=/tmp"), "unknown method 'nobody'"),
@@ -153,7 +186,9 @@ def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[obje
         (("--compare", "/nowhere", "/nowhere"), "--compare only shows two finished benches: leave --prompts out"),
     ],
 )
-def test_a_mistake_is_one_line(refused: Refused, bench: tuple[object, ...], arguments: tuple[object, ...], says: str) -> None:
+def test_a_mistake_is_one_line(
+    refused: Refused, bench: tuple[object, ...], arguments: tuple[object, ...], says: str
+) -> None:
     """Bug: a traceback, an hour of work before the refusal, or a line that does not say what to do."""
     assert says in refused(*bench, *arguments)
 
@@ -162,7 +197,8 @@ def test_a_mistake_is_one_line(refused: Refused, bench: tuple[object, ...], argu
 def test_the_embedded_models_missing_heads_are_made_by_make(
     refused: Refused, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: who wants medusa on the embedded model is told how to train from nothing, though one command of the repository does it."""
+    """Bug: who wants medusa on the embedded model is told how to train from nothing, though one
+    command of the repository does it."""
     monkeypatch.chdir(tmp_path)  # without heads of a run before
     said = refused("bench", "--prompts", prompts, "--output", tmp_path / "out", *QUICK, "--methods", "medusa")
     assert f"`make bench-heads` trains it into {HEADS}/medusa" in said
@@ -175,23 +211,34 @@ def test_text_needs_a_tokenizer(refused: Refused, tmp_path: Path) -> None:
     )
 
 
-def test_a_draft_of_another_vocabulary_is_refused(run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path) -> None:
-    """Bug: a draft model whose tokens mean something else drafts nonsense, slowly and in silence; `all` goes on without it."""
+def test_a_draft_of_another_vocabulary_is_refused(
+    run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: a draft model whose tokens mean something else drafts nonsense, slowly and in silence;
+    `all` goes on without it."""
     zoo.tiny("llama", vocab_size=90).save_pretrained(tmp_path / "other")
     given = ("--draft", f"small_model={tmp_path / 'other'}")
     assert "vocabulary" in refused(*bench, "--methods", "small_model", *given)
     result = run(*bench, "--methods", "all", *given, "--limit", 1)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert any(line.startswith("eyas: small_model is left out: ") and "vocabulary" in line for line in result.stderr.splitlines())
+    assert any(
+        line.startswith("eyas: small_model is left out: ") and "vocabulary" in line
+        for line in result.stderr.splitlines()
+    )
 
 
 def test_two_sets_with_the_same_prompts_are_refused(refused: Refused, tmp_path: Path) -> None:
     """Bug: two prompts of one id count as one, whose answers are never whole."""
-    assert "two prompts are called bundled/" in refused("bench", "--target", "llama", "--tasks", "bundled,bundled", "--output", tmp_path)
+    assert "two prompts are called bundled/" in refused(
+        "bench", "--target", "llama", "--tasks", "bundled,bundled", "--output", tmp_path
+    )
 
 
-def test_a_folder_in_use_and_folders_of_others_are_refused(run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path) -> None:
-    """Bug: two runs write into one file; other settings or another version's answers pass for this bench's; --restart does not help."""
+def test_a_folder_in_use_and_folders_of_others_are_refused(
+    run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: two runs write into one file; other settings or another version's answers pass for this
+    bench's; --restart does not help."""
     command = (*bench, "--methods", "vanilla")
     with locked(tmp_path / "out"):
         assert f"{tmp_path / 'out'} is being written by process {os.getpid()} on " in refused(*command)
@@ -204,7 +251,8 @@ def test_a_folder_in_use_and_folders_of_others_are_refused(run: Run, refused: Re
 
 
 def test_comparing(run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path) -> None:
-    """Guards --compare: folders or files, what differs, one object with --json; a summary of another version is refused."""
+    """Guards --compare: folders or files, what differs, one object with --json; a summary of
+    another version is refused."""
     outs = [tmp_path / "a", tmp_path / "b"]
     for seed, out in enumerate(outs):
         assert run(*bench, "--methods", "suffix", "--seed", seed, "--output", out).exit_code == 0
@@ -214,17 +262,36 @@ def test_comparing(run: Run, refused: Refused, bench: tuple[object, ...], tmp_pa
     assert "| 0 | all | suffix |" in shown.stdout
     assert "Different settings: sampling (" in shown.stdout
     found = summary_of(run("bench", "--compare", *outs, "--json"))
-    assert {row["method"] for row in found["rows"]} == {"vanilla", "transformers", "transformers_prompt_lookup", "suffix"}
+    assert {row["method"] for row in found["rows"]} == {
+        "vanilla",
+        "transformers",
+        "transformers_prompt_lookup",
+        "suffix",
+    }
     old = outs[1] / "summary.json"
     old.write_text(old.read_text().replace(f'"format": {FORMAT}', '"format": 1', 1))
     assert f"has format 1, this eyas reads {FORMAT}: run the bench again" in refused("bench", "--compare", *outs)
     assert "cannot be read as a summary" in refused("bench", "--compare", outs[0], tmp_path / "nothing")
 
 
-def test_simulated_acceptance_is_said_everywhere(run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path) -> None:
-    """Bug: numbers of a lot pass for a method's. Methods without a head take part with random weights; transformers as it is."""
+def test_simulated_acceptance_is_said_everywhere(
+    run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: numbers of a lot pass for a method's. Methods without a head take part with random
+    weights; transformers as it is."""
     found = summary_of(
-        run(*bench, "--methods", "eagle2,medusa", "--tree.depth", 3, "--simulate-acceptance", "1", "--max-new-tokens", 40, "--json")
+        run(
+            *bench,
+            "--methods",
+            "eagle2,medusa",
+            "--tree.depth",
+            3,
+            "--simulate-acceptance",
+            "1",
+            "--max-new-tokens",
+            40,
+            "--json",
+        )
     )
     rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
     assert list(rows) == ["vanilla", "transformers", "eagle2", "medusa"]
@@ -239,13 +306,19 @@ def test_simulated_acceptance_is_said_everywhere(run: Run, refused: Refused, ben
         assert "SIMULATED" in (tmp_path / "out" / name).read_text()
 
 
-def test_a_text_of_ours_that_differs_fails_the_run(run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_ours_that_differs_fails_the_run(
+    run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: a method that is not lossless is a row of the table like others."""
     true = Drafting.answer
 
     def lie(self: Drafting, question: Question, *watch: Any) -> Answer:
         said = true(self, question, *watch)
-        return said if self.name == "vanilla" or question.prompt != "mine/2" else said.replace(token_ids=(*said.token_ids[:-1], 7))
+        return (
+            said
+            if self.name == "vanilla" or question.prompt != "mine/2"
+            else said.replace(token_ids=(*said.token_ids[:-1], 7))
+        )
 
     monkeypatch.setattr(Drafting, "answer", lie)
     result = run(*bench, "--methods", "suffix")
@@ -254,8 +327,11 @@ def test_a_text_of_ours_that_differs_fails_the_run(run: Run, bench: tuple[object
     assert result.stderr.count("a fault of eyas") == 1
 
 
-def test_a_method_that_fails_takes_no_other_one_down(run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: one method's exception ends the bench with a traceback. Status 1 only when every method failed."""
+def test_a_method_that_fails_takes_no_other_one_down(
+    run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: one method's exception ends the bench with a traceback. Status 1 only when every method
+    failed."""
     true = Drafting.answer
 
     def fail(self: Drafting, question: Question, *watch: Any) -> Answer:
@@ -274,8 +350,8 @@ def test_a_method_that_fails_takes_no_other_one_down(run: Run, bench: tuple[obje
 
 
 def test_a_profile(run: Run, bench: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """Bugs: a profile that is asked for is not made, or made unasked; a trace that no viewer reads, without the stages; a bench that is
-    done cannot be profiled."""
+    """Bugs: a profile that is asked for is not made, or made unasked; a trace that no viewer reads,
+    without the stages; a bench that is done cannot be profiled."""
     out, stages = tmp_path / "out", {"draft", "target", "verify", "commit", "host"}
     command = (*bench, "--methods", "eagle2,suffix", "--draft", world / "head", "--tree.depth", 3, "--tree.nodes", 6)
     plain = run(*command)
@@ -307,15 +383,20 @@ def test_a_profile(run: Run, bench: tuple[object, ...], world: Path, tmp_path: P
 # --- interruptions -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_kill_9_loses_one_prompt_at_most(run: Run, bench: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path) -> None:
-    """Bug: a kill costs more than the prompt that was asked, or the next run mixes a half one in. The kill comes at once after the
-    second prompt was written: a false alarm needs a machine that asks six prompts of 3 x 40 tokens before this process is woken."""
+def test_kill_9_loses_one_prompt_at_most(
+    run: Run, bench: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Bug: a kill costs more than the prompt that was asked, or the next run mixes a half one in.
+    The kill comes at once after the second prompt was written: a false alarm needs a machine that
+    asks six prompts of 3 x 40 tokens before this process is woken."""
     count = 8
     prompts.write_text("".join(json.dumps({"prompt_ids": list(range(5 + i, 12 + i))}) + "\n" for i in range(count)))
     command = [*bench, "--methods", "vanilla", "--max-new-tokens", 40]
     arguments = [str(world / "llama") if a == "llama" else str(a) for a in command]
     answers = tmp_path / "out" / "answers.jsonl"
-    with processes.started([sys.executable, "-m", "eyas", *arguments], stderr=subprocess.PIPE, env=processes.environment()) as process:
+    with processes.started(
+        [sys.executable, "-m", "eyas", *arguments], stderr=subprocess.PIPE, env=processes.environment()
+    ) as process:
         processes.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 6, process)
         process.send_signal(signal.SIGKILL)
     there = answers.read_text()
@@ -328,4 +409,6 @@ def test_kill_9_loses_one_prompt_at_most(run: Run, bench: tuple[object, ...], wo
     lines = answers.read_text().splitlines()
     assert lines[: 3 * len(done)] == there.splitlines()[: 3 * len(done)], "what was whole is kept to the byte"
     names = ("vanilla", "transformers", "transformers_prompt_lookup")
-    assert [(a["prompt"], a["method"]) for a in map(json.loads, lines)] == [(f"mine/{i + 1}", m) for i in range(count) for m in names]
+    assert [(a["prompt"], a["method"]) for a in map(json.loads, lines)] == [
+        (f"mine/{i + 1}", m) for i in range(count) for m in names
+    ]

@@ -72,8 +72,9 @@ def test_the_commands_are_the_files(run: Run) -> None:
 @pytest.mark.quick("push", "export", "datastore build")
 @pytest.mark.parametrize("name", [*names(), "datastore build"])
 def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
-    """The help of every command describes every option, those of methods and of the training's config included. A line of a
-    panel with an option and no text, or only its default, is an option without help."""
+    """The help of every command describes every option, those of methods and of the training's
+    config included. A line of a panel with an option and no text, or only its default, is an option
+    without help."""
     if name == "datastore":
         return
     shown = run(*name.split(), "--help-all", env={"COLUMNS": "400"}).output
@@ -85,7 +86,8 @@ def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
 
 @pytest.mark.slow
 def test_help_of_generate(run: Run) -> None:
-    """All options of the design in panels; those of methods only where they are asked for, with their defaults."""
+    """All options of the design in panels; those of methods only where they are asked for, with
+    their defaults."""
     shown = run("generate", "--help").output
     flags = """--target --draft --method --tokenizer --max-new-tokens --system --raw --temperature --top-k --top-p --min-p
         --repetition-penalty --seed --stop --ignore-eos --batch-size --dtype --device --trust-remote-code --prompt-ids --input --output
@@ -206,9 +208,14 @@ def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pyte
     (embedded / "eagle1" / "model.safetensors").unlink()
     report = json.loads(run("doctor", "--json").stdout)
     assert not report["ok"]
-    assert any("missing or changed: eagle1/model.safetensors, tokenizer_config.json" in problem for problem in report["problems"])
+    assert any(
+        "missing or changed: eagle1/model.safetensors, tokenizer_config.json" in problem
+        for problem in report["problems"]
+    )
     assert any("draft head" in problem for problem in report["problems"])
-    monkeypatch.setattr(doctor, "requires", lambda _: ["torch>=99", "nothing-of-that-name>=1", "pytest>=99; extra == 'dev'"])
+    monkeypatch.setattr(
+        doctor, "requires", lambda _: ["torch>=99", "nothing-of-that-name>=1", "pytest>=99; extra == 'dev'"]
+    )
     shown = run("doctor")
     assert shown.exit_code == 1
     assert "is not >=99" in shown.output
@@ -218,17 +225,21 @@ def test_doctor_finds_what_is_broken(run: Run, embedded: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_doctor_without_the_embedded_model(run: Run, embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded model is a distribution of its own: to have not installed it is no fault, and the report says how it is installed."""
+    """The embedded model is a distribution of its own: to have not installed it is no fault, and
+    the report says how it is installed."""
     monkeypatch.setattr(tiny, "FOLDER", embedded / "nowhere")
     found = json.loads(run("doctor", "--json").stdout)
     assert not any("embedded" in problem for problem in found["problems"])
-    assert ["embedded", None, tiny.MISSING] in [[check["topic"], check["good"], check["what"]] for check in found["checks"]]
+    assert ["embedded", None, tiny.MISSING] in [
+        [check["topic"], check["good"], check["what"]] for check in found["checks"]
+    ]
 
 
 @pytest.mark.quick("[]")
 @pytest.mark.parametrize("content", ["[]", "7", "null", "{}", '"x"', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"])
 def test_doctor_with_checksums_that_are_none(run: Run, embedded: Path, content: str) -> None:
-    """A list of checksums that is no object ended in a traceback; an empty one was taken for a good one."""
+    """A list of checksums that is no object ended in a traceback; an empty one was taken for a good
+    one."""
     (embedded / "checksums.json").write_text(content)
     result = run("doctor", "--json")
     assert result.exit_code == 1, result.exception
@@ -249,7 +260,8 @@ CHAT = ("chat", "--target", "llama", "--draft", "head", *SMALL, "--max-new-token
 
 @pytest.mark.slow
 def test_chat_from_a_pipe(run: Run, world: Path) -> None:
-    """Answers on stdout, everything else on stderr; the conversation goes on from turn to turn, and /reset forgets it."""
+    """Answers on stdout, everything else on stderr; the conversation goes on from turn to turn, and
+    /reset forgets it."""
     llm = eyas.load(world / "llama")
     talk = llm.chat()
     first, second = (talk.send(text, max_new_tokens=12).text for text in ("hello", "more"))
@@ -262,12 +274,16 @@ def test_chat_from_a_pipe(run: Run, world: Path) -> None:
 
 @pytest.mark.slow
 def test_chat_colours_what_was_drafted(run: Run) -> None:
-    """A random head seldom guesses right, but with 30 guesses in 100 tokens it does (seeded; asserted), and only that is green."""
+    """A random head seldom guesses right, but with 30 guesses in 100 tokens it does (seeded;
+    asserted), and only that is green."""
     wide = ("--tree.nodes", 31, "--tree.branch", 30, "--tree.depth", 1)
     arguments = (*CHAT, *wide, "--max-new-tokens", 100)
     plain = run(*arguments, stdin="hello\n", env={"FORCE_COLOR": "1"})
     painted = run(*arguments, "--color-accepted", stdin="hello\n", env={"FORCE_COLOR": "1"})
-    assert run(*arguments, "--color-accepted", stdin="hello\n", env={"NO_COLOR": "1", "FORCE_COLOR": "1"}).stdout == plain.stdout
+    assert (
+        run(*arguments, "--color-accepted", stdin="hello\n", env={"NO_COLOR": "1", "FORCE_COLOR": "1"}).stdout
+        == plain.stdout
+    )
     green = re.findall("\x1b\\[32m(.*?)\x1b\\[0m", painted.stdout, re.DOTALL)
     assert plain.stdout == re.sub("\x1b\\[\\d+m", "", painted.stdout) != painted.stdout
     tau = float(painted.stderr.partition("tau ")[2].partition(",")[0])
@@ -293,7 +309,9 @@ def test_chat_survives_what_a_turn_cannot(run: Run) -> None:
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
     command = [sys.executable, "-m", "eyas", "chat", "--target", world / "llama", "--max-new-tokens", "480"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with processes.started(command, env=processes.environment(), preexec_fn=processes.accept_interrupts, **pipes) as process:
+    with processes.started(
+        command, env=processes.environment(), preexec_fn=processes.accept_interrupts, **pipes
+    ) as process:
         process.stdin.write(b"hello\n")
         process.stdin.flush()
         assert len(process.stdout.read(3)) == 3
@@ -314,9 +332,13 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
 def test_demo(run: Run, tmp_path: Path) -> None:
     """Three ways, one text; the table's numbers are there, slow or not."""
     (tmp_path / "prompts.txt").write_text("hello there\n\nhow are you\n")
-    result = run("demo", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 10, "--tree.nodes", 7, "--tree.depth", 4)
+    result = run(
+        "demo", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 10, "--tree.nodes", 7, "--tree.depth", 4
+    )
     assert result.exit_code == 0, (result.output, result.exception)
-    texts = re.findall(r"^(plain decoding|eagle2), \d+ tokens, [\d.]+ tokens/s, tau [\d.]+: (.*)$", result.stdout, re.MULTILINE)
+    texts = re.findall(
+        r"^(plain decoding|eagle2), \d+ tokens, [\d.]+ tokens/s, tau [\d.]+: (.*)$", result.stdout, re.MULTILINE
+    )
     assert [name for name, _ in texts] == ["plain decoding", "eagle2"] * 2
     assert texts[0][1] == texts[1][1]
     for name in ("plain", "eagle2", "transformers"):
@@ -365,7 +387,8 @@ def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_demo_says_that_others_worked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine flattered us: what has many small operations suffers most, and that is transformers."""
+    """A busy machine flattered us: what has many small operations suffers most, and that is
+    transformers."""
     monkeypatch.setattr(machine, "used", lambda before: machine.Used(10.0, 10.0 * len(machine.cores())))
     monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"),))
     assert "measure again when the machine is idle" in " ".join(run("demo", "--max-new-tokens", 4).stdout.split())

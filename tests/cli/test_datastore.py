@@ -18,7 +18,9 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def novel(tmp_path: Path) -> Path:
-    (tmp_path / "novel.txt").write_text("It was a dark night.<|endoftext|>It was a bright morning, and the birds were singing.")
+    (tmp_path / "novel.txt").write_text(
+        "It was a dark night.<|endoftext|>It was a bright morning, and the birds were singing."
+    )
     return tmp_path / "novel.txt"
 
 
@@ -46,7 +48,8 @@ def test_the_way_of_a_user(run: Run, answer: Run, chats: Path, novel: Path, tmp_
 
 
 def test_whole_chats_stand_in_it(run: Run, chats: Path, tmp_path: Path, world: Path) -> None:
-    """Guards against chats of which only the assistant's tokens are there, or that are parted into training and held-out ones."""
+    """Guards against chats of which only the assistant's tokens are there, or that are parted into
+    training and held-out ones."""
     from transformers import AutoTokenizer
 
     from eyas.datastore import Datastore
@@ -60,9 +63,23 @@ def test_whole_chats_stand_in_it(run: Run, chats: Path, tmp_path: Path, world: P
         assert found.count == 1
 
 
-def test_ctrl_c_keeps_what_was_read(run: Run, chats: Path, novel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards an interrupt while sorting: status 130, one line, and the same command does not read again."""
-    command = ("datastore", "build", "--target", "llama", "--output", tmp_path / "store", "--data", chats, "--data", novel)
+def test_ctrl_c_keeps_what_was_read(
+    run: Run, chats: Path, novel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards an interrupt while sorting: status 130, one line, and the same command does not read
+    again."""
+    command = (
+        "datastore",
+        "build",
+        "--target",
+        "llama",
+        "--output",
+        tmp_path / "store",
+        "--data",
+        chats,
+        "--data",
+        novel,
+    )
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -71,7 +88,9 @@ def test_ctrl_c_keeps_what_was_read(run: Run, chats: Path, novel: Path, tmp_path
         patch.setattr(_build, "order_of", stop)
         result = run(*command)
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == (f"eyas: interrupted: what was read is kept in {tmp_path / 'store'}; the same command goes on")
+    assert result.stderr.splitlines()[-1] == (
+        f"eyas: interrupted: what was read is kept in {tmp_path / 'store'}; the same command goes on"
+    )
     again = run(*command)
     assert again.exit_code == 0
     assert "reading" not in again.stderr
@@ -84,7 +103,9 @@ def test_refusals(refused: Callable[..., str], run: Run, novel: Path, tmp_path: 
     assert "option --data is missing" in refused(*build)
     assert "does not exist; check the path" in refused(*build, "--data", tmp_path / "none.txt")
     assert "holds no datastore to append to or to merge" in refused(*build, "--merge")
-    assert "tokenizer" in refused("datastore", "build", "--tokenizer", tmp_path, "--output", tmp_path / "s", "--data", novel)
+    assert "tokenizer" in refused(
+        "datastore", "build", "--tokenizer", tmp_path, "--output", tmp_path / "s", "--data", novel
+    )
     assert "make one with `eyas datastore build`" in refused("datastore", "verify", tmp_path / "store")
     assert "make one with `eyas datastore build" in refused("generate", "--target", "llama", "--method", "rest", "x")
     assert run(*build, "--data", novel).exit_code == 0

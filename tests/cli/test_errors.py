@@ -34,22 +34,46 @@ BAD = {
     "flag without a value": ((*GENERATE, "x", "--seed"), ["--seed needs a value"]),
     "no number": ((*GENERATE, "x", "--top-k", "many"), ["--top-k", "unable to convert 'many' into int"]),
     "unknown method": ((*GENERATE, "x", "--method", "eagel2"), ["unknown method 'eagel2'", "eagle2"]),
-    "no such module": ((*GENERATE, "x", "--method", "my.method"), ["method 'my.method' cannot be loaded", "No module named 'my'"]),
+    "no such module": (
+        (*GENERATE, "x", "--method", "my.method"),
+        ["method 'my.method' cannot be loaded", "No module named 'my'"],
+    ),
     "an option for training": ((*GENERATE, "x", "--ttt.steps", 3), ["unknown option --ttt.steps"]),
     "option of another method": (
         (*GENERATE, "x", "--draft", "head", "--tree.choices", "chain"),
         ["--tree.choices is an option of eagle1, ", ", not of the method in use"],
     ),
-    "a mistyped option, and an old name nearby": ((*GENERATE, "x", "--tree.sharpnes", 2), ["unknown option --tree.sharpnes; did you mean"]),
-    "an option where a command is expected": (("--bogus",), ["unknown option '--bogus'; known: bench", "tune (see eyas --help)"]),
+    "a mistyped option, and an old name nearby": (
+        (*GENERATE, "x", "--tree.sharpnes", 2),
+        ["unknown option --tree.sharpnes; did you mean"],
+    ),
+    "an option where a command is expected": (
+        ("--bogus",),
+        ["unknown option '--bogus'; known: bench", "tune (see eyas --help)"],
+    ),
     "unknown subcommand": (("datastore", "bogus"), ["(see eyas datastore --help)"]),
     "option of no method": ((*GENERATE, "x", "--tree.nods", 3), ["--tree.nods", "--tree.nodes"]),
-    "impossible option": ((*GENERATE, "x", "--draft", "head", "--tree.nodes", 0), ["tree.nodes must be a whole number, 1 or more, got 0"]),
+    "impossible option": (
+        (*GENERATE, "x", "--draft", "head", "--tree.nodes", 0),
+        ["tree.nodes must be a whole number, 1 or more, got 0"],
+    ),
     "a method that needs a head": ((*GENERATE, "x", "--method", "eagle2"), ["needs a trained head", "--draft"]),
-    "a bias without a number": ((*GENERATE, "x", "--logit-bias", "7"), ["--logit-bias takes a token id and a number", "'7'"]),
-    "a bias that is too large": ((*GENERATE, "x", "--logit-bias", "7:101"), ["the bias of token 7 must be from -100 to 100"]),
-    "log-probabilities nowhere": (("generate", "--target", "llama", "x", "--logprobs", 1), ["in the JSON object: add --json"]),
-    "min_tokens above the length": ((*GENERATE, "x", "--max-new-tokens", 4, "--min-tokens", 5), ["min_tokens must be from 0 to"]),
+    "a bias without a number": (
+        (*GENERATE, "x", "--logit-bias", "7"),
+        ["--logit-bias takes a token id and a number", "'7'"],
+    ),
+    "a bias that is too large": (
+        (*GENERATE, "x", "--logit-bias", "7:101"),
+        ["the bias of token 7 must be from -100 to 100"],
+    ),
+    "log-probabilities nowhere": (
+        ("generate", "--target", "llama", "x", "--logprobs", 1),
+        ["in the JSON object: add --json"],
+    ),
+    "min_tokens above the length": (
+        (*GENERATE, "x", "--max-new-tokens", 4, "--min-tokens", 5),
+        ["min_tokens must be from 0 to"],
+    ),
     "empty prompt": ((*GENERATE, ""), ["the prompt is empty"]),
     "blank prompt": ((*GENERATE, " \n"), ["the prompt is empty"]),
     "no prompt": (GENERATE, ["nothing to answer: give one of PROMPT, --prompt-ids, --input"]),
@@ -59,7 +83,10 @@ BAD = {
     "id outside": ((*GENERATE, "--prompt-ids", "1,160"), ["token id 160 is outside", "vocabulary of 160"]),
     "negative id": ((*GENERATE, "--prompt-ids=-1"), ["token id -1 is outside"]),
     "prompt too long": ((*GENERATE, "x" * 600), ["the prompt has 602 tokens", "context is 512"]),
-    "no room": (("generate", "--target", "llama", "x", "--max-new-tokens", 600), ["600 new tokens", "at most 509 new tokens"]),
+    "no room": (
+        ("generate", "--target", "llama", "x", "--max-new-tokens", 600),
+        ["600 new tokens", "at most 509 new tokens"],
+    ),
     "no new tokens": (
         ("generate", "--target", "llama", "x", "--max-new-tokens", 0),
         ["max_new_tokens must be a whole number", "got 0"],
@@ -79,11 +106,20 @@ BAD = {
     "a folder as input": ((*GENERATE, "--input", "."), ["input file '.' is a folder"]),
     "output without input": ((*GENERATE, "x", "--output", "o.jsonl"), ["--output goes with --input"]),
     "batch without input": ((*GENERATE, "x", "--batch-size", 2), ["--batch-size goes with --input"]),
-    "system and raw": ((*GENERATE, "x", "--system", "s", "--raw"), ["--system needs the chat template, which --raw bypasses"]),
+    "system and raw": (
+        (*GENERATE, "x", "--system", "s", "--raw"),
+        ["--system needs the chat template, which --raw bypasses"],
+    ),
     "chat without a template": (("chat", "--target", "bare"), ["no chat template"]),
     "no data": (("train", "--output", "o"), ["option --data (or --features) is missing"]),
-    "rounded without kernels": ((*GENERATE, "x", "--weights", "int8"), ["weights int8 are for the compiled kernels", "there are none"]),
-    "rounded features": (("train", "--data", "./nowhere", "--output", "o", "--activations", "int8"), ["--activations int8", "as it is"]),
+    "rounded without kernels": (
+        (*GENERATE, "x", "--weights", "int8"),
+        ["weights int8 are for the compiled kernels", "there are none"],
+    ),
+    "rounded features": (
+        ("train", "--data", "./nowhere", "--output", "o", "--activations", "int8"),
+        ["--activations int8", "as it is"],
+    ),
     "demo of no prompts": (("demo", "--prompts", "./nowhere.txt"), ["prompts file './nowhere.txt' does not exist"]),
 }
 
@@ -199,7 +235,9 @@ def test_output_that_cannot_be_opened(refused: Run, prompts: Path, tmp_path: Pat
     assert "--output would write into" in refused(*GENERATE, "--input", prompts, "--output", prompts)
 
 
-def test_output_folder_not_writable(refused: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder_not_writable(
+    refused: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Simulated, because tests may run as root, to whom everything is writable."""
 
     def denied(path: Any, mode: str = "r", **settings: Any) -> Any:
@@ -220,7 +258,9 @@ def test_no_space_left(refused: Run, prompts: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_keeps_whole_lines(run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_keeps_whole_lines(
+    run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The third result fits only by half: the half must go, and the next run must do it again."""
     output = tmp_path / "o.jsonl"
     arguments = (*GENERATE, "--input", prompts, "--output", output)
@@ -251,7 +291,10 @@ def test_a_disk_that_fills_up_keeps_whole_lines(run: Run, prompts: Path, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            _files, "open", lambda path, mode, **s: Small(real(path, mode, **s)) if "a" in mode else real(path, mode, **s), raising=False
+            _files,
+            "open",
+            lambda path, mode, **s: Small(real(path, mode, **s)) if "a" in mode else real(path, mode, **s),
+            raising=False,
         )
         result = run(*arguments)
     assert result.exit_code == 2
@@ -282,7 +325,8 @@ def test_stdout_that_is_full_or_closed() -> None:
 
 
 def test_a_fault_of_ours_is_a_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not look like the user's mistake: the exception escapes, so Python prints it and exits with 1."""
+    """It must not look like the user's mistake: the exception escapes, so Python prints it and
+    exits with 1."""
 
     def broken(*_: Any) -> None:
         raise FileNotFoundError("not a file that the user named")
@@ -293,7 +337,9 @@ def test_a_fault_of_ours_is_a_traceback(run: Run, monkeypatch: pytest.MonkeyPatc
     assert isinstance(result.exception, FileNotFoundError)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. More words.")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. More words.")]
+)
 def test_out_of_memory_is_one_line(refused: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def greedy(*_: Any) -> None:
         raise error
@@ -343,8 +389,9 @@ sys.meta_path.insert(0, Missing())
 
 @pytest.mark.slow
 def test_without_the_library_of_the_command_line() -> None:
-    """Guards a GPU machine without a network: `import eyas` and the bench need none of the packages that only the command line or
-    pictures need, and `python -m eyas` says in a line which one it lacks."""
+    """Guards a GPU machine without a network: `import eyas` and the bench need none of the packages
+    that only the command line or pictures need, and `python -m eyas` says in a line which one it
+    lacks."""
     missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
     start = WITHOUT.format(missing=missing)
     command = "import eyas, eyas.api, eyas.bench.run, eyas.bench.simulate, eyas.bench.cost, eyas.bench.machine, eyas.bench.profile"

@@ -18,22 +18,43 @@ Run = Callable[..., Any]
 
 @pytest.mark.slow
 def test_an_export_drafts_in_eyas_too(run: Run, answer: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """Bugs: the folder is another one than it says; its head is not read; the line for the engine lacks the folder or the target."""
-    result = run("export", "head", "--format", "sglang", "--output", tmp_path / "out", "--target", "llama", "--generate-hook", "--json")
+    """Bugs: the folder is another one than it says; its head is not read; the line for the engine
+    lacks the folder or the target."""
+    result = run(
+        "export",
+        "head",
+        "--format",
+        "sglang",
+        "--output",
+        tmp_path / "out",
+        "--target",
+        "llama",
+        "--generate-hook",
+        "--json",
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     told = json.loads(result.stdout.strip().splitlines()[-1])
     assert (told["method"], told["format"], told["output"]) == ("eagle1", "sglang", str(tmp_path / "out"))
     assert "llama --speculative-algorithm EAGLE " in told["usage"][0]
     assert str(tmp_path / "out") in told["usage"][0]
-    assert sorted(file.name for file in (tmp_path / "out" / "custom_generate").iterdir()) == ["generate.py", "requirements.txt"]
-    one, other = (answer("--draft", head, "--tree.nodes", 9, "--prompt-ids", "5,9,100") for head in ("head", tmp_path / "out"))
+    assert sorted(file.name for file in (tmp_path / "out" / "custom_generate").iterdir()) == [
+        "generate.py",
+        "requirements.txt",
+    ]
+    one, other = (
+        answer("--draft", head, "--tree.nodes", 9, "--prompt-ids", "5,9,100") for head in ("head", tmp_path / "out")
+    )
     assert (one["token_ids"], one["accepted_lengths"]) == (other["token_ids"], other["accepted_lengths"])
 
 
-def test_what_a_format_lacks_comes_from_the_target(run: Run, refused: Callable[..., str], world: Path, tmp_path: Path) -> None:
+def test_what_a_format_lacks_comes_from_the_target(
+    run: Run, refused: Callable[..., str], world: Path, tmp_path: Path
+) -> None:
     """Bugs: a refusal with a traceback or another status; a head for vLLM whose bias is lost."""
     head = checkpoints.load(world / "head")
-    biased = dataclasses.replace(head, tensors={**head.tensors, "fc.bias": torch.full_like(head.tensors["fc.bias"], 0.01)})
+    biased = dataclasses.replace(
+        head, tensors={**head.tensors, "fc.bias": torch.full_like(head.tensors["fc.bias"], 0.01)}
+    )
     checkpoints.save(biased, tmp_path / "biased")
     to_vllm = ("export", tmp_path / "biased", "--format", "vllm", "--output", tmp_path / "out")
     assert "name the target with --target" in refused(*to_vllm)

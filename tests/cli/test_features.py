@@ -29,10 +29,34 @@ Run = Callable[..., Any]
 def command(chats: Path, tmp_path: Path) -> tuple[object, ...]:
     """About ten shards of all layers that an eagle3 head of these three and eagle1 read."""
     sizes = ("--max-length", 64, "--heldout", 0.005, "--store-dtype", "float32", "--shard-mib", 0.09)
-    return ("features", "--target", "llama", "--data", chats, "--output", tmp_path / "store", "--head.layers", "0,1,2", *sizes)
+    return (
+        "features",
+        "--target",
+        "llama",
+        "--data",
+        chats,
+        "--output",
+        tmp_path / "store",
+        "--head.layers",
+        "0,1,2",
+        *sizes,
+    )
 
 
-TRAINING = ("--method", "eagle1", "--steps", 3, "--batch-tokens", 128, "--warmup-steps", 1, "--eval-every", 0, "--precision", "float32")
+TRAINING = (
+    "--method",
+    "eagle1",
+    "--steps",
+    3,
+    "--batch-tokens",
+    128,
+    "--warmup-steps",
+    1,
+    "--eval-every",
+    0,
+    "--precision",
+    "float32",
+)
 
 
 @pytest.fixture
@@ -43,8 +67,11 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
-def test_the_same_head_from_either_source(run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, world: Path) -> None:
-    """The way of a user: features, a check, a training from them and one from the data: the same examples held out, the same losses."""
+def test_the_same_head_from_either_source(
+    run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, world: Path
+) -> None:
+    """The way of a user: features, a check, a training from them and one from the data: the same
+    examples held out, the same losses."""
     result = run(*command)
     assert result.exit_code == 0, (result.output, result.exception)
     assert f"{chats}:6: not JSON" in result.stderr
@@ -77,7 +104,8 @@ def test_the_same_head_from_either_source(run: Run, command: tuple[object, ...],
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """One of two machines: its part is said, trained from with a note, and the other part completes it without reading the data again."""
+    """One of two machines: its part is said, trained from with a note, and the other part completes
+    it without reading the data again."""
     first = run(*command, "--part", "1/2")
     shards = len(FeatureStore(tmp_path / "store").manifest.shards)
     assert f"to be made: {(shards + 1) // 2} of {shards} shards" in first.stderr
@@ -93,7 +121,9 @@ def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], t
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_whole_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_whole_shards(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put, calls = FeatureStore.write_shard, list[int]()
 
     def interrupted(self: FeatureStore, shard: int, found: Any) -> None:
@@ -117,13 +147,19 @@ def test_ctrl_c_keeps_whole_shards(run: Run, command: tuple[object, ...], tmp_pa
 
 @pytest.mark.slow
 def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """Killed as soon as some shards are there: each of them is whole, and the same command makes the rest.
+    """Killed as soon as some shards are there: each of them is whole, and the same command makes
+    the rest.
 
-    It is told to write 60 shards; a false alarm needs a machine that writes the rest before this process is woken by the third."""
-    large = [str(world / "llama") if a == "llama" else str(a) for a in (*command, "--shard-mib", 0.02, "--max-length", 40)]
+    It is told to write 60 shards; a false alarm needs a machine that writes the rest before this
+    process is woken by the third."""
+    large = [
+        str(world / "llama") if a == "llama" else str(a) for a in (*command, "--shard-mib", 0.02, "--max-length", 40)
+    ]
     text = (tmp_path / "chat.jsonl").read_text()
     (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(4)))
-    with processes.started([sys.executable, "-m", "eyas", *large], stderr=subprocess.PIPE, env=processes.environment()) as process:
+    with processes.started(
+        [sys.executable, "-m", "eyas", *large], stderr=subprocess.PIPE, env=processes.environment()
+    ) as process:
         processes.wait_until(lambda: len(list((tmp_path / "store").glob("shard-*"))) >= 3, process)
         process.send_signal(signal.SIGKILL)
     store = FeatureStore(tmp_path / "store")
@@ -143,7 +179,10 @@ def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats
     changed = run(*command, "--store-dtype", "bfloat16", "--heldout", 0.3)
     assert changed.exit_code == 2
     last = changed.stderr.splitlines()[-1]
-    assert f"{tmp_path / 'store'} was begun with other settings: dtype float32 there, bfloat16 now; heldout 0.005 there, 0.3 now;" in last
+    assert (
+        f"{tmp_path / 'store'} was begun with other settings: dtype float32 there, bfloat16 now; heldout 0.005 there, 0.3 now;"
+        in last
+    )
     chats.write_text(chats.read_text() + "\n")
     assert "the data was chat.jsonl, with other contents than now" in run(*command).stderr
 
@@ -152,7 +191,9 @@ def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats
 
 
 @pytest.mark.slow
-def test_much_is_asked_for(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_is_asked_for(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is written before the answer; a script has to say --yes."""
     monkeypatch.setattr(features, "LARGE_GIB", 1e-5)
     assert "are much: give --yes if that is meant" in run(*command).stderr
@@ -167,7 +208,9 @@ def test_much_is_asked_for(run: Run, command: tuple[object, ...], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
     result = run(*command, "--yes")
     assert result.exit_code == 2
@@ -179,9 +222,12 @@ def test_what_does_not_fit_is_refused(run: Run, command: tuple[object, ...], tmp
 
 
 @pytest.mark.slow
-def test_workers_divide_the_shards(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of all workers are run here one after the other; then no shard is missing. The target that made the plan is freed
-    before the first worker starts: with several devices it would sit on the first one beside that worker's own."""
+def test_workers_divide_the_shards(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of all workers are run here one after the other; then no shard is missing. The
+    target that made the plan is freed before the first worker starts: with several devices it would
+    sit on the first one beside that worker's own."""
     told: list[list[str]] = []
     load, models = features.load_target, list[Any]()
 
@@ -225,8 +271,11 @@ def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...],
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said which, why and how to go on; the others finish, however much they say. (Real processes, but of another program.)"""
+def test_a_worker_that_dies(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said which, why and how to go on; the others finish, however much they say. (Real
+    processes, but of another program.)"""
     chatty = "import sys; sys.stderr.write('warning\\n' * 100_000); sys.exit('eyas: error: no space left')"
     popen, count = subprocess.Popen, iter(("import os; os.kill(os.getpid(), 9)", chatty, chatty, "pass"))
 
@@ -258,7 +307,10 @@ BAD = {
     "small batches": (("--batch-tokens", 16), "batch_tokens is 16, the longest example"),
     "no tokenizer": (("--target", "bare"), "no tokenizer"),
     "no such device": (("--device", "tpu9,tpu8"), "device 'tpu9' cannot be used"),
-    "two sources": (("train", "--data", "chat.jsonl", "--features", "store", "--output", "o"), "give only one of --data and --features"),
+    "two sources": (
+        ("train", "--data", "chat.jsonl", "--features", "store", "--output", "o"),
+        "give only one of --data and --features",
+    ),
     "no features": (("train", "--features", "./nowhere", "--output", "o"), "'nowhere' holds no features"),
 }
 

@@ -80,20 +80,41 @@ def test_laws_and_log_probabilities(answer: Run, world: Path) -> None:
     import eyas
 
     llm = eyas.load(world / "llama", method="vanilla")
-    flags = ("--presence-penalty", 1.5, "--frequency-penalty", 0.5, "--logit-bias", "7:9", "--logit-bias", "9:-100", "--min-tokens", 5)
+    flags = (
+        "--presence-penalty",
+        1.5,
+        "--frequency-penalty",
+        0.5,
+        "--logit-bias",
+        "7:9",
+        "--logit-bias",
+        "9:-100",
+        "--min-tokens",
+        5,
+    )
     told = answer("hello", "--method", "vanilla", *flags, "--stop-token-id", 7, "--logprobs", 2, "--prompt-logprobs", 0)
-    laws = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {7: 9, 9: -100}, "min_tokens": 5, "stop_token_ids": [7]}
+    laws = {
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {7: 9, 9: -100},
+        "min_tokens": 5,
+        "stop_token_ids": [7],
+    }
     made = llm.generate("hello", max_new_tokens=24, logprobs=2, prompt_logprobs=0, **laws)
     assert tuple(told["token_ids"]) == made.token_ids
     assert told["finish_reason"] == made.finish_reason
     assert made.logprobs is not None
-    assert told["logprobs"] == [{"token": e.token, "logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in made.logprobs]
+    assert told["logprobs"] == [
+        {"token": e.token, "logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in made.logprobs
+    ]
     assert [entry and entry["token"] for entry in told["prompt_logprobs"]] == [None, *llm.ids("hello")[1:]]
     assert set(told) == KEYS | {"logprobs", "prompt_logprobs"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [(), ("--temperature", 1, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)])
+@pytest.mark.parametrize(
+    "sampling", [(), ("--temperature", 1, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)]
+)
 def test_every_method_says_the_same(answer: Run, sampling: tuple[object, ...]) -> None:
     said = [answer("hello", "--method", "vanilla", *sampling)["token_ids"]]
     said += [answer("hello", "--draft", "head", *tree, *sampling)["token_ids"] for tree in (TREE, ())]
@@ -109,7 +130,8 @@ def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) 
     assert result.exit_code == 0
     assert result.stdout == said + "\n"
     assert re.fullmatch(
-        r"eyas: 24 tokens in [\d.]+ s \([\d.]+ tokens/s\), tau 1.\d\d, eagle2, cut at the length asked for\n", result.stderr
+        r"eyas: 24 tokens in [\d.]+ s \([\d.]+ tokens/s\), tau 1.\d\d, eagle2, cut at the length asked for\n",
+        result.stderr,
     )
 
 
@@ -117,12 +139,15 @@ def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) 
 def test_without_a_draft_it_says_so(run: Run) -> None:
     result = run("generate", "--target", "llama", "--max-new-tokens", 2, "hello")
     assert "no --draft: the text itself drafts (suffix)" in result.stderr
-    assert run("generate", "--target", "llama", "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
+    assert (
+        run("generate", "--target", "llama", "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.slow
 def test_a_first_measurement_is_announced(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards against a silent wait of some seconds; and against saying so each time, or where nothing is measured."""
+    """Guards against a silent wait of some seconds; and against saying so each time, or where
+    nothing is measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ask = ("generate", "--target", "llama", "--draft", "head", "--max-new-tokens", 4, "hello")
     assert "measuring passes and drafts" not in run(*ask, "--tree", "fixed").stderr
@@ -149,7 +174,9 @@ def test_system_raw_and_tokenizer(answer: Run, world: Path, run: Run) -> None:
     plain = answer("hello")["token_ids"]
     assert answer("hello", "--system", "be brief")["token_ids"] != plain
     assert answer("hello", "--raw")["token_ids"] != plain
-    other = run("generate", "--target", "bare", "--tokenizer", world / "llama", "hello", "--max-new-tokens", 24, "--json")
+    other = run(
+        "generate", "--target", "bare", "--tokenizer", world / "llama", "hello", "--max-new-tokens", 24, "--json"
+    )
     assert json.loads(other.stdout)["token_ids"] == plain
 
 
@@ -220,7 +247,16 @@ def test_a_file_of_prompts(run: Run, answer: Run, tmp_path: Path, batch: int) ->
 
 
 def test_results_to_stdout(run: Run, tmp_path: Path) -> None:
-    result = run("generate", "--target", "llama", "--max-new-tokens", 3, "--input", "-", stdin='{"prompt": "a"}\n{"prompt": "b"}\n')
+    result = run(
+        "generate",
+        "--target",
+        "llama",
+        "--max-new-tokens",
+        3,
+        "--input",
+        "-",
+        stdin='{"prompt": "a"}\n{"prompt": "b"}\n',
+    )
     assert result.exit_code == 0
     assert [json.loads(line)["line"] for line in result.stdout.splitlines()] == [1, 2]
 
@@ -296,17 +332,21 @@ def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -
     for content in ("my diary\n", "my diary, no newline", '{"prompt": "x"}\n', '{"line": 1}\n'):
         precious = tmp_path / "precious.txt"
         precious.write_text(content)
-        assert "holds something else than results" in refused("generate", "--target", "llama", "--input", given, "--output", precious)
+        assert "holds something else than results" in refused(
+            "generate", "--target", "llama", "--input", given, "--output", precious
+        )
         assert precious.read_text() == content
 
 
 @pytest.mark.slow
 def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a file: whole lines stay, the message says how to go on, and going on does not repeat them.
+    """Ctrl-C in the middle of a file: whole lines stay, the message says how to go on, and going on
+    does not repeat them.
 
     That message is all of stderr: no progress bar, warning or traceback of any library stands beside it.
 
-    A false alarm needs a machine that decodes 20 prompts of 100 tokens before this process is woken by the first.
+    A false alarm needs a machine that decodes 20 prompts of 100 tokens before this process is woken
+    by the first.
     """
     _build.outcome.cache_clear()  # what was found before this session's cache folder was set
     kernels.available()  # compiled now, as that would be announced
@@ -324,7 +364,9 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
         given,
     )
     command = [sys.executable, "-m", "eyas", "generate", *options, "--output", output]
-    with started(command, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=accept_interrupts) as process:
+    with started(
+        command, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=accept_interrupts
+    ) as process:
         wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
         process.send_signal(signal.SIGINT)
         _, said = finish(process)
@@ -332,7 +374,9 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
     kept = results(output)
     assert 1 <= len(kept) < 20
     assert [line["line"] for line in kept] == list(range(1, len(kept) + 1))
-    assert said.strip() == f"eyas: interrupted: {len(kept)} results are in {output}; the same command goes on after them"
+    assert (
+        said.strip() == f"eyas: interrupted: {len(kept)} results are in {output}; the same command goes on after them"
+    )
     write(given, [{"prompt": f"number {i}"} for i in range(len(kept) + 1)])
     assert run("generate", *options, "--output", output).exit_code == 0
     assert [line["line"] for line in results(output)] == list(range(1, len(kept) + 2))
@@ -359,7 +403,8 @@ def test_interrupt_keeps_what_was_said(run: Run) -> None:
     """The text so far is on stdout, and status and stderr say that it is not all."""
     result = run("generate", "--target", "llama", "--method", "vanilla", "--ignore-eos", "hello")
     assert result.exit_code == 130
-    assert len(result.stdout) == len("five!\n")  # tokens are characters; the first cycle comes with the prompt's own token
+    # tokens are characters; the first cycle comes with the prompt's own token
+    assert len(result.stdout) == len("five!\n")
     assert result.stderr.splitlines()[-1] == "eyas: interrupted: 5 tokens are above"
 
 
@@ -377,11 +422,16 @@ def test_interrupt_with_json_gives_what_there_is(run: Run) -> None:
 
 @pytest.mark.slow
 def test_view_shows_every_cycle(run: Run, tmp_path: Path) -> None:
-    """The file holds the same answer as stdout, and a tree for each cycle, whose accepted tokens are the answer's."""
+    """The file holds the same answer as stdout, and a tree for each cycle, whose accepted tokens
+    are the answer's."""
     file = tmp_path / "view.html"
-    result = run("generate", "--target", "llama", "--draft", "head", *TREE, "--max-new-tokens", 24, "--view", file, "hello")
+    result = run(
+        "generate", "--target", "llama", "--draft", "head", *TREE, "--max-new-tokens", 24, "--view", file, "hello"
+    )
     assert result.exit_code == 0, result.output
-    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(encoding="utf-8"))[0])
+    data = json.loads(
+        re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(encoding="utf-8"))[0]
+    )
     tokens = [token for cycle in data["cycles"] for token in cycle["tokens"]]
     assert data["prompt"] == "hello"
     assert len(tokens) == 24
@@ -389,7 +439,11 @@ def test_view_shows_every_cycle(run: Run, tmp_path: Path) -> None:
     assert [cycle["prefill"] for cycle in data["cycles"]] == [True] + [False] * (len(data["cycles"]) - 1)
     for cycle in data["cycles"][1:]:
         assert len(cycle["nodes"]) == TREE[1]
-        assert all(cycle["nodes"][token["node"]]["token"] == token["token"] for token in cycle["tokens"] if token["node"] is not None)
+        assert all(
+            cycle["nodes"][token["node"]]["token"] == token["token"]
+            for token in cycle["tokens"]
+            if token["node"] is not None
+        )
     assert data["cycles"][-1]["tau_so_far"] == pytest.approx(data["tau"])
     assert str(file) in result.stderr
 
@@ -399,7 +453,9 @@ def test_view_without_a_tokenizer(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "view.html"
     result = run("generate", "--target", "bare", "--prompt-ids", "5,6,7", "--max-new-tokens", 4, "--view", file)
     assert result.exit_code == 0, result.output
-    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(encoding="utf-8"))[0])
+    data = json.loads(
+        re.findall(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(encoding="utf-8"))[0]
+    )
     shown = "".join(token["text"] for cycle in data["cycles"] for token in cycle["tokens"])
     assert (data["prompt"], data["text"]) == ("5, 6, 7", None)
     assert shown.split() == result.stdout.strip().split(",")

@@ -23,7 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     with_processor(folder / "llava")
     for seed in range(2):
-        Image.frombytes("RGB", (20, 12), bytes((seed * 90 + i * (seed + 1)) % 256 for i in range(720))).save(folder / f"{seed}.png")
+        Image.frombytes("RGB", (20, 12), bytes((seed * 90 + i * (seed + 1)) % 256 for i in range(720))).save(
+            folder / f"{seed}.png"
+        )
     return folder
 
 
@@ -45,7 +47,18 @@ def test_images_as_an_option(run: Run, folder: Path) -> None:
         assert tuple(json.loads(made.stdout)["token_ids"]) == expected.token_ids
         texts.add(expected.text)
     assert len(texts) == 3
-    several = run("generate", "--target", folder / "llava", *FLAGS, "--image", folder / "0.png", "--n", 2, "--json", "What is this?")
+    several = run(
+        "generate",
+        "--target",
+        folder / "llava",
+        *FLAGS,
+        "--image",
+        folder / "0.png",
+        "--n",
+        2,
+        "--json",
+        "What is this?",
+    )
     first, second = json.loads(several.stdout)["results"]
     assert first["token_ids"] == second["token_ids"]
     assert first["text"] in texts
@@ -53,11 +66,14 @@ def test_images_as_an_option(run: Run, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_images_in_a_file_of_prompts(run: Run, folder: Path) -> None:
-    """Bug: only the token ids of these messages reached the engine, and the answers were about no image."""
+    """Bug: only the token ids of these messages reached the engine, and the answers were about no
+    image."""
     llm = eyas.load(folder / "llava", "suffix")
     prompts = [messages(folder / "0.png"), "What is this?", messages(folder / "1.png")]
     lines = [{"messages": prompt} if isinstance(prompt, list) else {"prompt": prompt} for prompt in prompts]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"messages": messages(folder / "no.png")}]))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [*lines, {"messages": messages(folder / "no.png")}])
+    )
     made = run("generate", "--target", folder / "llava", *FLAGS, "--input", folder / "prompts.jsonl", "--batch-size", 2)
     assert made.exit_code == 2
     assert "no.png" in made.stderr

@@ -67,7 +67,8 @@ def head(world: Path, tmp_path: Path) -> Path:
 
 
 def test_nothing_is_sent_without_yes(run: Run, hub: Hub, head: Path) -> None:
-    """Bugs: files that are sent before anybody has seen which; a private file among them; a card without figures or without a use."""
+    """Bugs: files that are sent before anybody has seen which; a private file among them; a card
+    without figures or without a use."""
     result = run("push", head, "me/head", "--license", "mit")
     assert result.exit_code == 0, (result.output, result.exception)
     assert hub.asked == []
@@ -84,7 +85,8 @@ def test_nothing_is_sent_without_yes(run: Run, hub: Hub, head: Path) -> None:
 
 @pytest.mark.slow
 def test_there_and_back(run: Run, hub: Hub, head: Path, answer: Callable[..., dict[str, Any]]) -> None:
-    """Bugs: a file that is missing there; a head that a hub id does not load; a repository that is public against the user's will."""
+    """Bugs: a file that is missing there; a head that a hub id does not load; a repository that is
+    public against the user's will."""
     result = run("push", head, "me/head", "--yes", "--private", "--json")
     assert result.exit_code == 0, (result.output, result.exception, hub.asked)
     told = json.loads(result.stdout.strip().splitlines()[-1])
@@ -107,7 +109,8 @@ def test_there_and_back(run: Run, hub: Hub, head: Path, answer: Callable[..., di
 
 
 def test_refused(refused: Callable[..., str], hub: Hub, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: a page of traceback where the hub says no; something that is no hub id becomes a repository of that name."""
+    """Bugs: a page of traceback where the hub says no; something that is no hub id becomes a
+    repository of that name."""
     assert "is no hub id: give OWNER/NAME" in refused("push", head, "head")
     assert "there is no folder" in refused("push", "nowhere", "me/head")
     assert "no such repository" in refused("generate", "--target", "llama", "--draft", "me/nothing", "hi")

@@ -19,7 +19,9 @@ Run = Callable[..., Any]
 
 
 def talk(*contents: str) -> dict[str, Any]:
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]}
+    return {
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    }
 
 
 def write(path: Path, records: Sequence[Any]) -> Path:
@@ -31,13 +33,28 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-CHATS = [talk("hello", "x", "why", "y"), {"id": "mine", **talk("one", "z")}, talk("what is this", "a"), talk("and that", "b")]
+CHATS = [
+    talk("hello", "x", "why", "y"),
+    {"id": "mine", **talk("one", "z")},
+    talk("what is this", "a"),
+    talk("and that", "b"),
+]
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> tuple[object, ...]:
     write(tmp_path / "chat.jsonl", CHATS)
-    return ("regenerate", "--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "own.jsonl", "--max-new-tokens", 8)
+    return (
+        "regenerate",
+        "--target",
+        "llama",
+        "--data",
+        tmp_path / "chat.jsonl",
+        "--output",
+        tmp_path / "own.jsonl",
+        "--max-new-tokens",
+        8,
+    )
 
 
 @pytest.mark.slow
@@ -63,13 +80,27 @@ def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_pat
     drafted = run(*command, "--draft", "head", "--output", other, "--rows", 1)
     assert drafted.exit_code == 0
     assert sorted(map(json.dumps, lines(other))) == sorted(map(json.dumps, found))
-    sizes = ("--method", "eagle1", "--steps", 1, "--batch-tokens", 64, "--max-length", 64, "--eval-every", 0, "--heldout", 0)
+    sizes = (
+        "--method",
+        "eagle1",
+        "--steps",
+        1,
+        "--batch-tokens",
+        64,
+        "--max-length",
+        64,
+        "--eval-every",
+        0,
+        "--heldout",
+        0,
+    )
     assert run("train", "--target", "llama", "--data", other, "--output", tmp_path / "head", *sizes).exit_code == 0
 
 
 @pytest.mark.slow
 def test_what_is_there_is_not_done_again(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """Half a line at the end is repaired, copies of a line are one, and what comes out is what one run would have written."""
+    """Half a line at the end is repaired, copies of a line are one, and what comes out is what one
+    run would have written."""
     output = tmp_path / "own.jsonl"
     drawn = (*command, "--temperature", 0.8, "--rows", 1)
     assert run(*drawn).exit_code == 0
@@ -94,11 +125,14 @@ def test_what_is_there_is_not_done_again(run: Run, command: tuple[object, ...], 
 
 @pytest.mark.slow
 def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """A false alarm needs a machine that answers 150 questions before this process is woken by the third."""
+    """A false alarm needs a machine that answers 150 questions before this process is woken by the
+    third."""
     write(tmp_path / "chat.jsonl", [talk(f"number {i}", "x") for i in range(150)])
     arguments = [str(world / "llama") if a == "llama" else str(a) for a in (*command, "--rows", 2)]
     output = tmp_path / "own.jsonl"
-    with processes.started([sys.executable, "-m", "eyas", *arguments], stderr=subprocess.PIPE, env=processes.environment()) as process:
+    with processes.started(
+        [sys.executable, "-m", "eyas", *arguments], stderr=subprocess.PIPE, env=processes.environment()
+    ) as process:
         processes.wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3, process)
         process.send_signal(signal.SIGKILL)
     there = output.read_bytes().count(b"\n")
@@ -109,7 +143,9 @@ def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world:
     assert len(set(keys)) == len(keys)
 
 
-def test_ctrl_c_keeps_what_was_answered(run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_answered(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, calls = Decoder.step, []
 
     def stopped(self: Decoder) -> Any:
@@ -130,11 +166,20 @@ def test_ctrl_c_keeps_what_was_answered(run: Run, command: tuple[object, ...], t
 
 @pytest.mark.slow
 def test_bad_lines_are_named_and_passed_over(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    data = write(tmp_path / "chat.jsonl", [CHATS[0], "{broken", {"messages": []}, talk("x" * 600, "y"), *["[1]"] * 3, CHATS[1]])
+    data = write(
+        tmp_path / "chat.jsonl", [CHATS[0], "{broken", {"messages": []}, talk("x" * 600, "y"), *["[1]"] * 3, CHATS[1]]
+    )
     result = run(*command)
     assert result.exit_code == 0
-    for number, words in ((2, "not JSON"), (3, "nobody asks"), (4, "do not fit the context of 512"), (5, "not a JSON object")):
-        assert any(line.startswith(f"eyas: {data}:{number}: ") and words in line for line in result.stderr.splitlines()), number
+    for number, words in (
+        (2, "not JSON"),
+        (3, "nobody asks"),
+        (4, "do not fit the context of 512"),
+        (5, "not a JSON object"),
+    ):
+        assert any(
+            line.startswith(f"eyas: {data}:{number}: ") and words in line for line in result.stderr.splitlines()
+        ), number
     assert "2 conversations" in result.stderr.splitlines()[-1]
     assert "; 4 lines passed over" in result.stderr.splitlines()[-1]
     write(data, ["{broken", "[2]"])
@@ -169,7 +214,8 @@ def test_answers_of_two_manners_are_not_mixed(run: Run, command: tuple[object, .
     other = run(*command, "--temperature", 0.5, "--last-only")
     assert other.exit_code == 2
     assert (
-        "holds answers made otherwise: temperature 0.0 there, 0.5 now; last_only False there, True now; name another file" in other.stderr
+        "holds answers made otherwise: temperature 0.0 there, 0.5 now; last_only False there, True now; name another file"
+        in other.stderr
     )
     assert (tmp_path / "own.jsonl").read_text() == before
     rounded = before.replace('"activations": "exact"', '"activations": "int8"')
@@ -199,7 +245,9 @@ def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str,
     (tmp_path / "empty.jsonl").touch()
     arguments, words = BAD[name]
     own = command if "--data" not in arguments else (*command[:3], *command[5:])
-    result = run(*own, *(tmp_path / a if str(a) in ("chat.jsonl", "diary.txt", "empty.jsonl") else a for a in arguments))
+    result = run(
+        *own, *(tmp_path / a if str(a) in ("chat.jsonl", "diary.txt", "empty.jsonl") else a for a in arguments)
+    )
     assert result.exit_code == 2, (result.output, result.exception)
     last = result.stderr.splitlines()[-1]
     assert last.startswith("eyas: error: ")

@@ -31,7 +31,8 @@ def painter(pieces: list[str]) -> Painter:
 def test_marks_follow_the_text_however_late_it_comes() -> None:
     """Text that was held back was painted with the mark of the token that released it.
 
-    Random pieces of text, held back at random and cut off at the end, as stop strings do. Seeded: no false alarm.
+    Random pieces of text, held back at random and cut off at the end, as stop strings do. Seeded:
+    no false alarm.
     """
     draw = random.Random(1)
     for _ in range(200):
@@ -52,7 +53,8 @@ def test_marks_follow_the_text_however_late_it_comes() -> None:
 
 
 def test_an_answer_that_is_broken_off(world: Any) -> None:
-    """An interrupt before the first token must not divide by zero; and what is not read to its end is not called complete."""
+    """An interrupt before the first token must not divide by zero; and what is not read to its end
+    is not called complete."""
     stream = TimedStream(eyas.load(world / "llama").stream("hello", max_new_tokens=6, ignore_eos=True))
     nothing = stream.result()
     assert (nothing.text, nothing.token_ids, nothing.finish_reason) == ("", (), "interrupted")

@@ -36,7 +36,8 @@ def shell(world: Path, arguments: tuple[object, ...], redirection: str) -> subpr
 
 
 def test_closed_standard_streams_are_named(world: Path, tmp_path: Path) -> None:
-    """`eyas generate hi >&-` ended with a traceback; and a file opened later must not become standard output."""
+    """`eyas generate hi >&-` ended with a traceback; and a file opened later must not become
+    standard output."""
     closed = shell(world, (*GENERATE, "hi"), ">&-")
     assert closed.returncode == 2
     assert closed.stderr.splitlines()[-1].startswith("eyas: error: standard output is closed")
@@ -52,8 +53,8 @@ def test_closed_standard_streams_are_named(world: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["import cyclopts", "import torch", "import transformers"])
 def test_ctrl_c_while_it_starts(moment: str) -> None:
-    """Within the first second, Ctrl-C printed a traceback of whatever was being imported. The process interrupts
-    itself at the first import of a package, so there is nothing to wait for."""
+    """Within the first second, Ctrl-C printed a traceback of whatever was being imported. The
+    process interrupts itself at the first import of a package, so there is nothing to wait for."""
     code = f"""
 import os, signal, sys
 class Interrupt:
@@ -66,7 +67,9 @@ sys.argv = ["eyas", "generate", "hi"]
 from eyas.cli import main
 main()
 """
-    done = processes.run([sys.executable, "-c", code], preexec_fn=processes.accept_interrupts, env=processes.environment())
+    done = processes.run(
+        [sys.executable, "-c", code], preexec_fn=processes.accept_interrupts, env=processes.environment()
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "eyas: interrupted\n")
 
 
@@ -143,7 +146,17 @@ def without(packages: set[str], *arguments: object) -> subprocess.CompletedProce
 
 def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
     """matplotlib and scipy are for `eyas bench` only; rich-click was needed for every command."""
-    extras = {"matplotlib", "scipy", "rich_click", "click_rich_help", "tensorboard", "wandb", "fastapi", "uvicorn", "prometheus_client"}
+    extras = {
+        "matplotlib",
+        "scipy",
+        "rich_click",
+        "click_rich_help",
+        "tensorboard",
+        "wandb",
+        "fastapi",
+        "uvicorn",
+        "prometheus_client",
+    }
     generated = without(extras, "generate", "--target", world / "llama", "hi", "--max-new-tokens", 3)
     assert generated.returncode == 0, generated.stderr
     for arguments in (("--help",), ("methods", "--json"), ("generate", "--help-all"), ("train", "--help")):
@@ -153,7 +166,10 @@ def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
 def test_a_command_says_what_to_install(tmp_path: Path) -> None:
     done = without({"matplotlib"}, "bench", "--output", tmp_path / "out")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "eyas: error: eyas bench needs matplotlib: pip install 'eyas[bench]' (in a clone: pip install '.[bench]')\n"
+    assert (
+        done.stderr
+        == "eyas: error: eyas bench needs matplotlib: pip install 'eyas[bench]' (in a clone: pip install '.[bench]')\n"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -185,20 +201,29 @@ def test_results_of_other_prompts_or_settings_are_refused(run: Run, refused: Run
     assert run(*command).exit_code == 0
     before = output.read_text()
     assert "temperature 0.0 there, 0.5 now" in refused(*command, "--temperature", 0.5)
-    assert "max_new_tokens 3 there, 4 now; stop [] there, ['x'] now" in refused(*command, "--max-new-tokens", 4, "--stop", "x")
+    assert "max_new_tokens 3 there, 4 now; stop [] there, ['x'] now" in refused(
+        *command, "--max-new-tokens", 4, "--stop", "x"
+    )
     assert "dtype float32 there, bfloat16 now" in refused(*command, "--dtype", "bfloat16")
     prompts.write_text('{"prompt": "one"}\n{"prompt": "too", "id": "b"}\n')
     assert "holds the answer to another prompt for id 'b'" in refused(*command)
     prompts.write_text('{"prompt": "zero"}\n{"prompt": "one"}\n')
     assert "holds the answer to another prompt for line 1" in refused(*command)
     assert output.read_text() == before
-    old = [{k: v for k, v in json.loads(line).items() if k not in ("prompt_sha256", "settings")} for line in before.splitlines()]
+    old = [
+        {k: v for k, v in json.loads(line).items() if k not in ("prompt_sha256", "settings")}
+        for line in before.splitlines()
+    ]
     output.write_text("".join(json.dumps(line) + "\n" for line in old))
     prompts.write_text('{"prompt": "one"}\n{"prompt": "two", "id": "b"}\n{"prompt": "three"}\n')
-    assert "2 of 3 are in" in run(*command).stderr, "results of an earlier version do not say what they are the answer to"
+    assert "2 of 3 are in" in run(*command).stderr, (
+        "results of an earlier version do not say what they are the answer to"
+    )
 
 
-@pytest.mark.parametrize("line", ['{"prompt_ids": [' + "1" * 5000 + "]}", "[" * 60_000, '{"prompt": "x", "id": ' + "7" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "line", ['{"prompt_ids": [' + "1" * 5000 + "]}", "[" * 60_000, '{"prompt": "x", "id": ' + "7" * 5000 + "}"]
+)
 def test_json_that_python_refuses_is_a_bad_line(run: Run, refused: Run, tmp_path: Path, line: str) -> None:
     """Thousands of digits or brackets ended in a traceback, in prompts and in an old output."""
     (tmp_path / "in.jsonl").write_text(f'{line}\n{{"prompt": "hi"}}\n')
@@ -207,18 +232,24 @@ def test_json_that_python_refuses_is_a_bad_line(run: Run, refused: Run, tmp_path
     assert "in.jsonl:1: JSON " in result.stderr
     assert [json.loads(out)["line"] for out in result.stdout.splitlines()] == [2]
     (tmp_path / "old.jsonl").write_text(line + "\n")
-    assert "holds something else than results" in refused(*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "old.jsonl")
+    assert "holds something else than results" in refused(
+        *GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "old.jsonl"
+    )
 
 
 @pytest.mark.parametrize("made_by", [5, [], "x", None, {"fingerprint": 5}])
 def test_an_old_output_with_strange_settings(run: Run, tmp_path: Path, made_by: Any) -> None:
     """`"by": 5` in an output of regenerate, or settings that are no object, ended in a traceback."""
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    (tmp_path / "chat.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
     (tmp_path / "own.jsonl").write_text(json.dumps({"key": "x", "messages": [], "by": made_by}) + "\n")
     command = ("regenerate", "--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "own.jsonl")
     assert run(*command, "--max-new-tokens", 3).exit_code in (0, 2)
     (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
-    (tmp_path / "out.jsonl").write_text(json.dumps({"line": 9, "token_ids": [], "settings": made_by, "weights": "exact"}) + "\n")
+    (tmp_path / "out.jsonl").write_text(
+        json.dumps({"line": 9, "token_ids": [], "settings": made_by, "weights": "exact"}) + "\n"
+    )
     assert run(*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl").exit_code in (0, 2)
 
 
@@ -230,7 +261,9 @@ def test_names_that_are_no_method(refused: Run, name: str) -> None:
 
 def test_an_output_that_cannot_be(refused: Run, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
-    assert "output file '/proc/x' cannot be created there" in refused(*GENERATE, "--input", tmp_path / "in.jsonl", "--output", "/proc/x")
+    assert "output file '/proc/x' cannot be created there" in refused(
+        *GENERATE, "--input", tmp_path / "in.jsonl", "--output", "/proc/x"
+    )
 
 
 def test_an_old_option_name_works_with_a_notice(run: Run) -> None:

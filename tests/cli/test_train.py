@@ -1,4 +1,5 @@
-"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by two processes."""
+"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by
+two processes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from eyas.train import loop
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., Any]
-OWN = {"--ttt.steps": 2, "--head.layers": "0,2,3", "--tree.nodes": 8, "--tree.depth": 3, "--tree.branch": 3}  # options of eagle3
+# options of eagle3
+OWN = {"--ttt.steps": 2, "--head.layers": "0,2,3", "--tree.nodes": 8, "--tree.depth": 3, "--tree.branch": 3}
 
 
 @pytest.fixture
@@ -33,14 +35,29 @@ def command(tmp_path: Path) -> tuple[object, ...]:
     chats = [[("user", f"what is {i}"), ("assistant", f"it is the number {i}")] for i in range(30)]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
     (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
-    sizes = ("--steps", 6, "--batch-tokens", 128, "--max-length", 128, "--warmup-steps", 1, "--eval-every", 0, "--save-every", 1)
+    sizes = (
+        "--steps",
+        6,
+        "--batch-tokens",
+        128,
+        "--max-length",
+        128,
+        "--warmup-steps",
+        1,
+        "--eval-every",
+        0,
+        "--save-every",
+        1,
+    )
     paths = ("--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "new")
     return ("train", *paths, *(part for option in OWN.items() for part in option), "--lr", 1e-3, *sizes)
 
 
 def without(command: tuple[object, ...], *options: str) -> tuple[object, ...]:
     """The command without these options and their values."""
-    return tuple(part for i, part in enumerate(command) if part not in options and (i == 0 or command[i - 1] not in options))
+    return tuple(
+        part for i, part in enumerate(command) if part not in options and (i == 0 or command[i - 1] not in options)
+    )
 
 
 def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
@@ -55,7 +72,19 @@ def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_p
     assert {"0-alpha", "chain tau", "tau"} <= set(record["heldout"])
     assert record["data"]["files"] == ["chat.jsonl"]
     assert len(record["data"]["sha256"]) == 64
-    used = run("generate", "--target", "llama", "--draft", tmp_path / "new", "hello", "--max-new-tokens", 8, "--tree", "fixed", "--json")
+    used = run(
+        "generate",
+        "--target",
+        "llama",
+        "--draft",
+        tmp_path / "new",
+        "hello",
+        "--max-new-tokens",
+        8,
+        "--tree",
+        "fixed",
+        "--json",
+    )
     assert used.exit_code == 0
     assert used.stderr == ""
     assert json.loads(used.stdout)["method"] == "eagle3"
@@ -72,15 +101,19 @@ def test_an_older_method(run: Run, command: tuple[object, ...], tmp_path: Path) 
 
 
 def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """The most frequent tokens that count, of the training examples; another head's stays when training begins with it; and it belongs to
-    the state, so that a resumed run finds the very same."""
+    """The most frequent tokens that count, of the training examples; another head's stays when
+    training begins with it; and it belongs to the state, so that a resumed run finds the very
+    same."""
     assert run(*command, "--head.draft-vocab", 8, "--steps", 2).exit_code == 0
     weights = checkpoints.load(tmp_path / "new")
     drafted = set(weights.tensors["draft_ids"].tolist())
     letter = {character: 7 + ord(character) - 32 for character in " theinumbr"}  # of the tokenizer in conftest.py
     assert len(drafted) == weights.config["draft_vocab_size"] == 8
     assert {letter[c] for c in " tei"} | {2} <= drafted <= set(letter.values()) | {2, *range(7 + 16, 7 + 26)}
-    assert f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |" in (tmp_path / "new" / "README.md").read_text()
+    assert (
+        f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |"
+        in (tmp_path / "new" / "README.md").read_text()
+    )
     other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
     assert run(*other, "--init", tmp_path / "new", "--steps", 2).exit_code == 0
     assert set(checkpoints.load(tmp_path / "more").tensors["draft_ids"].tolist()) == drafted
@@ -90,11 +123,14 @@ def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple
 
 
 def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """A head that was trained with a sliding window sees whole examples here: published with its window, it would be served otherwise than
-    it was trained. And no flag of a window passes that would do nothing."""
+    """A head that was trained with a sliding window sees whole examples here: published with its
+    window, it would be served otherwise than it was trained. And no flag of a window passes that
+    would do nothing."""
     assert run(*command, "--steps", 2).exit_code == 0
     config = json.loads((tmp_path / "new" / "config.json").read_text())
-    (tmp_path / "new" / "config.json").write_text(json.dumps({**config, "use_sliding_window": True, "sliding_window": 8}))
+    (tmp_path / "new" / "config.json").write_text(
+        json.dumps({**config, "use_sliding_window": True, "sliding_window": 8})
+    )
     assert checkpoints.load(tmp_path / "new").config["window"] == 8
     other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
     trained = run(*other, "--init", tmp_path / "new", "--steps", 2)
@@ -103,7 +139,9 @@ def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_pa
     assert checkpoints.load(tmp_path / "more").config["window"] is None
     refused = run(*other, "--init", tmp_path / "new", "--window.sink", 1)
     assert refused.exit_code == 2
-    assert "window.sink: this head was trained with a window of 8, without sinks; give --window.size too" in refused.stderr
+    assert (
+        "window.sink: this head was trained with a window of 8, without sinks; give --window.size too" in refused.stderr
+    )
 
 
 def test_interrupted_and_resumed_is_the_same_head(
@@ -133,12 +171,25 @@ def test_interrupted_and_resumed_is_the_same_head(
     assert all(bool((again[name] == value).all()) for name, value in whole.items())
 
 
-def test_two_processes_one_is_killed_and_one_goes_on(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """torchrun, kill -9 of the second process in the middle: everything ends, with one line of ours among torchrun's, and the same command
-    goes on from the last state without torchrun. Steps are slowed by saving each; sixty take seconds, the kill follows the first."""
+def test_two_processes_one_is_killed_and_one_goes_on(
+    run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
+) -> None:
+    """torchrun, kill -9 of the second process in the middle: everything ends, with one line of ours
+    among torchrun's, and the same command goes on from the last state without torchrun. Steps are
+    slowed by saving each; sixty take seconds, the kill follows the first."""
     whole = [*command, "--accumulation", 2, "--steps", 60, "--device", "cpu"]
     arguments = [str(world / "llama") if part == "llama" else str(part) for part in whole]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eyas", *arguments]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "eyas",
+        *arguments,
+    ]
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
     with processes.started(launcher, env=environment, stderr=subprocess.PIPE, text=True) as agent:
         processes.wait_until((tmp_path / "new" / "state.pt").exists, agent)
@@ -166,16 +217,25 @@ BAD = {
     ),
     "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
     "a head that is as it is": (("--init", "head"), "--init names a finished head: leave --head.layers out"),
-    "a tracker that is not there": (("--log", "wandb"), "log: wandb is not installed: pip install wandb, or leave it out"),
+    "a tracker that is not there": (
+        ("--log", "wandb"),
+        "log: wandb is not installed: pip install wandb, or leave it out",
+    ),
     "an unknown tracker": (("--log", "tensorbord"), "log knows tensorboard and wandb"),
-    "nothing to recompute": (("--method", "eagle1", "--checkpointing"), "checkpointing: the method eagle1 keeps too little"),
+    "nothing to recompute": (
+        ("--method", "eagle1", "--checkpointing"),
+        "checkpointing: the method eagle1 keeps too little",
+    ),
     "an impossible rate": (("--lr", -1), "lr must be 0 or more; got -1.0"),
     "an unknown schedule": (("--schedule", "linaer"), "--schedule"),
     "two lengths": (("--epochs", 2), "steps and epochs each say how long"),
     "broken betas": (("--betas", "0.9;0.95"), "no list of numbers"),
     "no data": (("--data", "./nowhere.jsonl"), "./nowhere.jsonl does not exist"),
     "an output that is a file": (("--output", "chat.jsonl"), "cannot write"),
-    "no head to begin with": (("--method", "eagle1", "--init", "./nowhere"), "draft head ./nowhere: there is no such folder"),
+    "no head to begin with": (
+        ("--method", "eagle1", "--init", "./nowhere"),
+        "draft head ./nowhere: there is no such folder",
+    ),
     "an option of another method": (("--method", "eagle1", "--tree.nodes", 4), "unknown option 'tree.nodes'"),
     "no tokenizer": (("--target", "bare"), "no tokenizer"),
 }

@@ -22,8 +22,11 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_tune_measures_once_and_says_where(run: Run, tmp_path: Path) -> None:
-    """Bugs: it measures again what is known, or does not when it is told to; a pipe gets something else than one JSON object."""
-    first, second, third = (run("tune", "--target", "llama", "--draft", "head", "--json", *more) for more in ((), (), ("--force",)))
+    """Bugs: it measures again what is known, or does not when it is told to; a pipe gets something
+    else than one JSON object."""
+    first, second, third = (
+        run("tune", "--target", "llama", "--draft", "head", "--json", *more) for more in ((), (), ("--force",))
+    )
     found = [json.loads(result.stdout) for result in (first, second, third)]
     assert [f["measured"] for f in found] == [True, False, True]
     assert found[0]["costs"] == found[1]["costs"]
@@ -38,7 +41,9 @@ def test_tune_measures_once_and_says_where(run: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tune_for_people(run: Run) -> None:
     """Bug: a table that cannot be printed; the tree that pays most is not in it."""
-    result = run("tune", "--target", "llama", "--draft", "head", "--tree.nodes", 9, "--tree.depth", 3, "--tree.branch", 2)
+    result = run(
+        "tune", "--target", "llama", "--draft", "head", "--tree.nodes", 9, "--tree.depth", 3, "--tree.branch", 2
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     assert "branch" in result.stdout
     assert "nodes 9 depth" in result.stdout or "nodes 8 depth" in result.stdout
@@ -55,7 +60,8 @@ def test_tune_refuses(refused: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) -> None:
-    """Bugs: a tree that the user describes is changed; auto is not the default, says other ids, or grows beyond what was allowed."""
+    """Bugs: a tree that the user describes is changed; auto is not the default, says other ids, or
+    grows beyond what was allowed."""
     plain = answer("--method", "vanilla", "--prompt-ids", "5,9,100")
     auto = answer("--draft", "head", "--prompt-ids", "5,9,100")
     assert (plain["policy"], auto["policy"]) == ("fixed", "auto")
@@ -67,9 +73,15 @@ def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) 
     assert (described["policy"], set(described["decisions"])) == ("fixed", {"fixed"})
     fixed = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree", "fixed")
     assert (fixed["policy"], set(fixed["decisions"])) == ("fixed", {"fixed"})
-    within = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree", "auto", "--tree.nodes", 3, "--tree.depth", 2)
+    within = answer(
+        "--draft", "head", "--prompt-ids", "5,9,100", "--tree", "auto", "--tree.nodes", 3, "--tree.depth", 2
+    )
     assert within["policy"] == "auto"
-    assert set(within["decisions"]) <= {"plain", "suffix", *(f"{n}/{d}/{b}" for n in (2, 3) for d in (1, 2) for b in range(1, 11))}
+    assert set(within["decisions"]) <= {
+        "plain",
+        "suffix",
+        *(f"{n}/{d}/{b}" for n in (2, 3) for d in (1, 2) for b in range(1, 11)),
+    }
     suffix = answer("--method", "suffix", "--prompt-ids", "5,9,5,9,5,9")
     assert suffix["policy"] == "auto"
     assert set(suffix["decisions"]) == {"plain", "fixed"}
@@ -82,15 +94,29 @@ def test_a_wrong_mode(refused: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
-    """Bugs: `tree=auto` and `head=random` of a part of --methods are taken for options of the method, or do nothing; trees that do not grow
-    are governed unasked, so that a slow method looks like plain decoding; simulated acceptance drives a policy."""
+    """Bugs: `tree=auto` and `head=random` of a part of --methods are taken for options of the
+    method, or do nothing; trees that do not grow are governed unasked, so that a slow method looks
+    like plain decoding; simulated acceptance drives a policy."""
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text(json.dumps({"prompt_ids": [5, 9, 100, 3]}) + "\n")
     specs = (
         "eagle2", "eagle2:tree=fixed", "eagle2:head=random", "eagle2:tree.nodes=9", "eagle2:tree.depth=3:tree=auto", "suffix",
         "suffix:tree=auto", "medusa:head=random",
     )  # fmt: skip
-    command = ("bench", "--target", "llama", "--draft", "head", "--prompts", prompts, "--max-new-tokens", 16, "--probe", 0, "--json")
+    command = (
+        "bench",
+        "--target",
+        "llama",
+        "--draft",
+        "head",
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        16,
+        "--probe",
+        0,
+        "--json",
+    )
     result = run(*command, "--methods", ",".join(specs), "--output", tmp_path / "out")
     assert result.exit_code == 0, (result.output, result.exception)
     summary = json.loads(result.stdout.strip().splitlines()[-1])
@@ -100,6 +126,8 @@ def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
     assert about["eagle2:head=random"]["head"] == "random"
     assert about["eagle2:head=random"]["weights"] != about["eagle2"]["weights"]
     assert all(row["equal"] for row in summary["rows"] if not row["method"].startswith("transformers"))
-    result = run(*command, "--methods", "eagle2,eagle2:tree=auto", "--output", tmp_path / "sim", "--simulate-acceptance", "0.5")
+    result = run(
+        *command, "--methods", "eagle2,eagle2:tree=auto", "--output", tmp_path / "sim", "--simulate-acceptance", "0.5"
+    )
     about = json.loads(result.stdout.strip().splitlines()[-1])["settings"]["methods"]
     assert [about[name]["policy"] for name in ("eagle2", "eagle2:tree=auto")] == ["fixed", "auto"]

@@ -1,7 +1,8 @@
-"""Clients that others have written, in an environment of their own, against a server of the embedded model.
+"""Clients that others have written, in an environment of their own, against a server of the
+embedded model.
 
-`make clients` makes that environment (.venv-clients) and runs these tests; elsewhere they are skipped. A client is a process that knows
-nothing of eyas but the server's address.
+`make clients` makes that environment (.venv-clients) and runs these tests; elsewhere they are
+skipped. A client is a process that knows nothing of eyas but the server's address.
 """
 
 from __future__ import annotations
@@ -58,9 +59,15 @@ def folder(llm: eyas.LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(programs: Path, tmp_path: Path) -> Run:
-    """Runs a client's program in an empty folder, without a network beyond the loopback, and expects it to succeed."""
+    """Runs a client's program in an empty folder, without a network beyond the loopback, and
+    expects it to succeed."""
     outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
-    own = {"HF_HOME": str(tmp_path / "huggingface"), "HF_DATASETS_OFFLINE": "1", "LANGSMITH_TRACING": "false", "COLUMNS": "200"}
+    own = {
+        "HF_HOME": str(tmp_path / "huggingface"),
+        "HF_DATASETS_OFFLINE": "1",
+        "LANGSMITH_TRACING": "false",
+        "COLUMNS": "200",
+    }
 
     def made(program: str, *arguments: Any) -> CompletedProcess[str]:
         done = processes.run([programs / program, *arguments], cwd=tmp_path, env={**outside, **own})

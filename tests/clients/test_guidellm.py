@@ -18,7 +18,8 @@ Run = Callable[..., CompletedProcess[str]]
 
 @pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions"])
 def test_a_benchmark(run: Run, server: Running, folder: Path, tmp_path: Path, endpoint: str) -> None:
-    """Every request succeeds and has as many tokens as it asked for; an empty answer or an error in the stream would be counted as one."""
+    """Every request succeeds and has as many tokens as it asked for; an empty answer or an error in
+    the stream would be counted as one."""
     requests = [{"prompt": prompt, "output_tokens_count": TOKENS} for prompt in PROMPTS * 2]
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(one) + "\n" for one in requests))
     run(

@@ -25,7 +25,8 @@ def ask(run: Run) -> Callable[..., Any]:
 
 
 def test_answers(ask: Callable[..., Any], server: Running, llm: eyas.LLM) -> None:
-    """Texts, usage and the reason of the end are those of `LLM.generate`, whole, streamed, and several at once."""
+    """Texts, usage and the reason of the end are those of `LLM.generate`, whole, streamed, and
+    several at once."""
     own = [llm.generate(prompt, max_new_tokens=24) for prompt in PROMPTS]
     made = ask(server, "answers", *PROMPTS)
     assert made["invoked"]["text"] == made["streamed"]["text"] == own[0].text
@@ -38,7 +39,8 @@ def test_answers(ask: Callable[..., Any], server: Running, llm: eyas.LLM) -> Non
 
 
 def test_objects_and_tools(ask: Callable[..., Any], llm: eyas.LLM) -> None:
-    """LangChain reads the object and the call that the server was made to write, and sends the call's result back."""
+    """LangChain reads the object and the call that the server was made to write, and sends the
+    call's result back."""
     pytest.importorskip("llguidance", reason="structured output needs llguidance")
     with running(tooled_llm(), rows=2) as server:
         objects = ask(server, "structured", PROMPTS[0])

@@ -1,4 +1,5 @@
-"""lm-eval asks the server what it asks its own `hf` model, on two small tasks of ours: texts are equal, log-likelihoods up to rounding."""
+"""lm-eval asks the server what it asks its own `hf` model, on two small tasks of ours: texts are
+equal, log-likelihoods up to rounding."""
 
 from __future__ import annotations
 
@@ -24,23 +25,38 @@ Run = Callable[..., CompletedProcess[str]]
 def evaluate(run: Run, tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
     """Runs lm-eval; gives the samples of each task, in the order of the documents."""
 
-    def made(kind: str, /, *more: str, tasks: tuple[str, ...] = ("eyas_choice", "eyas_text"), **arguments: Any) -> dict[str, Any]:
+    def made(
+        kind: str, /, *more: str, tasks: tuple[str, ...] = ("eyas_choice", "eyas_text"), **arguments: Any
+    ) -> dict[str, Any]:
         shutil.copy(TASKS / "prompts.jsonl", tmp_path)
         output = tmp_path / f"output-{len(list(tmp_path.glob('output-*')))}"
         listed = ",".join(f"{name}={value}" for name, value in arguments.items())
-        options = ["--include_path", TASKS, "--tasks", ",".join(tasks), "--output_path", output, "--log_samples", "--batch_size", 1]
+        options = [
+            "--include_path",
+            TASKS,
+            "--tasks",
+            ",".join(tasks),
+            "--output_path",
+            output,
+            "--log_samples",
+            "--batch_size",
+            1,
+        ]
         run("lm_eval", "run", "--model", kind, "--model_args", listed, *options, *more)
         samples = {}
         for task in tasks:
             (file,) = output.rglob(f"samples_{task}_*.jsonl")
-            samples[task] = sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+            samples[task] = sorted(
+                (json.loads(line) for line in file.read_text().splitlines()), key=lambda sample: sample["doc_id"]
+            )
         return samples
 
     return made
 
 
 def test_completions(evaluate: Callable[..., Any], server: Running, folder: Path) -> None:
-    """A wrong offset of `echo`, a log-probability after the temperature, or a "greedy" that compares unequal floats changes a sample."""
+    """A wrong offset of `echo`, a log-probability after the temperature, or a "greedy" that
+    compares unequal floats changes a sample."""
     own = evaluate("hf", "--device", "cpu", pretrained=folder, dtype="float32")
     ours = evaluate("local-completions", base_url=f"{server.v1}/completions", model="tiny", num_concurrent=3)
     for theirs, sample in zip(own["eyas_choice"], ours["eyas_choice"], strict=True):
@@ -57,12 +73,19 @@ def test_chat_completions(evaluate: Callable[..., Any], server: Running, folder:
     """A conversation is rendered by the server as lm-eval renders it by the tokenizer's template."""
     tasks = ("eyas_text",)
     own = evaluate("hf", "--device", "cpu", "--apply_chat_template", tasks=tasks, pretrained=folder, dtype="float32")
-    ours = evaluate("local-chat-completions", "--apply_chat_template", tasks=tasks, base_url=f"{server.v1}/chat/completions", model="tiny")
+    ours = evaluate(
+        "local-chat-completions",
+        "--apply_chat_template",
+        tasks=tasks,
+        base_url=f"{server.v1}/chat/completions",
+        model="tiny",
+    )
     assert [sample["resps"] for sample in ours["eyas_text"]] == [sample["resps"] for sample in own["eyas_text"]]
 
 
 def test_the_hf_model_with_eyas_attached(run: Run, tmp_path: Path) -> None:
-    """lm-eval brings a stopping criterion that counts the rows of a batch, and calls `model.generate` in its own manner."""
+    """lm-eval brings a stopping criterion that counts the rows of a batch, and calls
+    `model.generate` in its own manner."""
     for file in TASKS.iterdir():
         shutil.copy(file, tmp_path)
     source = Path(eyas.__file__).parents[1]

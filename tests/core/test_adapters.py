@@ -1,4 +1,5 @@
-"""Adapters of PEFT on the target, merged and switched: the text is that of PEFT's own model, by every method; nothing is mixed up."""
+"""Adapters of PEFT on the target, merged and switched: the text is that of PEFT's own model, by
+every method; nothing is mixed up."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from test_lossless import DRAWN, SAMPLINGS, make, requests
 
 peft = pytest.importorskip("peft", reason="adapters need the extra peft")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT, about transformers
+# of PEFT, about transformers
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 4},
@@ -38,13 +40,16 @@ SWITCHED = ("lora", "dora")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Adapters of the small llama, by name, as PEFT writes them; their weights are random and large enough to change the text."""
+    """Adapters of the small llama, by name, as PEFT writes them; their weights are random and large
+    enough to change the text."""
     root = tmp_path_factory.mktemp("adapters")
     for seed, (name, options) in enumerate(KINDS.items()):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             config = peft.LoraConfig(init_lora_weights=False, lora_alpha=16, task_type="CAUSAL_LM", **options)
-            peft.get_peft_model(zoo.FAMILIES["llama"](), config).save_pretrained(root / name, save_embedding_layers=False)
+            peft.get_peft_model(zoo.FAMILIES["llama"](), config).save_pretrained(
+                root / name, save_embedding_layers=False
+            )
     return {name: str(root / name) for name in KINDS}
 
 
@@ -58,7 +63,9 @@ def target(folders: dict[str, str]) -> Target:
 def answered(folder: str) -> tuple[tuple[Request, list[int]], ...]:
     """Requests, and what PEFT's own model with this adapter answers by plain decoding."""
     model = peft.PeftModel.from_pretrained(zoo.FAMILIES["llama"](), folder).eval()
-    return tuple((request, plain_decode(model.get_base_model(), request)) for request, _ in requests("llama", 3, SAMPLINGS))
+    return tuple(
+        (request, plain_decode(model.get_base_model(), request)) for request, _ in requests("llama", 3, SAMPLINGS)
+    )
 
 
 def asking(request: Request, adapter: str) -> Request:
@@ -68,10 +75,13 @@ def asking(request: Request, adapter: str) -> Request:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in drafters.names()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in drafters.names()]
+)
 def test_every_method_switches(name: str, target: Target, folders: dict[str, str]) -> None:
-    """Guards the switch before each forward: decoders of several adapters, and of none, step in turns on one model, and each gives the
-    text of its own adapter. A forward with another's weights changes some token: the texts of the adapters differ."""
+    """Guards the switch before each forward: decoders of several adapters, and of none, step in
+    turns on one model, and each gives the text of its own adapter. A forward with another's weights
+    changes some token: the texts of the adapters differ."""
     drafter = make(name, target)
     asked = [request for request, _ in requests("llama", 3, SAMPLINGS)][:2]
     wanted = {"": [tokens for _, tokens in requests("llama", 3, SAMPLINGS)]}
@@ -107,9 +117,11 @@ def test_merged(kind: str, folders: dict[str, str]) -> None:
 
 
 def test_kernels_refuse_what_they_would_leave_out(folders: dict[str, str]) -> None:
-    """Guards against a silent wrong text: PEFT's layers show the base model's weights to whoever reads `weight`."""
+    """Guards against a silent wrong text: PEFT's layers show the base model's weights to whoever
+    reads `weight`."""
     wide = zoo.tiny("llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=True)  # adds zero: the numbers alone show nothing
+    # adds zero: the numbers alone show nothing
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=True)
     tuned = peft.get_peft_model(wide, config).eval()
     with pytest.raises(UnsuitedError, match="adapter"):
         runners.runner(Target(tuned.get_base_model()))
@@ -119,7 +131,8 @@ def test_kernels_refuse_what_they_would_leave_out(folders: dict[str, str]) -> No
 
 @pytest.mark.slow
 def test_a_model_of_peft_is_used_as_it_is(folders: dict[str, str]) -> None:
-    """Guards `eyas.load(peft_model)`: the adapter that was active answers, others answer by name, "base" without one."""
+    """Guards `eyas.load(peft_model)`: the adapter that was active answers, others answer by name,
+    "base" without one."""
     tuned = peft.PeftModel.from_pretrained(zoo.FAMILIES["llama"](), folders["lora"], adapter_name="one").eval()
     tuned.load_adapter(folders["dora"], "two")
     llm = eyas.load(tuned, tokenizer=False)
@@ -150,7 +163,8 @@ def test_kept_text_of_another_adapter_is_not_used(target: Target, folders: dict[
 
 
 def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, str], tmp_path: Path) -> None:
-    """Guards the fingerprint: it is the base model's where adapters are switched, and remembered where one is merged."""
+    """Guards the fingerprint: it is the base model's where adapters are switched, and remembered
+    where one is merged."""
     plain, merged = Target(zoo.FAMILIES["llama"]()), Target.of(zoo.FAMILIES["llama"](), adapters=folders["lora"])
     assert target.fingerprint() == plain.fingerprint() != merged.fingerprint()
     assert merged.is_adapted_from(plain.fingerprint())
@@ -162,12 +176,17 @@ def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, st
 
 
 @pytest.mark.slow
-def test_an_adapter_on_other_weights_than_the_fingerprints(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that was trained with it was said to be the
-    base model's, and features of the base model passed for those of the merged one."""
+def test_an_adapter_on_other_weights_than_the_fingerprints(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that
+    was trained with it was said to be the base model's, and features of the base model passed for
+    those of the merged one."""
     monkeypatch.setattr("eyas.core.target.fingerprint_of", lambda model: "shapes:0.1,0.2,0.3")
     plain = Target(zoo.FAMILIES["llama"]())
-    merged, again, other = (Target.of(zoo.FAMILIES["llama"](), adapters=folders[name]) for name in ("lora", "lora", "dora"))
+    merged, again, other = (
+        Target.of(zoo.FAMILIES["llama"](), adapters=folders[name]) for name in ("lora", "lora", "dora")
+    )
     assert merged.is_named(again.fingerprint())
     assert not merged.is_named(other.fingerprint())
     assert not merged.is_named(plain.fingerprint())
@@ -199,6 +218,11 @@ def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
         Target(llama()).with_adapter("a")
     with pytest.raises(OptionError, match="PeftModel"):
         eyas.load(llama(), adapter=folders["lora"], tokenizer=False)
-    for wrong in ({"base": folders["lora"]}, {"": folders["lora"]}, [f"a={folders['lora']}", f"a={folders['dora']}"], 3):
+    for wrong in (
+        {"base": folders["lora"]},
+        {"": folders["lora"]},
+        [f"a={folders['lora']}", f"a={folders['dora']}"],
+        3,
+    ):
         with pytest.raises(OptionError, match="adapter"):
             eyas.load(adapter=wrong)

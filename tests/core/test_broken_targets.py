@@ -1,7 +1,9 @@
-"""A target's folder with something wrong in it: eyas serves it or says in one line what is wrong; it never ends in a traceback.
+"""A target's folder with something wrong in it: eyas serves it or says in one line what is wrong;
+it never ends in a traceback.
 
-Guards the mutants that once escaped as exceptions of transformers, tokenizers, safetensors, torch and jinja2: 26 of 93. A mutant is a
-small model saved to a folder and one change of its files, drawn from a seed.
+Guards the mutants that once escaped as exceptions of transformers, tokenizers, safetensors, torch
+and jinja2: 26 of 93. A mutant is a small model saved to a folder and one change of its files, drawn
+from a seed.
 """
 
 from __future__ import annotations
@@ -156,14 +158,22 @@ NAMED: dict[str, Mutant] = {
     "config: no type": without("config.json", "model_type"),
     "config: type of another family": with_value("config.json", "model_type", value="gpt2"),
     "config: an encoder": with_value("config.json", "model_type", value="bert"),
-    "config: unknown rotary positions": with_value("config.json", "rope_parameters", value={"rope_type": "spiral", "rope_theta": 1e4}),
-    "config: rotary positions without a factor": with_value("config.json", "rope_parameters", value={"rope_type": "yarn"}),
+    "config: unknown rotary positions": with_value(
+        "config.json", "rope_parameters", value={"rope_type": "spiral", "rope_theta": 1e4}
+    ),
+    "config: rotary positions without a factor": with_value(
+        "config.json", "rope_parameters", value={"rope_type": "yarn"}
+    ),
     "config: more layers than weights": with_value("config.json", "num_hidden_layers", value=3),
     "config: fewer layers than weights": with_value("config.json", "num_hidden_layers", value=1),
     "config: heads that do not divide": with_value("config.json", "num_key_value_heads", value=3),
-    "config: code of its own": with_value("config.json", "auto_map", value={"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}),
+    "config: code of its own": with_value(
+        "config.json", "auto_map", value={"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}
+    ),
     "config: unknown dtype": with_value("config.json", "dtype", value="float17"),
-    "config: quantised by something unknown": with_value("config.json", "quantization_config", value={"quant_method": "abacus"}),
+    "config: quantised by something unknown": with_value(
+        "config.json", "quantization_config", value={"quant_method": "abacus"}
+    ),
     "config: quantised by a word": with_value("config.json", "quantization_config", value="int4"),
     "generation: half of it": cut("generation_config.json", 0.5),
     "generation: a list": in_json("generation_config.json", lambda _: []),
@@ -216,7 +226,10 @@ NAMED: dict[str, Mutant] = {
     "weights: pickled, half of them": as_pickle(lambda tensors: tensors, 0.5),
     "weights: a pickle that runs code": as_pickle(lambda tensors: {**tensors, "x": Intruder()}),
     "weights: a pickled list": as_pickle(lambda tensors: list(tensors.values())),
-    "weights: a pickle of another kind": lambda folder: ((folder / WEIGHTS).unlink(), (folder / PICKLED).write_bytes(pickle.dumps([1])))[0],
+    "weights: a pickle of another kind": lambda folder: (
+        (folder / WEIGHTS).unlink(),
+        (folder / PICKLED).write_bytes(pickle.dumps([1])),
+    )[0],
     "shards: one is missing": sharded({"metadata": {}, "weight_map": {HEAD: "model-00002-of-00002.safetensors"}}),
     "shards: outside of the folder": sharded({"metadata": {}, "weight_map": {HEAD: "../../model.safetensors"}}),
     "shards: an index without files": sharded({"metadata": {}}),

@@ -1,4 +1,5 @@
-"""Constraints at every node of a tree, with a toy: a trie of texts whose branches follow from the tokens before."""
+"""Constraints at every node of a tree, with a toy: a trie of texts whose branches follow from the
+tokens before."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SAMPLINGS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=5, presence_
 
 
 class Trie:
-    """Texts of up to LONGEST tokens, ended by EOS or, with `ends_by_itself`, by their length. It insists on the rules of `Constraint`."""
+    """Texts of up to LONGEST tokens, ended by EOS or, with `ends_by_itself`, by their length. It
+    insists on the rules of `Constraint`."""
 
     def __init__(self, ends_by_itself: bool = False) -> None:
         self.ends_by_itself = ends_by_itself
@@ -82,11 +84,16 @@ def target(kernels: bool = False) -> Target:
 
 
 def requests() -> list[Request]:
-    """New ones, as a constraint serves once: constrained with EOS, with an end of their own, cut by their length; and two free ones."""
+    """New ones, as a constraint serves once: constrained with EOS, with an end of their own, cut by
+    their length; and two free ones."""
     eos = frozenset({EOS})
     made = [Request((5, 9, 100, 3), 20, law, eos, constraint=Trie()) for law in SAMPLINGS]
     made += [Request((12, 9, 31), 20, law, eos, constraint=Trie(True)) for law in SAMPLINGS]
-    made += [Request((60, 61), 6, SAMPLINGS[1], eos, constraint=Trie()), Request((7, 7, 7), 12), Request((1, 2), 12, Sampling(1.0, seed=9))]
+    made += [
+        Request((60, 61), 6, SAMPLINGS[1], eos, constraint=Trie()),
+        Request((7, 7, 7), 12),
+        Request((1, 2), 12, Sampling(1.0, seed=9)),
+    ]
     return made
 
 
@@ -99,9 +106,10 @@ def answers() -> tuple[tuple[int, ...], ...]:
 @pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:
-    """Guards the mask of each node, alone and beside rows that have none: the ids are those of plain decoding with the same constraint and
-    seed. The trie itself asserts that it is never asked behind its end and never emitted anything else. One row by kernels and three
-    without, or the other way round, by turns from method to method."""
+    """Guards the mask of each node, alone and beside rows that have none: the ids are those of
+    plain decoding with the same constraint and seed. The trie itself asserts that it is never asked
+    behind its end and never emitted anything else. One row by kernels and three without, or the
+    other way round, by turns from method to method."""
     drafter, asked = make(name, target(kernels)), requests()
     rows = 1 if (drafters.names().index(name) + kernels) % 2 else 3
     tokens, steps = run(Decoder(drafter.target, drafter, rows), asked)
@@ -114,10 +122,15 @@ def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:
 
 @pytest.mark.slow
 def test_paths_through_a_constraint_are_accepted() -> None:
-    """Guards masks below the root, also before the request's length: an oracle's nodes, most of them forbidden, are accepted where they
-    are right. Two methods in one tree agree."""
+    """Guards masks below the root, also before the request's length: an oracle's nodes, most of
+    them forbidden, are accepted where they are right. Two methods in one tree agree."""
     asked = requests()
-    oracle = Oracle(target(), {r.prompt: list(a) for r, a in zip(asked, answers(), strict=True) if r.sampling == SAMPLINGS[1]}, 16, 6)
+    oracle = Oracle(
+        target(),
+        {r.prompt: list(a) for r, a in zip(asked, answers(), strict=True) if r.sampling == SAMPLINGS[1]},
+        16,
+        6,
+    )
     (tokens, steps) = run(Decoder(target(), oracle, 2), [asked[1], asked[4]])
     assert tokens == [list(answers()[1]), list(answers()[4])]
     assert sum(step.accepted for step in steps) >= 8
@@ -129,9 +142,13 @@ def test_paths_through_a_constraint_are_accepted() -> None:
 
 
 def test_a_constraint_is_asked_once_per_cycle() -> None:
-    """Guards the cost of verification: one walk for a whole tree. Heads that know the constraint ask at every level."""
+    """Guards the cost of verification: one walk for a whole tree. Heads that know the constraint
+    ask at every level."""
     trie = Trie()
-    _, steps = run(Decoder(target(), make("suffix", target())), [Request((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)])
+    _, steps = run(
+        Decoder(target(), make("suffix", target())),
+        [Request((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)],
+    )
     assert trie.masks == len(steps)
 
 
@@ -156,7 +173,11 @@ class Broken(Trie):
         self.where, self.result = where, result
 
     def __getattribute__(self, name: str) -> object:
-        if not name.startswith("_") and name == object.__getattribute__(self, "where") and len(object.__getattribute__(self, "text")) >= 2:
+        if (
+            not name.startswith("_")
+            and name == object.__getattribute__(self, "where")
+            and len(object.__getattribute__(self, "text")) >= 2
+        ):
             if (result := object.__getattribute__(self, "result")) is not None:
                 return lambda *args: result
             raise RuntimeError("broken here")
@@ -195,7 +216,8 @@ def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_left_is_said_only_where_it_matters() -> None:
-    """Guards dead ends: the one that the text runs into fails the request; one at a node that is not taken fails nothing."""
+    """Guards dead ends: the one that the text runs into fails the request; one at a node that is
+    not taken fails nothing."""
     eos = frozenset({EOS})
 
     class DeadEnd(Trie):

@@ -1,4 +1,5 @@
-"""Targets that accelerate has spread with a device map: weights wait on a disk, and every method gives the text of the whole model."""
+"""Targets that accelerate has spread with a device map: weights wait on a disk, and every method
+gives the text of the whole model."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def whole() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def spread(folder: Path, whole: PreTrainedModel) -> PreTrainedModel:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=halves(whole), offload_folder=folder / "off")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map=halves(whole), offload_folder=folder / "off"
+    )
     assert any(weight.device.type == "meta" for weight in model.parameters())
     return model
 
@@ -52,7 +55,8 @@ def spread(folder: Path, whole: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "self_speculative"])
 def test_text_is_the_whole_models(name: str, spread: PreTrainedModel, whole: PreTrainedModel) -> None:
-    """Four requests share three rows, greedy ones and sampled ones; a later prompt begins like an earlier one."""
+    """Four requests share three rows, greedy ones and sampled ones; a later prompt begins like an
+    earlier one."""
     target = Target(spread)
     laws = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=9, seed=4), Sampling())
     prompts = ((5, 9, 3), tuple(range(20, 43)), (7,), (*range(20, 40), 3, 4))
@@ -68,7 +72,8 @@ def test_layers_cannot_be_left_out(spread: PreTrainedModel) -> None:
 
 
 def test_eyas_loads_with_a_map(folder: Path, whole: PreTrainedModel, tmp_path: Path) -> None:
-    """The fingerprint is that of the whole model, so its heads are accepted without a warning; no kernels keep copies of weights."""
+    """The fingerprint is that of the whole model, so its heads are accepted without a warning; no
+    kernels keep copies of weights."""
     placed = tmp_path / "map.json"
     placed.write_text(json.dumps(halves(whole)))
     llm = eyas.load(folder, "suffix", device_map=str(placed), offload_folder=tmp_path / "off")

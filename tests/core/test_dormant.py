@@ -1,4 +1,5 @@
-"""Sleeping sessions: rows that go without drafts or with another's, and what is drafted when they wake."""
+"""Sleeping sessions: rows that go without drafts or with another's, and what is drafted when they
+wake."""
 
 from __future__ import annotations
 
@@ -44,14 +45,17 @@ def plain(target: Target, request: Request) -> list[int]:
 
 
 def right_now_and_then(name: str, target: Target) -> Drafter:
-    """The method, such that whole paths are accepted, where that can be arranged: they are what a row may fall asleep behind."""
+    """The method, such that whole paths are accepted, where that can be arranged: they are what a
+    row may fall asleep behind."""
     if "+" in name:
         return Merged(*(right_now_and_then(part, target) for part in name.split("+")))
     kind = drafters.find(name)
     if name == "small_model":
         return kind(target, build_options(kind.Options, OPTIONS[name]), target)  # the target itself
     if name in ("eagle3", "seagle"):
-        return unlike(kind.init_for_training(target, build_options(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"})))
+        return unlike(
+            kind.init_for_training(target, build_options(kind.Options, {**OPTIONS[name], "head.layers": "0,1,3"}))
+        )
     drafter = make(name, target)
     if name in ("eagle1", "eagle2"):  # the draft repeats the last law: right in a loop
         with torch.no_grad():
@@ -78,7 +82,8 @@ def unlike(drafter: Drafter) -> Drafter:
 
 
 class Chance(Policy):
-    """Falls asleep and wakes by lot, all rows or some; asleep, a spare may draft for all rows or some; grown trees of any size."""
+    """Falls asleep and wakes by lot, all rows or some; asleep, a spare may draft for all rows or
+    some; grown trees of any size."""
 
     def __init__(self, seed: int, largest: Shape | None, fallback: Drafter) -> None:
         self.dice, self.largest, self.left, self.all, self.fallback = random.Random(seed), largest, 0, True, fallback
@@ -107,14 +112,19 @@ class Chance(Policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Target) -> None:
-    """Bugs: what a row missed is read twice, at wrong positions or by the wrong row, rows join or leave while all sleep, a grown tree does
-    not fit what the last cycle's left, a spare drafts behind another text: any of these moves a token, in a batch of 3 or alone. Drawn
-    rows: the ids depend on the trees by right, so only greedy ones are compared there."""
-    requests = [Request(prompt, NEW - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate((*PROMPTS, *PROMPTS[:2]))]
+    """Bugs: what a row missed is read twice, at wrong positions or by the wrong row, rows join or
+    leave while all sleep, a grown tree does not fit what the last cycle's left, a spare drafts
+    behind another text: any of these moves a token, in a batch of 3 or alone. Drawn rows: the ids
+    depend on the trees by right, so only greedy ones are compared there."""
+    requests = [
+        Request(prompt, NEW - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate((*PROMPTS, *PROMPTS[:2]))
+    ]
     expected = [plain(target, r) for r in requests]
     for rows, seed in ((3, 0), (1, 1)):
         drafter = right_now_and_then(name, target)
-        got, steps = run(Decoder(target, adapted(drafter, Chance(seed, drafter.max_tree, suffix(target))), rows), requests)
+        got, steps = run(
+            Decoder(target, adapted(drafter, Chance(seed, drafter.max_tree, suffix(target))), rows), requests
+        )
         for request, ids, true in zip(requests, got, expected, strict=True):
             if request.sampling.greedy or name not in DRAWN:
                 assert ids == true, f"{rows} rows, {request.sampling}"
@@ -122,9 +132,11 @@ def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Tar
 
 
 class Spy(Drafter):
-    """Another drafter, whose drafts are written down: (position, row) -> the paths of tokens that may be accepted.
+    """Another drafter, whose drafts are written down: (position, row) -> the paths of tokens that
+    may be accepted.
 
-    `waking`: only those of rows that have just read something. (With a window the others depend on how the text was cut into cycles.)
+    `waking`: only those of rows that have just read something. (With a window the others depend on
+    how the text was cut into cycles.)
     """
 
     def __init__(self, drafter: Drafter, waking: bool = False) -> None:
@@ -159,14 +171,17 @@ class SpySession(DraftSession):
 
 def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
-    parents, tokens, candidates = (x[row].tolist() for x in (draft.tree.parents_BN, draft.tokens_BN, draft.tree.candidate_BN))
+    parents, tokens, candidates = (
+        x[row].tolist() for x in (draft.tree.parents_BN, draft.tokens_BN, draft.tree.candidate_BN)
+    )
     for parent, token in zip(parents, tokens, strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
     return sorted(path for path, candidate in zip(found, candidates, strict=True) if candidate)
 
 
 class Naps(Policy):
-    """All sleep for some cycles at a time, in some of which the spare drafts, and draft for one or two."""
+    """All sleep for some cycles at a time, in some of which the spare drafts, and draft for one or
+    two."""
 
     def __init__(self, seed: int, fallback: Drafter | None) -> None:
         self.dice, self.left, self.fallback = random.Random(seed), 0, fallback
@@ -196,11 +211,14 @@ class Awake(Policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("vanilla", "lookahead")])
-def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or forgets what was pending: the text stays
-    right, the drafts become worse. Compared at every position with drafts of a session that drafted at all of them; with 3 tokens that may
-    wait at most, rows read while asleep. Each pair of law, spare and limit comes once. Lookahead is left out: its window are n-grams of
-    cycles that a sleeping one does not have; it begins a new one."""
+def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
+    name: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or
+    forgets what was pending: the text stays right, the drafts become worse. Compared at every
+    position with drafts of a session that drafted at all of them; with 3 tokens that may wait at
+    most, rows read while asleep. Each pair of law, spare and limit comes once. Lookahead is left
+    out: its window are n-grams of cycles that a sleeping one does not have; it begins a new one."""
     compared, behind, foretold = [0, 0], 0, 0
     for law, prompt, seed in ((Sampling(), (5,), 1), (Sampling(), (11,), 2), (Sampling(1.0, seed=3), PROMPTS[2], 3)):
         if name in DRAWN and not law.greedy:
@@ -215,7 +233,9 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(name: str, t
                 if place in awake.seen:
                     assert drafted == awake.seen[place], f"{law}, position {place}"
                     compared[kind] += 1
-            behind += sum(s.accepted > 1 and bool(later.decision.plain) for s, later in pairwise(steps) if fallback is None)
+            behind += sum(
+                s.accepted > 1 and bool(later.decision.plain) for s, later in pairwise(steps) if fallback is None
+            )
             cycles = pairwise([s for s in steps if not s.prefill])
             foretold += sum(s.accepted for s, later in cycles if s.decision.fallback and later.decision.awake)
     assert compared[0] >= 3
@@ -226,9 +246,12 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(name: str, t
 
 
 @pytest.mark.parametrize(("waiting", "read"), [(512, [(0, 17)]), (4, [(0, 6), (6, 4), (10, 4), (14, 3)])])
-def test_a_prompt_waits_while_all_sleep(waiting: int, read: list[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too long to wait is lost. The prompt has 6
-    tokens; the session drafts first in the cycle after eleven plain ones."""
+def test_a_prompt_waits_while_all_sleep(
+    waiting: int, read: list[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too
+    long to wait is lost. The prompt has 6 tokens; the session drafts first in the cycle after
+    eleven plain ones."""
     monkeypatch.setattr(_sleep, "WAITING", waiting)
     drafter, found = right_now_and_then("eagle2", target), list[tuple[int, int]]()
     session = drafter.open(1)
@@ -250,7 +273,8 @@ def test_a_prompt_waits_while_all_sleep(waiting: int, read: list[tuple[int, int]
 
 @pytest.mark.slow
 def test_chat_goes_on_after_a_nap(target: Target) -> None:
-    """Bug: what a row missed when its answer ended is held to be known: a text index then lacks it, a head reads the wrong pairs."""
+    """Bug: what a row missed when its answer ended is held to be known: a text index then lacks it,
+    a head reads the wrong pairs."""
     for name in ("suffix", "eagle2", "small_model"):
         spies = [Spy(right_now_and_then(name, target)) for _ in range(2)]
         said: list[list[int]] = []
@@ -266,7 +290,8 @@ def test_chat_goes_on_after_a_nap(target: Target) -> None:
 
 
 class SmallerTrees(Policy):
-    """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last `plain` tokens."""
+    """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last
+    `plain` tokens."""
 
     def __init__(self, largest: Shape, length: int, plain: int) -> None:
         self.largest, self.awake_length = largest, length - plain
@@ -285,8 +310,9 @@ class SmallerTrees(Policy):
 @pytest.mark.parametrize("plain", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "dflash", "small_model"])
 def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: Target) -> None:
-    """Bug: of a row whose request has ended, drafted or not in its last cycles, a longer path waits to be read than the trees of the
-    other row have now. A further request begins with the text of that row, so what waits there must have been read."""
+    """Bug: of a row whose request has ended, drafted or not in its last cycles, a longer path waits
+    to be read than the trees of the other row have now. A further request begins with the text of
+    that row, so what waits there must have been read."""
     drafter = right_now_and_then(name, target)
     if name == "small_model":
         kind = drafters.find(name)
@@ -306,7 +332,9 @@ def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: 
             requests.append(Request((*ended.prompt, *text, 9), 6))
             decoder.add(requests[-1])
     for number, request in enumerate(requests, 1):
-        assert [token for step in steps if step.request == number for token in step.tokens] == plain_decode(target.model, request)
+        assert [token for step in steps if step.request == number for token in step.tokens] == plain_decode(
+            target.model, request
+        )
     if name in ("eagle2", "small_model"):
         assert max(step.accepted for step in steps if step.request == 1) > 1
         assert len(requests) == 3
@@ -345,14 +373,17 @@ class Turns(Policy):
     def decide(self, roots: CycleInput) -> Decision:
         self.cycles += 1
         turn = self.cycles // 2 % 3
-        return Decision(None, frozenset(roots.active_rows if turn == 2 else ()), "", self.fallback if turn == 1 else None)
+        return Decision(
+            None, frozenset(roots.active_rows if turn == 2 else ()), "", self.fallback if turn == 1 else None
+        )
 
     def observe(self, steps: list[Step]) -> None:
         pass
 
 
 class Checked(Drafter):
-    """suffix, whose every draft must be that of an automaton which reads the row's text from its beginning."""
+    """suffix, whose every draft must be that of an automaton which reads the row's text from its
+    beginning."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -382,8 +413,9 @@ class Checked(Drafter):
 @pytest.mark.slow
 @pytest.mark.parametrize("law", SAMPLINGS)
 def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) -> None:
-    """Bugs: the spare lacks what others drafted or the prompt of another turn, hears something twice, or keeps what a text was cut back
-    from; or such a change moves a token. A second turn that goes on, one that leaves the text early, another text."""
+    """Bugs: the spare lacks what others drafted or the prompt of another turn, hears something
+    twice, or keeps what a text was cut back from; or such a change moves a token. A second turn
+    that goes on, one that leaves the text early, another text."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
     decoder = Decoder(target, adapted(drafter, Turns(fallback)), reuse=True)
     said, kinds = list[int](), set[tuple[bool, bool]]()
@@ -400,7 +432,8 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
 
 @pytest.mark.slow
 def test_rows_of_different_ages_by_turns(target: Target) -> None:
-    """Bug: what enters a row is drafted for by what left it; a spare's rows are mixed up; plain rows among the spare's get nodes."""
+    """Bug: what enters a row is drafted for by what left it; a spare's rows are mixed up; plain
+    rows among the spare's get nodes."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
     requests = [Request(PROMPTS[i % 3], 30 - 5 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(5)]
     got, steps = run(Decoder(target, adapted(drafter, Turns(fallback)), 3), requests)

@@ -1,4 +1,5 @@
-"""Empty rows: a forward leaves them out, wherever they are, and the results of the others do not change."""
+"""Empty rows: a forward leaves them out, wherever they are, and the results of the others do not
+change."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def rows_of_forwards(target: Target) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 def test_a_forward_of_some_rows(family: str) -> None:
-    """Bugs: keys of one row are stored in another, a row attends to another row's keys, outputs land in the wrong rows."""
+    """Bugs: keys of one row are stored in another, a row attends to another row's keys, outputs
+    land in the wrong rows."""
     target, tree = Target(zoo.FAMILIES[family]()), Tree.chain(4, 3)
     tokens_BN = torch.tensor([[3, 4, 5], [9, 8, 7], [11, 12, 13], [20, 30, 40]])
     outputs = []
@@ -87,9 +89,13 @@ def test_kernels_leave_rows_out() -> None:
         llm.target.run.skips_rows = skips  # type: ignore[misc]
         try:
             decoder = Decoder(llm.target, llm.drafter, 5)
-            requests = [Request(tuple(prompt), 24 - 8 * i, Sampling(0.7 * (i % 2), seed=i)) for i, prompt in enumerate(ids)]
+            requests = [
+                Request(tuple(prompt), 24 - 8 * i, Sampling(0.7 * (i % 2), seed=i)) for i, prompt in enumerate(ids)
+            ]
             texts, steps = run(decoder, requests)
-            trees = [(step.request, step.path, step.draft.tokens_BN[step.row].tolist()) for step in steps if not step.prefill]
+            trees = [
+                (step.request, step.path, step.draft.tokens_BN[step.row].tolist()) for step in steps if not step.prefill
+            ]
             shapes.append((texts, trees))
         finally:
             llm.target.run.skips_rows = True  # type: ignore[misc]

@@ -34,7 +34,8 @@ def oracle(target: Target, answer: list[int]) -> Oracle:
 
 
 def test_steps_add_up(oracle: Oracle, answer: list[int]) -> None:
-    """Guards the metrics' source: tokens, accepted counts and paths of the steps must add up to the answer, exactly."""
+    """Guards the metrics' source: tokens, accepted counts and paths of the steps must add up to the
+    answer, exactly."""
     tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, 40)])
     assert tokens == [answer]
     assert [s.prefill for s in steps] == [True] + [False] * (len(steps) - 1)
@@ -47,7 +48,8 @@ def test_steps_add_up(oracle: Oracle, answer: list[int]) -> None:
 
 @pytest.mark.parametrize("cut", range(1, 14))
 def test_length_is_cut_exactly(oracle: Oracle, answer: list[int], cut: int) -> None:
-    """Guards trimming inside an accepted path: never past max_new_tokens, and the bonus is not counted as drafted."""
+    """Guards trimming inside an accepted path: never past max_new_tokens, and the bonus is not
+    counted as drafted."""
     tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, cut)])
     assert tokens == [answer[:cut]]
     assert all(s.accepted <= len(s.tokens) for s in steps)
@@ -55,10 +57,14 @@ def test_length_is_cut_exactly(oracle: Oracle, answer: list[int], cut: int) -> N
 
 
 def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
-    """Guards stopping inside an accepted path; the EOS itself is the last id. Several EOS ids: the first to come counts."""
+    """Guards stopping inside an accepted path; the EOS itself is the last id. Several EOS ids: the
+    first to come counts."""
     for place in range(12):
         token, first = answer[place], answer.index(answer[place])
-        for request in (Request(PROMPT, 40, eos=frozenset({token, 10_000})), Request(PROMPT, 40, stop=lambda t, token=token: t == token)):
+        for request in (
+            Request(PROMPT, 40, eos=frozenset({token, 10_000})),
+            Request(PROMPT, 40, stop=lambda t, token=token: t == token),
+        ):
             tokens, steps = run(Decoder(oracle.target, oracle), [request])
             assert tokens == [answer[: first + 1]]
             assert steps[-1].finish == "stop"
@@ -66,7 +72,8 @@ def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
 
 @pytest.mark.slow
 def test_rows_join_and_leave_between_cycles(target: Target) -> None:
-    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay with their rows."""
+    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay
+    with their rows."""
     method = drafters.find("eagle2").random(target, seed=2)
     requests = [Request(tuple(range(3 + 4 * i, 12 + 7 * i)), 10 + i, Sampling(0.9 * (i % 2), seed=i)) for i in range(6)]
     alone = [run(Decoder(target, method), [r])[0][0] for r in requests]
@@ -84,7 +91,8 @@ def test_rows_join_and_leave_between_cycles(target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 def test_prefix_reuse(target: Target, name: str) -> None:
-    """Guards chat: a prompt that begins like the row's leftovers is answered as if from scratch, wherever the two part."""
+    """Guards chat: a prompt that begins like the row's leftovers is answered as if from scratch,
+    wherever the two part."""
     kind = drafters.find(name)
     method = kind.random(target, seed=3)
     decoder = Decoder(target, method, rows=1, reuse=True)
@@ -94,7 +102,9 @@ def test_prefix_reuse(target: Target, name: str) -> None:
         prompt = (*conversation[:cut], 60, 61, 62)
         assert run(decoder, [Request(prompt, 15)])[0][0] == plain_decode(target.model, Request(prompt, 15)), cut
         run(decoder, [first])  # leave the same leftovers behind
-    assert run(decoder, [Request(tuple(conversation), 5)])[0][0] == plain_decode(target.model, Request(tuple(conversation), 5))
+    assert run(decoder, [Request(tuple(conversation), 5)])[0][0] == plain_decode(
+        target.model, Request(tuple(conversation), 5)
+    )
     assert run(decoder, [first])[0][0] == run(decoder, [first])[0][0] == conversation[len(PROMPT) :]
 
 
@@ -143,7 +153,8 @@ def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
 
 
 def test_own_penalty_equals_generate(target: Target) -> None:
-    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not its cousins."""
+    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not
+    its cousins."""
     ids = torch.tensor([PROMPT])
     theirs = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
@@ -157,7 +168,8 @@ def test_own_penalty_equals_generate(target: Target) -> None:
 @pytest.mark.quick("256")
 @pytest.mark.parametrize("length", [245, 248, 254, 255, 256])
 def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> None:
-    """Guards the cache's edge: a commit writes as many slots as the deepest path could have, however few nodes were verified."""
+    """Guards the cache's edge: a commit writes as many slots as the deepest path could have,
+    however few nodes were verified."""
     request = Request((tuple(range(100)) * 3)[:length], 6)
     small = {"tree.nodes": 3, "tree.depth": 8}
     kind = drafters.find("eagle2")
@@ -168,8 +180,8 @@ def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> N
 @pytest.mark.quick("llama_dynamic")
 @pytest.mark.parametrize("family", ["gpt2", "llama_dynamic", "phi3_longrope"])
 def test_up_to_the_last_position_of_the_context(family: str) -> None:
-    """Guards the edge: tree nodes past the context must not index past a table of learned positions, nor reach the length at which dynamic
-    NTK and longrope change every frequency."""
+    """Guards the edge: tree nodes past the context must not index past a table of learned
+    positions, nor reach the length at which dynamic NTK and longrope change every frequency."""
     target = Target((zoo.FAMILIES | zoo.SWITCHING)[family]())
     request = Request(tuple(int(x) for x in torch.arange(target.context - 12) % 100), 12)
     method = drafters.find("eagle2").random(target)

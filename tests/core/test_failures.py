@@ -1,4 +1,5 @@
-"""A request that fails ends with an error of its own: the requests beside it and after it get the text that they get alone."""
+"""A request that fails ends with an error of its own: the requests beside it and after it get the
+text that they get alone."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ PROMPTS = ((5, 9, 100, 3), (12, 9, 31, 8, 40), (60, 61, 62))
 
 
 class Poisoned:
-    """A runner that fills what a request's row holds with NaN as soon as a forward begins with the token POISON there."""
+    """A runner that fills what a request's row holds with NaN as soon as a forward begins with the
+    token POISON there."""
 
     decoder: Decoder | None = None  # whose empty rows are spared: their tokens are nobody's
 
@@ -65,20 +67,27 @@ def forced(token: int, after: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A processor that makes `token` the only one to follow `after` tokens of a text."""
 
     def force(ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0) if ids.shape[1] == after else scores
+        return (
+            torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+            if ids.shape[1] == after
+            else scores
+        )
 
     return force
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors that a session keeps for later cycles, also in its caches and in the sessions within it."""
+    """The tensors that a session keeps for later cycles, also in its caches and in the sessions
+    within it."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
         for part in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(part)
     elif isinstance(value, DraftSession | KVCache):
-        yield from tensors_in({name: part for name, part in vars(value).items() if name not in ("dormant_input", "drafts", "missed")})
+        yield from tensors_in(
+            {name: part for name, part in vars(value).items() if name not in ("dormant_input", "drafts", "missed")}
+        )
 
 
 def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], Step]]:
@@ -91,7 +100,9 @@ def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], 
             last[step.request] = step
             if step.error is not None:
                 left = [decoder.target.cache, decoder.drafter]
-                assert not any(t.isnan().any() for t in tensors_in(left) if t.is_floating_point() and t.numel()), "NaN is left behind"
+                assert not any(t.isnan().any() for t in tensors_in(left) if t.is_floating_point() and t.numel()), (
+                    "NaN is left behind"
+                )
     return [(tokens[t], last[t]) for t in tickets]
 
 
@@ -119,8 +130,8 @@ def check_isolation(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, list[int]]], name: str) -> None:
-    """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of the row would fail as well. Once in a
-    cycle, once in the prompt."""
+    """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of
+    the row would fail as well. Once in a cycle, once in the prompt."""
     target = Target(model)
     target = target.run_with(Poisoned(target.run))  # type: ignore[arg-type]
     late = Request((5, 6, 7), 12, processors=(forced(POISON, 5),))
@@ -132,7 +143,11 @@ class Now:
     """The head drafts in the cycle that fails, and in no other."""
 
     def decide(self, cycle_input: Any) -> Decision:
-        return Decision() if POISON in cycle_input.tokens_B.tolist() else Decision(plain=frozenset(cycle_input.active_rows))
+        return (
+            Decision()
+            if POISON in cycle_input.tokens_B.tolist()
+            else Decision(plain=frozenset(cycle_input.active_rows))
+        )
 
     def observe(self, steps: Any) -> None:
         assert steps
@@ -164,10 +179,15 @@ def raises(ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.quick("sampling0-vanilla")
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)])
-def test_a_processor_that_raises(model: Any, healthy: list[tuple[Request, list[int]]], name: str, sampling: Sampling) -> None:
-    """Guards the other rows of the batch, which ended with the processor's exception; its name and reason stand in one line."""
+def test_a_processor_that_raises(
+    model: Any, healthy: list[tuple[Request, list[int]]], name: str, sampling: Sampling
+) -> None:
+    """Guards the other rows of the batch, which ended with the processor's exception; its name and
+    reason stand in one line."""
     failing = Request((5, 6, 7), 12, sampling, processors=(raises,))
-    check_isolation(make(name, Target(model)), failing, InputError, "processor raises raised KeyError: 'no such\\nprefix'", healthy)
+    check_isolation(
+        make(name, Target(model)), failing, InputError, "processor raises raised KeyError: 'no such\\nprefix'", healthy
+    )
 
 
 @pytest.mark.slow
@@ -178,12 +198,15 @@ def test_a_stop_that_raises(model: Any, healthy: list[tuple[Request, list[int]]]
         raise RuntimeError("broken reader")
 
     failing = Request((5, 6, 7), 12, stop=stop)
-    check_isolation(make("eagle2", Target(model)), failing, InputError, "stop raised RuntimeError: broken reader", healthy)
+    check_isolation(
+        make("eagle2", Target(model)), failing, InputError, "stop raised RuntimeError: broken reader", healthy
+    )
 
 
 @pytest.mark.slow
 def test_a_processor_that_raises_off_the_path_harms_nobody(model: Any) -> None:
-    """Guards losslessness: plain decoding never meets a prefix that is drafted and not taken, so what happens there fails nothing."""
+    """Guards losslessness: plain decoding never meets a prefix that is drafted and not taken, so
+    what happens there fails nothing."""
     prompt, seed = (5, 9, 100, 3), Sampling(1.0, seed=1)
     text = [*prompt, *plain_decode(model, Request(prompt, 20, seed))]
     met = []
@@ -195,7 +218,9 @@ def test_a_processor_that_raises_off_the_path_harms_nobody(model: Any) -> None:
         return scores
 
     for name in ("eagle2", "suffix", "medusa"):
-        ((new, last),) = run_all(Decoder(target := Target(model), make(name, target)), [Request(prompt, 20, seed, processors=(strict,))])
+        ((new, last),) = run_all(
+            Decoder(target := Target(model), make(name, target)), [Request(prompt, 20, seed, processors=(strict,))]
+        )
         assert (new, last.error) == (text[len(prompt) :], None)
     assert met, "some drafted prefix must be another than the text, or this test proves nothing"
 

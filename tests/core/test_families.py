@@ -1,7 +1,8 @@
 """Every fact that `describe` returns about a family is checked by a forward of the model itself.
 
-B rows, N tokens or nodes, D hidden. No test here can pass by luck: a wrong scale, mask or window moves logits by 0.01 and more,
-a hundred times the tolerance; differences in float32 rounding stay below 1e-5.
+B rows, N tokens or nodes, D hidden. No test here can pass by luck: a wrong scale, mask or window
+moves logits by 0.01 and more, a hundred times the tolerance; differences in float32 rounding stay
+below 1e-5.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from eyas.errors import ModelError
 LENGTH = 40  # longer than two windows
 PREFIX = 24
 
-# A tree after the prefix; -1 is the prefix's last token. Two branches, one of which forks late: leaves 4, 7 and 10.
+# A tree after the prefix; -1 is the prefix's last token. Two branches, one of which forks late:
+# leaves 4, 7 and 10.
 #
 #     prefix - 0 - 1 - 2 - 3 - 4
 #            |         ` 8 - 9 - 10
@@ -49,8 +51,11 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, zoo.VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def masks(family: Family, allowed_NN: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The attention_mask that this family takes, from which token attends to which and from the positions."""
+def masks(
+    family: Family, allowed_NN: torch.Tensor, positions_N: torch.Tensor
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The attention_mask that this family takes, from which token attends to which and from the
+    positions."""
     full = additive(allowed_NN)
     windowed = full
     if family.window is not None:
@@ -59,7 +64,9 @@ def masks(family: Family, allowed_NN: torch.Tensor, positions_N: torch.Tensor) -
         return windowed
     of_kind = {FULL: full, SLIDING: windowed}
     if family.chunk is not None:
-        of_kind[CHUNKED] = additive(allowed_NN & (positions_N[:, None] // family.chunk == positions_N[None, :] // family.chunk))
+        of_kind[CHUNKED] = additive(
+            allowed_NN & (positions_N[:, None] // family.chunk == positions_N[None, :] // family.chunk)
+        )
     return {kind: of_kind[kind] for kind in family.mask_kinds}
 
 
@@ -97,7 +104,8 @@ def plain_gap(model: PreTrainedModel, family: Family) -> float:
 
 @torch.no_grad()
 def tree_gap(model: PreTrainedModel, family: Family) -> float:
-    """The largest difference between a node's logits in one forward over the tree and those of a plain forward over its path."""
+    """The largest difference between a node's logits in one forward over the tree and those of a
+    plain forward over its path."""
     total = PREFIX + len(PARENTS)
     ids = tokens(1, total, seed=1)
     allowed = torch.ones(total, total, dtype=torch.bool).tril()
@@ -106,7 +114,9 @@ def tree_gap(model: PreTrainedModel, family: Family) -> float:
     for node, path in enumerate(paths(PARENTS)):
         allowed[PREFIX + node, PREFIX + torch.tensor(path)] = True
         positions[PREFIX + node] = PREFIX + len(path) - 1
-    seen = model(ids, attention_mask=masks(family, allowed, positions), position_ids=positions[None], use_cache=False).logits
+    seen = model(
+        ids, attention_mask=masks(family, allowed, positions), position_ids=positions[None], use_cache=False
+    ).logits
     gaps = [gap(seen[:, :PREFIX], model(ids[:, :PREFIX], use_cache=False).logits)]
     for path in paths(PARENTS):
         slots = [*range(PREFIX), *(PREFIX + node for node in path)]
@@ -118,12 +128,14 @@ def tree_gap(model: PreTrainedModel, family: Family) -> float:
 class TestServed:
     @pytest.mark.quick("qwen3")
     def test_head(self, name: str) -> None:
-        """A softcap or a logit scale forgotten: losslessness would not notice, only bad acceptance would."""
+        """A softcap or a logit scale forgotten: losslessness would not notice, only bad acceptance
+        would."""
         assert head_gap(*served(name)) < 1e-5
 
     @torch.no_grad()
     def test_embed(self, name: str) -> None:
-        """An embedding scale forgotten, or applied twice. GPT-2 adds positions to hidden_states[0]; embed leaves them out."""
+        """An embedding scale forgotten, or applied twice. GPT-2 adds positions to hidden_states[0];
+        embed leaves them out."""
         model, family = served(name)
         ids = tokens(2, LENGTH)
         first = model(ids, use_cache=False, output_hidden_states=True).hidden_states[0]
@@ -152,7 +164,8 @@ class TestServed:
 
     @pytest.mark.quick("phi3")
     def test_tree(self, name: str) -> None:
-        """Positions or masks of a tree that the model does not follow, the window across the fork included."""
+        """Positions or masks of a tree that the model does not follow, the window across the fork
+        included."""
         assert tree_gap(*served(name)) < 1e-4
 
     def test_context(self, name: str) -> None:
@@ -185,9 +198,18 @@ FACTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_facts(name: str) -> None:
-    """The zoo must keep exercising every fact: a release that drops an option silently would leave its test empty."""
+    """The zoo must keep exercising every fact: a release that drops an option silently would leave
+    its test empty."""
     _, family = served(name)
-    plain = {"mask_kinds": (), "window": None, "chunk": None, "shares_keys": False, "softcap": None, "logit_scale": 1.0, "embed_scale": 1.0}
+    plain = {
+        "mask_kinds": (),
+        "window": None,
+        "chunk": None,
+        "shares_keys": False,
+        "softcap": None,
+        "logit_scale": 1.0,
+        "embed_scale": 1.0,
+    }
     assert {fact: getattr(family, fact) for fact in plain} == plain | FACTS[name]
 
 
@@ -208,8 +230,13 @@ def test_chunk_matters() -> None:
 
 
 def test_context_of_queries_that_are_scaled_by_slots() -> None:
-    """Llama 4 scales the queries of layers without RoPE from position `floor_scale` - 1 on, by slot numbers."""
-    options = {"layer_types": ["chunked_attention", "full_attention"] * 2, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2}
+    """Llama 4 scales the queries of layers without RoPE from position `floor_scale` - 1 on, by slot
+    numbers."""
+    options = {
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+    }
     family = describe(zoo.tiny("llama4_text", floor_scale=100, **options))
     assert (family.context, "slot numbers" in family.context_reason) == (99, True)
 
@@ -219,7 +246,10 @@ def test_describe_changes_nothing(name: str) -> None:
     model = (zoo.FAMILIES | zoo.SWITCHING)[name]()
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     buffers = {key: value.clone() for key, value in model.named_buffers()}
-    config, modules = copy.deepcopy(model.config.to_dict()), [(key, id(module)) for key, module in model.named_modules()]
+    config, modules = (
+        copy.deepcopy(model.config.to_dict()),
+        [(key, id(module)) for key, module in model.named_modules()],
+    )
     attributes = {key: set(vars(module)) for key, module in model.named_modules()}
     describe(model)
     assert model.config.to_dict() == config
@@ -233,10 +263,13 @@ def test_describe_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.SWITCHING)
 @torch.no_grad()
 def test_context_ends_at_the_switch(name: str) -> None:
-    """Up to `context` positions early tokens keep their frequencies; one more position and all of them change."""
+    """Up to `context` positions early tokens keep their frequencies; one more position and all of
+    them change."""
     model, family = served(name)
     ids = tokens(1, zoo.SWITCH + 1)
-    short, fits, over = (model(ids[:, :length], use_cache=False).logits[:, :8] for length in (16, family.context, family.context + 1))
+    short, fits, over = (
+        model(ids[:, :length], use_cache=False).logits[:, :8] for length in (16, family.context, family.context + 1)
+    )
     assert family.context == zoo.SWITCH
     assert "frequencies" in family.context_reason
     assert gap(short, fits) < 1e-5
@@ -266,15 +299,33 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], str, str]] = {
     **{name: (make, name, "where it cannot be put back") for name, make in zoo.REFUSED.items()},
     "alibi in the code": altered("bloom", "ALiBi", eager=True, n_head=4),
     "alibi in the options": altered("falcon", "ALiBi", eager=True, alibi=True),
-    "own slot mask": altered("gpt_neo", "slot numbers", eager=True, num_heads=4, attention_types=[[["global", "local"], 2]]),
+    "own slot mask": altered(
+        "gpt_neo", "slot numbers", eager=True, num_heads=4, attention_types=[[["global", "local"], 2]]
+    ),
     "no positions": altered("roformer", "position_ids", eager=True, is_decoder=True),
     "an encoder": altered("bert", "bidirectional"),
     "a bidirectional decoder": altered("gemma3_text", "bidirectional", use_bidirectional_attention=True),
     "encoder and decoder": (functools.partial(of_class, AutoModelForSeq2SeqLM, "t5", **T5), "t5", "encoder-decoder"),
-    "no head": (functools.partial(of_class, AutoModel, "llama", **zoo.COMMON), "llama", "LlamaModel is not a causal language model"),
-    "a classifier": (functools.partial(of_class, AutoModelForSequenceClassification, "llama", **zoo.COMMON), "llama", "not a causal"),
-    "flash 2": (functools.partial(with_backend, "flash_attention_2"), "llama", 'load it with attn_implementation="sdpa"'),
-    "flash 3": (functools.partial(with_backend, "flash_attention_3"), "llama", 'load it with attn_implementation="sdpa"'),
+    "no head": (
+        functools.partial(of_class, AutoModel, "llama", **zoo.COMMON),
+        "llama",
+        "LlamaModel is not a causal language model",
+    ),
+    "a classifier": (
+        functools.partial(of_class, AutoModelForSequenceClassification, "llama", **zoo.COMMON),
+        "llama",
+        "not a causal",
+    ),
+    "flash 2": (
+        functools.partial(with_backend, "flash_attention_2"),
+        "llama",
+        'load it with attn_implementation="sdpa"',
+    ),
+    "flash 3": (
+        functools.partial(with_backend, "flash_attention_3"),
+        "llama",
+        'load it with attn_implementation="sdpa"',
+    ),
     "flash, softcapped": (
         functools.partial(with_backend, "flash_attention_2", "gemma2"),
         "gemma2",
@@ -298,7 +349,9 @@ def test_refused(case: str) -> None:
 def test_unknown_kind_of_layer_is_refused() -> None:
     model = zoo.FAMILIES["qwen2"]()
     model.config.layer_types = ["full_attention", "spiral_attention"] * 2
-    with pytest.raises(ModelError, match="qwen2 cannot be served: eyas has no mask for layers of kind spiral_attention"):
+    with pytest.raises(
+        ModelError, match="qwen2 cannot be served: eyas has no mask for layers of kind spiral_attention"
+    ):
         describe(model)
 
 
@@ -308,10 +361,19 @@ def test_the_table_of_masks_overrides_the_code(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_language_model_inside_a_multimodal_one() -> None:
-    """The 4B and larger Gemma 3 checkpoints load as image-and-text models, with the decoder one level deeper."""
+    """The 4B and larger Gemma 3 checkpoints load as image-and-text models, with the decoder one
+    level deeper."""
     text = zoo.FAMILIES["gemma3"]().config.to_dict()
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": zoo.LAYERS, "num_attention_heads": 2, "image_size": 28}
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=1)
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": zoo.LAYERS,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=1
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     family = describe(model)
     assert (family.mask_kinds, family.window, len(family.layers)) == (BOTH, zoo.WINDOW, zoo.LAYERS)

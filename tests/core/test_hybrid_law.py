@@ -1,7 +1,9 @@
-"""The joint law of several tokens over several cycles of a hybrid target: counts of whole texts against exact probabilities.
+"""The joint law of several tokens over several cycles of a hybrid target: counts of whole texts
+against exact probabilities.
 
-The target is a tiny LFM2 with a vocabulary of three tokens; a random small model drafts, and its children are drawn from its own q. So a
-wrong state after an accepted path changes the law of the tokens that follow. Power: with states that are not committed the test rejects.
+The target is a tiny LFM2 with a vocabulary of three tokens; a random small model drafts, and its
+children are drawn from its own q. So a wrong state after an accepted path changes the law of the
+tokens that follow. Power: with states that are not committed the test rejects.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def exact(model: PreTrainedModel) -> torch.Tensor:
     texts = list(itertools.product(range(V), repeat=T))
     logits = model(torch.tensor([[*PROMPT, *text] for text in texts]), use_cache=False).logits.double().log_softmax(-1)
     place = torch.arange(T)
-    return torch.stack([logits[i, len(PROMPT) - 1 + place, torch.tensor(text)].sum() for i, text in enumerate(texts)]).exp()
+    return torch.stack(
+        [logits[i, len(PROMPT) - 1 + place, torch.tensor(text)].sum() for i, text in enumerate(texts)]
+    ).exp()
 
 
 def surprise(model: PreTrainedModel) -> float:

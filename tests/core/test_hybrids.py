@@ -1,8 +1,10 @@
-"""Targets with recurrent or convolutional state: every family of them, every method, prompts in chunks, kept texts, and laws.
+"""Targets with recurrent or convolutional state: every family of them, every method, prompts in
+chunks, kept texts, and laws.
 
-Plain decoding is here the model's own: one token after another with transformers' cache. Some of these models (Zamba 2, Nemotron-H) give
-logits that differ by 1e-3 when they read many tokens at once, so full forwards would be another target. Prompts are read in one piece
-there, and here in chunks too.
+Plain decoding is here the model's own: one token after another with transformers' cache. Some of
+these models (Zamba 2, Nemotron-H) give logits that differ by 1e-3 when they read many tokens at
+once, so full forwards would be another target. Prompts are read in one piece there, and here in
+chunks too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from test_lossless import DRAWN, SAMPLINGS, make
 
 NEW = 14
 GREEDY = Sampling()
-QUICK = {"lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba2"}  # convolution only, delta net, both in one layer, Mamba 1, Mamba 2 alone
+# convolution only, delta net, both in one layer, Mamba 1, Mamba 2 alone
+QUICK = {"lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba2"}
 FAMILIES = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.HYBRIDS]
 Answered = tuple[tuple[Request, tuple[int, ...]], ...]
 
@@ -54,7 +57,8 @@ def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> Answer
     """Requests of different lengths, each with the new tokens of plain decoding."""
     dice, lengths = random.Random(family), (5, 23, 40, 3, 17, 31, 1, 12)
     made = [
-        Request(tuple(dice.randrange(zoo.VOCAB) for _ in range(lengths[i])), NEW - i, samplings[i % len(samplings)]) for i in range(count)
+        Request(tuple(dice.randrange(zoo.VOCAB) for _ in range(lengths[i])), NEW - i, samplings[i % len(samplings)])
+        for i in range(count)
     ]
     return tuple((request, answer(family, request)) for request in made)
 
@@ -62,8 +66,9 @@ def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> Answer
 @pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_an_oracle(family: str) -> None:
-    """Guards the states of nodes, their commits, and rows that join and leave: a state of another node or row changes some token. The
-    oracle's trees branch, and its long paths are accepted, so that rows commit different numbers of nodes."""
+    """Guards the states of nodes, their commits, and rows that join and leave: a state of another
+    node or row changes some token. The oracle's trees branch, and its long paths are accepted, so
+    that rows commit different numbers of nodes."""
     answered = requests(family, 5, SAMPLINGS)
     answers = {request.prompt: list(tokens) for request, tokens in answered}
     for nodes, depth, rows in ((12, 5, 3), (7, 6, 1)):
@@ -71,7 +76,9 @@ def test_every_family_with_an_oracle(family: str) -> None:
         tokens, steps = run(Decoder(oracle.target, oracle, rows), [request for request, _ in answered])
         assert [tuple(new) for new in tokens] == [new for _, new in answered]
         cycles = [step for step in steps if not step.prefill]
-        assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles), "paths must be accepted, or this test proves little"
+        assert sum(len(step.tokens) for step in cycles) > 2 * len(cycles), (
+            "paths must be accepted, or this test proves little"
+        )
 
 
 @pytest.mark.slow
@@ -98,7 +105,8 @@ METHODS = [
 @pytest.mark.quick("suffix-*")
 @pytest.mark.parametrize(("name", "family"), METHODS)
 def test_every_method(name: str, family: str) -> None:
-    """Guards each method with rows of different ages, two at a time; where children are sampled, rows equal what they are alone."""
+    """Guards each method with rows of different ages, two at a time; where children are sampled,
+    rows equal what they are alone."""
     drafter, answered = method(name, family), requests(family, 3, SAMPLINGS)
     alone = [run(Decoder(drafter.target, drafter), [request])[0][0] for request, _ in answered]
     for (request, expected), got in zip(answered, alone, strict=True):
@@ -147,14 +155,17 @@ def decoded(decoder: Decoder, request: Request) -> tuple[tuple[int, ...], int]:
     return tuple(tokens[0]), next(step.cached_tokens for step in steps if step.prefill)
 
 
-KEPT = [pytest.param(f, marks=[] if f in ("lfm2", "jamba") else pytest.mark.slow) for f in ("lfm2", "jamba", "qwen3_next")]
+KEPT = [
+    pytest.param(f, marks=[] if f in ("lfm2", "jamba") else pytest.mark.slow) for f in ("lfm2", "jamba", "qwen3_next")
+]
 
 
 @pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", KEPT)
 def test_chats_keep_their_state(family: str) -> None:
-    """A turn is read on from the end of the last answer, also where the accepted path went on behind its EOS; the ids are those of a new
-    decoder. Another prompt starts anew; one that shares only the first prompt starts at the first prompt's end."""
+    """A turn is read on from the end of the last answer, also where the accepted path went on
+    behind its EOS; the ids are those of a new decoder. Another prompt starts anew; one that shares
+    only the first prompt starts at the first prompt's end."""
     dice, known = random.Random(1), 0
     prompt: tuple[int, ...] = (5, 6, 7, 8, 9, 10, 11)
     texts: list[tuple[int, ...]] = []
@@ -206,12 +217,18 @@ def test_a_stream_that_is_closed_early(family: str) -> None:
 @pytest.mark.parametrize("family", ["lfm2", "jamba", "qwen3_next"])
 @pytest.mark.parametrize("name", ["suffix", "eagle2", "small_model"])
 def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> None:
-    """Requests come at random moments, share prefixes with texts that are kept or in flight, and are read in chunks of 7 tokens."""
+    """Requests come at random moments, share prefixes with texts that are kept or in flight, and
+    are read in chunks of 7 tokens."""
     drafter, dice = method(name, family), random.Random(2)
     begin = tuple(dice.randrange(zoo.VOCAB) for _ in range(21))
-    prompts = [(*begin[: dice.choice([7, 14, 21])], *(dice.randrange(zoo.VOCAB) for _ in range(dice.randrange(1, 30)))) for _ in range(7)]
+    prompts = [
+        (*begin[: dice.choice([7, 14, 21])], *(dice.randrange(zoo.VOCAB) for _ in range(dice.randrange(1, 30))))
+        for _ in range(7)
+    ]
     prompts[4] = (*prompts[0], *answer(family, Request(prompts[0], 9)), 3, 4)  # the second turn of the first chat
-    wanted = [Request(prompt, 9, SAMPLINGS[i % 2] if name != "small_model" else GREEDY) for i, prompt in enumerate(prompts)]
+    wanted = [
+        Request(prompt, 9, SAMPLINGS[i % 2] if name != "small_model" else GREEDY) for i, prompt in enumerate(prompts)
+    ]
     decoder = Decoder(target(family), drafter, 2, reuse=True, prefill_budget=7)
     tickets, tokens = list[int](), dict[int, list[int]]()
     while len(tickets) < len(wanted) or not decoder.finished:
@@ -232,7 +249,8 @@ def test_n_answers_to_one_prompt(family: str) -> None:
 
 
 def test_tree_levels() -> None:
-    """Parents come from the mask, in trees of different shapes side by side, and for nodes behind earlier ones."""
+    """Parents come from the mask, in trees of different shapes side by side, and for nodes behind
+    earlier ones."""
     trees = Tree.build(torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 0]]), 3)
     levels = tree_levels(trees.depth_BN, trees.mask_BNN)
     every = [(r, n, p) for r, row in enumerate(trees.parents_BN.tolist()) for n, p in enumerate(row)]
@@ -263,11 +281,14 @@ def test_a_module_that_reads_differently_token_by_token_is_refused() -> None:
 
 @pytest.mark.quick("falcon_h1-0-True")
 @pytest.mark.parametrize(
-    ("family", "first", "last"), [("lfm2", 1, True), ("qwen3_next", 2, True), ("falcon_h1", 0, True), ("zaya", 3, False)]
+    ("family", "first", "last"),
+    [("lfm2", 1, True), ("qwen3_next", 2, True), ("falcon_h1", 0, True), ("zaya", 3, False)],
 )
-def test_projections_run_once_for_all_levels(family: str, first: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the cost: the weights of a state module's projections are read once per pass, not once per level. Falcon-H1 scales its input
-    first, so its input projection is none of them."""
+def test_projections_run_once_for_all_levels(
+    family: str, first: int, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the cost: the weights of a state module's projections are read once per pass, not once
+    per level. Falcon-H1 scales its input first, so its input projection is none of them."""
     one = target(family).state_modules[0]
     assert (len(one.first), one.last is not None) == (first, last)
     session, sizes = target(family).open(1), list[tuple[int, ...]]()

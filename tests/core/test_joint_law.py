@@ -1,16 +1,18 @@
-"""The joint law of several tokens over several cycles, with the shipped noise: for every rule that accepts drafts.
+"""The joint law of several tokens over several cycles, with the shipped noise: for every rule that
+accepts drafts.
 
-The law of one token says nothing about a random number that two cycles read: each token alone has the
-right law, but the tokens are not as independent as they should be. So 40,000 rows, one seed each, decode
-five tokens, and the counts of all 243 texts are compared with the exact probabilities by a chi-square test.
-Target and draft are tables of logits that depend on the last two tokens; the trees are grown by the shipped
-`grow_static` and `grow_dynamic` and verified by the shipped `verify`.
+The law of one token says nothing about a random number that two cycles read: each token alone has
+the right law, but the tokens are not as independent as they should be. So 40,000 rows, one seed
+each, decode five tokens, and the counts of all 243 texts are compared with the exact probabilities
+by a chi-square test. Target and draft are tables of logits that depend on the last two tokens; the
+trees are grown by the shipped `grow_static` and `grow_dynamic` and verified by the shipped
+`verify`.
 
-Power: each rule is also run with noise of which every number serves two positions. The law of each token
-alone stays right, and the test must reject all of these (z > 20 with 10,000 rows; measured: 85 and more). Block verification
-is also run with the keys that it had until this test existed, by absolute position: z = 69, and 26 where
-blocks and trees alternate. False alarms: seeds are fixed, so none; with other seeds z > 4 has odds of about
-1 in 10,000 for each rule.
+Power: each rule is also run with noise of which every number serves two positions. The law of each
+token alone stays right, and the test must reject all of these (z > 20 with 10,000 rows; measured:
+85 and more). Block verification is also run with the keys that it had until this test existed, by
+absolute position: z = 69, and 26 where blocks and trees alternate. False alarms: seeds are fixed,
+so none; with other seeds z > 4 has odds of about 1 in 10,000 for each rule.
 
 Letters: B rows, N nodes, S states (the last two tokens), V vocabulary, T tokens, X texts.
 """
@@ -56,7 +58,8 @@ def then(state: Tensor, token: Tensor) -> Tensor:
 
 
 def growth(state_B: Tensor, logits_SV: Tensor, confidence: float = 0.0) -> Growth:
-    """A draft net whose hidden state is the state of the prefix; below `confidence` nothing is drafted behind a token (small_model)."""
+    """A draft net whose hidden state is the state of the prefix; below `confidence` nothing is
+    drafted behind a token (small_model)."""
 
     def expand(tokens_BQ: Tensor, hidden_BQ2: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
         state_BQ, live_BQ = hidden_BQ2[..., 0].long(), hidden_BQ2[..., 1].bool()
@@ -90,11 +93,14 @@ def alternating(cycle: CycleInput, state_B: Tensor) -> Draft:
 
 def at_most(rule: Rule, most: int) -> Rule:
     """The shipped limit of nodes in every second row; the others have the whole tree."""
-    return lambda cycle, state_B: limited(rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))])
+    return lambda cycle, state_B: limited(
+        rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))]
+    )
 
 
 def with_predictions(rule: Rule) -> Rule:
-    """Every third row has a chain of the tokens 0 1 beside its sampled tree, and is verified as chosen; the others as sampled."""
+    """Every third row has a chain of the tokens 0 1 beside its sampled tree, and is verified as
+    chosen; the others as sampled."""
 
     def draft(cycle: CycleInput, state_B: Tensor) -> Draft:
         sampled, chosen_B = rule(cycle, state_B), torch.arange(len(state_B)) % 3 == 0
@@ -133,7 +139,8 @@ class ReadTwice(GumbelNoise):
 
 
 class ByAbsolutePosition(GumbelNoise):
-    """The keys that block verification had: the test of prefix n read the number of position root + n, which later cycles read again."""
+    """The keys that block verification had: the test of prefix n read the number of position root +
+    n, which later cycles read again."""
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = GumbelNoise.ACCEPT) -> Tensor:
         if stream == self.BLOCK:
@@ -142,13 +149,16 @@ class ByAbsolutePosition(GumbelNoise):
 
 
 def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
-    """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at position 1."""
+    """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at
+    position 1."""
     rows_B = torch.arange(len(noise.seed_B))
     state_B, position_B, count_B = torch.zeros_like(rows_B), torch.ones_like(rows_B), torch.zeros_like(rows_B)
     text_BT, counts_BV = torch.full((len(rows_B), T), -1), torch.zeros(len(rows_B), V)
     while (count_B < T).any():  # rows that have all their tokens go on, and what they say is not kept
         adjustments = Adjustments(counts=counts_BV) if law.adjusts else None
-        cycle = CycleInput(state_B % V, position_B, count_B < T, (law,) * len(rows_B), noise, int(position_B.max()), adjustments)
+        cycle = CycleInput(
+            state_B % V, position_B, count_B < T, (law,) * len(rows_B), noise, int(position_B.max()), adjustments
+        )
         draft = rule(cycle, state_B)
         state_BN = state_B[:, None].repeat(1, draft.tree.nodes)
         for n in range(1, draft.tree.nodes):
@@ -198,16 +208,18 @@ def noise_of(kind: type[GumbelNoise], rows: int = ROWS) -> GumbelNoise:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_law_is_the_targets(rule: str) -> None:
-    """Guards the keys of every random number that verification and drafting read: block verification once read the numbers of refused
-    prefixes again in the next cycle, and one text had probability 0.036 instead of 0.026."""
+    """Guards the keys of every random number that verification and drafting read: block
+    verification once read the numbers of refused prefixes again in the next cycle, and one text had
+    probability 0.036 instead of 0.026."""
     assert abs(z_of(decode(RULES[rule], noise_of(GumbelNoise)))) < 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "tree", "confident chain", "dynamic tree", "block and tree"])
 def test_the_joint_law_with_penalties(rule: str) -> None:
-    """Guards the text of each node in p and in q, cycle after cycle: with a count that is one off, or without the penalties in q_BNV, the
-    texts have another law. The test itself: the law without penalties is far from these texts."""
+    """Guards the text of each node in p and in q, cycle after cycle: with a count that is one off,
+    or without the penalties in q_BNV, the texts have another law. The test itself: the law without
+    penalties is far from these texts."""
     text_BT = decode(RULES[rule], noise_of(GumbelNoise), PENALISED)
     assert abs(z_of(text_BT, PENALISED)) < 4
     assert z_of(text_BT) > 100

@@ -1,6 +1,7 @@
 """Laws that depend on the text before a token: presence and frequency penalty, logit bias, min_tokens.
 
-Plain decoding in tests/reference.py writes them out token by token, so nothing here is compared with itself.
+Plain decoding in tests/reference.py writes them out token by token, so nothing here is compared
+with itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ LAWS = (
     Sampling(1.0, frequency_penalty=1.5, presence_penalty=-0.5, seed=3),
     Sampling(logit_bias=BIAS, frequency_penalty=2.0),
     Sampling(),
-    Sampling(0.8, top_k=30, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4, logit_bias=BIAS, seed=4),
+    Sampling(
+        0.8, top_k=30, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4, logit_bias=BIAS, seed=4
+    ),
     Sampling(0.9, seed=5),
 )
 PROMPTS = ((5, 9, 100, 3), (12, 9, 31, 8, 40, 9, 31, 8), (60, 61, 62), (7, 7, 7), (1, 2, 3, 4, 5), (90,))
@@ -42,7 +45,8 @@ def target(kernels: bool) -> Target:
 
 @cache
 def answered() -> tuple[tuple[Request, list[int]], ...]:
-    """A request for each law, with its text. The last two may not end for 9 tokens, and would end sooner."""
+    """A request for each law, with its text. The last two may not end for 9 tokens, and would end
+    sooner."""
     made = []
     for i, (prompt, law) in enumerate(zip(PROMPTS, LAWS, strict=True)):
         request = Request(prompt, 20 - i, law)
@@ -57,7 +61,9 @@ def answered() -> tuple[tuple[Request, list[int]], ...]:
 def test_the_laws_matter() -> None:
     """The power of the tests below: without its law each text but one is another."""
     for request, answer in answered():
-        plain = Request(request.prompt, request.max_new_tokens, Sampling(request.sampling.temperature, seed=request.sampling.seed))
+        plain = Request(
+            request.prompt, request.max_new_tokens, Sampling(request.sampling.temperature, seed=request.sampling.seed)
+        )
         assert (plain_decode(target(False).model, plain) == answer) == (request.sampling == Sampling())
     assert all(len(answer) >= 9 for _, answer in answered())
 
@@ -66,9 +72,10 @@ def test_the_laws_matter() -> None:
 @pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_keeps_the_laws(name: str, kernels: bool) -> None:
-    """Guards the text of each node, for chosen trees, and rows of different laws in one batch: a penalty that counts cousins, the prompt or
-    the root twice changes some id. Drawn trees: greedy rows here, their law in test_verify.py and test_joint_law.py. One row by kernels
-    and three without, or the other way round, by turns from method to method."""
+    """Guards the text of each node, for chosen trees, and rows of different laws in one batch: a
+    penalty that counts cousins, the prompt or the root twice changes some id. Drawn trees: greedy
+    rows here, their law in test_verify.py and test_joint_law.py. One row by kernels and three
+    without, or the other way round, by turns from method to method."""
     drafter, rows = make(name, target(kernels)), 1 if (drafters.names().index(name) + kernels) % 2 else 3
     tokens, _ = run(Decoder(drafter.target, drafter, rows), [request for request, _ in answered()])
     for (request, answer), new in zip(answered(), tokens, strict=True):
@@ -78,7 +85,8 @@ def test_every_method_keeps_the_laws(name: str, kernels: bool) -> None:
 
 @pytest.mark.slow
 def test_deep_paths_keep_the_laws() -> None:
-    """Guards penalties below the root: an oracle's long paths are accepted, with ancestors that are counted."""
+    """Guards penalties below the root: an oracle's long paths are accepted, with ancestors that are
+    counted."""
     oracle = Oracle(target(False), {r.prompt: a for r, a in answered()}, nodes=16, depth=6)
     tokens, steps = run(Decoder(oracle.target, oracle, 3), [request for request, _ in answered()])
     assert tokens == [answer for _, answer in answered()]
@@ -90,17 +98,31 @@ def test_nodes_count_their_own_ancestors() -> None:
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 3]]), 3)  # 0 -- 1 -- 3 -- 5,  1 -- 4,  0 -- 2
     tokens_BN = torch.tensor([[2, 1, 3, 1, 2, 1]])
     base = Adjustments(
-        counts=torch.tensor([[0.0, 4.0, 1.0, 0.0]]), ending=torch.tensor([[True, False, False, False]]), wait=torch.tensor([2])
+        counts=torch.tensor([[0.0, 4.0, 1.0, 0.0]]),
+        ending=torch.tensor([[True, False, False, False]]),
+        wait=torch.tensor([2]),
     )
     nodes = base.at(tree, tokens_BN)
     assert nodes.counts is not None
-    assert nodes.counts[0].tolist() == [[0, 4, 1, 0], [0, 5, 1, 0], [0, 4, 1, 1], [0, 6, 1, 0], [0, 5, 2, 0], [0, 7, 1, 0]]
+    assert nodes.counts[0].tolist() == [
+        [0, 4, 1, 0],
+        [0, 5, 1, 0],
+        [0, 4, 1, 1],
+        [0, 6, 1, 0],
+        [0, 5, 2, 0],
+        [0, 7, 1, 0],
+    ]
     assert nodes.wait is not None
     assert nodes.wait.tolist() == [[2, 1, 1, 0, 0, -1]]
     scores_NV = apply_sampling(torch.zeros(6, 4), Sampling(frequency_penalty=0.5, presence_penalty=1.0), nodes[0])
     assert scores_NV[5].tolist() == [0.0, -4.5, -1.5, 0.0]
     assert (scores_NV[:, 0] == -torch.inf).tolist() == [True, True, True, False, False, False]
-    again = base.repeated(torch.tensor([0])).then(torch.tensor([[1]])).take(torch.tensor([[0, 0]])).then(torch.tensor([[1, 2]]))
+    again = (
+        base.repeated(torch.tensor([0]))
+        .then(torch.tensor([[1]]))
+        .take(torch.tensor([[0, 0]]))
+        .then(torch.tensor([[1, 2]]))
+    )
     assert again.counts is not None
     assert again.counts[0].tolist() == [[0, 6, 1, 0], [0, 5, 2, 0]]
 
@@ -128,7 +150,10 @@ def test_the_end_comes_after_min_tokens_and_no_later() -> None:
             "logit_bias: token id 160 is outside the target's vocabulary",
         ),
         (lambda: Request((1,), 5, min_tokens=6), r"min_tokens must be from 0 to max_new_tokens \(5\), got 6"),
-        (lambda: Request((1,), 5, logprobs=161), r"logprobs must be from 0 to the size of the vocabulary \(160\), got 161"),
+        (
+            lambda: Request((1,), 5, logprobs=161),
+            r"logprobs must be from 0 to the size of the vocabulary \(160\), got 161",
+        ),
         (lambda: Request((1,), 5, prompt_logprobs=-1), "prompt_logprobs must be from 0"),
     ],
 )

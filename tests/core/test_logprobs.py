@@ -1,4 +1,5 @@
-"""Log-probabilities of emitted tokens and of prompts, and traces of cycles, against a forward of the model over the whole text."""
+"""Log-probabilities of emitted tokens and of prompts, and traces of cycles, against a forward of
+the model over the whole text."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from reference import Oracle, plain_decode, run
 from test_lossless import make
 
 TOLERANCE = {False: 1e-5, True: 1e-4}  # float32's rounding in another order of sums; by kernels
-LAWS = (Sampling(), Sampling(1.2, top_k=9, repetition_penalty=1.3, seed=3), Sampling(logit_bias=((7, 40.0),), presence_penalty=1.0))
+LAWS = (
+    Sampling(),
+    Sampling(1.2, top_k=9, repetition_penalty=1.3, seed=3),
+    Sampling(logit_bias=((7, 40.0),), presence_penalty=1.0),
+)
 COUNTS = (3, 0, None, 12)
 
 
@@ -48,7 +53,9 @@ def by_the_model(ids: list[int]) -> Tensor:
     return target().model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
 
 
-def check(entries: list[TokenLogprobs], tokens: list[int], logp_TV: Tensor, count: int, by_kernels: bool = False) -> None:
+def check(
+    entries: list[TokenLogprobs], tokens: list[int], logp_TV: Tensor, count: int, by_kernels: bool = False
+) -> None:
     """The entries are those of the tokens, from these rows."""
     near = partial(pytest.approx, abs=TOLERANCE[by_kernels])
     assert [entry.token for entry in entries] == tokens
@@ -70,9 +77,9 @@ def collected(steps: list[Step], ticket: int) -> list[TokenLogprobs]:
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kernels: bool) -> None:
-    """Guards the node that each token was drawn at, the bonus's too: raw numbers, whatever penalties, biases and temperature do, in rows
-    that ask for different counts, or for none. One row by kernels and three without, or the other way round, by turns from method to
-    method."""
+    """Guards the node that each token was drawn at, the bonus's too: raw numbers, whatever
+    penalties, biases and temperature do, in rows that ask for different counts, or for none. One
+    row by kernels and three without, or the other way round, by turns from method to method."""
     drafter, rows = make(name, target(by_kernels)), 1 if (drafters.names().index(name) + by_kernels) % 2 else 3
     tokens, steps = run(Decoder(drafter.target, drafter, rows), asked())
     for i, (request, new) in enumerate(zip(asked(), tokens, strict=True)):
@@ -87,7 +94,8 @@ def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kerne
 
 @pytest.mark.slow
 def test_on_long_paths() -> None:
-    """Guards the order along a path: an oracle's steps emit several tokens, which the request's length cuts."""
+    """Guards the order along a path: an oracle's steps emit several tokens, which the request's
+    length cuts."""
     for length in (1, 2, 3, 5, 8, 13):
         request = Request(prompt(9), length, logprobs=2)
         answer = plain_decode(target().model, Request(prompt(9), 20))
@@ -106,7 +114,12 @@ def test_nothing_is_computed_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_widths() -> None:
     """Guards the number of recordings: a few widths serve all counts, none wider than the vocabulary."""
     assert {width_for([count], 1000) for count in range(21)} == {0, 1, 5, 20}
-    assert [width_for([21], 1000), width_for([400], 1000), width_for([999], 1000), width_for([6], 7)] == [32, 512, 1000, 7]
+    assert [width_for([21], 1000), width_for([400], 1000), width_for([999], 1000), width_for([6], 7)] == [
+        32,
+        512,
+        1000,
+        7,
+    ]
     assert width_for([None, 2, None], 1000) == 5
     assert width_for([None], 1000) is None
 
@@ -114,7 +127,8 @@ def test_few_widths() -> None:
 @pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", ["vanilla", "eagle2", "suffix"])
 def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards replays: with and without log-probabilities, and other widths, each is a recording of its own; numbers are right."""
+    """Guards replays: with and without log-probabilities, and other widths, each is a recording of
+    its own; numbers are right."""
     monkeypatch.setattr(kernels, "available", lambda: False)
     recorded = Target(target().model)
     recorded = recorded.run_with(GraphRunner(recorded, captured_without_gpu))
@@ -136,11 +150,15 @@ def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("budget", [None, 5])
 def test_prompts(by_kernels: bool, budget: int | None) -> None:
-    """Guards the borders of chunks: the first token has none, each other one has that of the token before it, in whatever chunk; and
-    prompts whose beginning is in a cache already, which must be read again."""
+    """Guards the borders of chunks: the first token has none, each other one has that of the token
+    before it, in whatever chunk; and prompts whose beginning is in a cache already, which must be
+    read again."""
     drafter = make("eagle2", target(by_kernels))
     decoder = Decoder(drafter.target, drafter, 2, reuse=True, prefill_budget=budget)
-    requests = [Request(prompt(n), 4, prompt_logprobs=count, logprobs=1) for n, count in ((17, 2), (17, 0), (1, 3), (70, 4), (17, None))]
+    requests = [
+        Request(prompt(n), 4, prompt_logprobs=count, logprobs=1)
+        for n, count in ((17, 2), (17, 0), (1, 3), (70, 4), (17, None))
+    ]
     for request in requests:
         (new,), steps = run(decoder, [request])
         assert new == plain_decode(target().model, request)
@@ -152,15 +170,27 @@ def test_prompts(by_kernels: bool, budget: int | None) -> None:
         assert len(entries) == len(request.prompt)
         assert entries[0] is None
         logp_TV = by_the_model(list(request.prompt))[:-1]
-        check([e for e in entries if e is not None], list(request.prompt[1:]), logp_TV, request.prompt_logprobs, by_kernels)
+        check(
+            [e for e in entries if e is not None],
+            list(request.prompt[1:]),
+            logp_TV,
+            request.prompt_logprobs,
+            by_kernels,
+        )
 
 
 def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the memory: no more than one chunk's logits are there at a time, and a slice of their log-softmax."""
+    """Guards the memory: no more than one chunk's logits are there at a time, and a slice of their
+    log-softmax."""
     monkeypatch.setattr("eyas.core.target.PREFILL_CHUNK", 32)
     monkeypatch.setattr("eyas.core.logprobs.ROWS", 7)
     (_,), steps = run(Decoder(target(), make("vanilla", target())), [Request(prompt(100), 1, prompt_logprobs=1)])
-    check([e for e in steps[0].prompt_logprobs if e is not None], list(prompt(100)[1:]), by_the_model(list(prompt(100)))[:-1], 1)
+    check(
+        [e for e in steps[0].prompt_logprobs if e is not None],
+        list(prompt(100)[1:]),
+        by_the_model(list(prompt(100)))[:-1],
+        1,
+    )
 
 
 # --- traces
@@ -170,7 +200,8 @@ def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("law", LAWS[:2], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "suffix", "lookahead", "merged"])
 def test_traces(name: str, law: Sampling) -> None:
-    """Guards the page: candidates only, parents before children, probabilities that belong to the right parent, and why the path ended."""
+    """Guards the page: candidates only, parents before children, probabilities that belong to the
+    right parent, and why the path ended."""
     drafter = Merged(make("eagle2", target()), make("suffix", target())) if name == "merged" else make(name, target())
     asked = Request((5, 9, 100, 3) * 5, 20, law, trace=True)
     (new,), steps = run(Decoder(drafter.target, drafter), [asked])
@@ -183,7 +214,9 @@ def test_traces(name: str, law: Sampling) -> None:
         assert len(trace.nodes) == int(step.draft.tree.candidate_BN[0].sum())
         root, *others = trace.nodes
         assert (root.parent, root.token, root.depth, root.accepted) == (-1, text[-1], 0, True)
-        assert all(node.parent < n and node.depth == trace.nodes[node.parent].depth + 1 for n, node in enumerate(others, 1))
+        assert all(
+            node.parent < n and node.depth == trace.nodes[node.parent].depth + 1 for n, node in enumerate(others, 1)
+        )
         assert [n for n, node in enumerate(trace.nodes) if node.accepted] == sorted(trace.path)
         path_tokens = [*(trace.nodes[n].token for n in trace.path[1:]), trace.bonus]
         assert tuple(path_tokens[: len(step.tokens)]) == step.tokens
@@ -198,7 +231,9 @@ def test_traces(name: str, law: Sampling) -> None:
             logp_TV = by_the_model([*text, *(node.token for node in others if node.parent == 0)])
             for node in others:
                 if node.parent == 0:
-                    assert node.p == pytest.approx(float(logp_TV[len(text) - 1, node.token].exp()), abs=TOLERANCE[False])
+                    assert node.p == pytest.approx(
+                        float(logp_TV[len(text) - 1, node.token].exp()), abs=TOLERANCE[False]
+                    )
         assert all(node.q is None or 0 <= node.q <= 1 for node in others)
         assert all(node.q is not None for node in others) or name in ("lookahead", "merged")
         text += step.tokens
@@ -208,7 +243,8 @@ def test_traces(name: str, law: Sampling) -> None:
 
 @pytest.mark.slow
 def test_a_traced_row_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the trace's scores, which a recording does not keep; the same row without a trace is recorded again."""
+    """Guards the trace's scores, which a recording does not keep; the same row without a trace is
+    recorded again."""
     monkeypatch.setattr(kernels, "available", lambda: False)
     recorded = Target(target().model)
     recorded = recorded.run_with(GraphRunner(recorded, captured_without_gpu))

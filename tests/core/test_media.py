@@ -1,4 +1,5 @@
-"""Prompts with images: every method gives the text of transformers' generate, and no prompt reads the keys of another image."""
+"""Prompts with images: every method gives the text of transformers' generate, and no prompt reads
+the keys of another image."""
 
 from __future__ import annotations
 
@@ -66,9 +67,15 @@ def another_image(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.quick("llava")
 def test_plain_decoding_is_generate(kind: str, target: Target) -> None:
-    """Guards positions, masks and keys behind images, and a shift of positions that an earlier prompt leaves behind."""
+    """Guards positions, masks and keys behind images, and a shift of positions that an earlier
+    prompt leaves behind."""
     llm = eyas.load(target.model, method="vanilla", tokenizer=False)
-    prompts = [prompt_with_image(kind, 0), text_alone(0), prompt_with_image(kind, 1, images=2), prompt_with_image(kind, 2, before=0)]
+    prompts = [
+        prompt_with_image(kind, 0),
+        text_alone(0),
+        prompt_with_image(kind, 1, images=2),
+        prompt_with_image(kind, 2, before=0),
+    ]
     expected = [generated(target, prompt) for prompt in prompts]
     assert [ids_of(llm, prompt) for prompt in prompts] == expected
     together = llm.generate(prompts, max_new_tokens=NEW, batch_size=3)
@@ -81,18 +88,25 @@ def requests_of(kind: str) -> list[Request]:
     """With and without images, greedy and sampled; two have the same ids and other images."""
     first, second = prompt_with_image(kind, 0), prompt_with_image(kind, 1, images=2)
     prompts = [first, text_alone(1), second, another_image(first), first, text_alone(1)]
-    return [asked(p, s) for p, s in zip(prompts, (Sampling(), SEEDED, SEEDED, Sampling(), SEEDED, Sampling()), strict=True)]
+    return [
+        asked(p, s) for p, s in zip(prompts, (Sampling(), SEEDED, SEEDED, Sampling(), SEEDED, Sampling()), strict=True)
+    ]
 
 
 METHODS = [name for name in drafters.names() if name != "mtp"]
-PAIRS = [(name, kind) for i, name in enumerate(METHODS) for j, kind in enumerate(sorted(MODELS)) if name == "eagle3" or i % 3 == j]
+PAIRS = [
+    (name, kind)
+    for i, name in enumerate(METHODS)
+    for j, kind in enumerate(sorted(MODELS))
+    if name == "eagle3" or i % 3 == j
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), PAIRS)
 def test_every_method(name: str, model: str) -> None:
-    """Guards what a method makes of such prompts, each of one kind of model, EAGLE-3 of all. Three rows; prefixes are reused where that is
-    right; prompts in chunks, by turns."""
+    """Guards what a method makes of such prompts, each of one kind of model, EAGLE-3 of all. Three
+    rows; prefixes are reused where that is right; prompts in chunks, by turns."""
     kind, target = model, Target(make_model(model))
     requests = [r for r in requests_of(kind) if r.sampling.greedy or name not in DRAWN]
     expected = [run(Decoder(target, make("vanilla", target)), [request])[0][0] for request in requests]
@@ -104,7 +118,9 @@ def test_every_method(name: str, model: str) -> None:
 @pytest.mark.slow
 def test_long_paths(kind: str, target: Target) -> None:
     """Guards trees behind images: paths of several nodes are accepted, with three rows."""
-    requests = [asked(prompt_with_image(kind, seed, images=1 + seed % 2), (Sampling(), SEEDED)[seed % 2]) for seed in range(5)]
+    requests = [
+        asked(prompt_with_image(kind, seed, images=1 + seed % 2), (Sampling(), SEEDED)[seed % 2]) for seed in range(5)
+    ]
     requests.append(asked(text_alone(2)))
     expected = [run(Decoder(target, make("vanilla", target)), [request])[0][0] for request in requests]
     oracle = Oracle(target, {r.prompt: text for r, text in zip(requests, expected, strict=True)}, 12, 5, 0)
@@ -116,7 +132,8 @@ def test_long_paths(kind: str, target: Target) -> None:
 
 @pytest.mark.quick("llava")
 def test_kept_text_behind_an_image_is_not_reused(kind: str, target: Target) -> None:
-    """Guards against keys of another image: with the same ids, and after a text that only begins alike."""
+    """Guards against keys of another image: with the same ids, and after a text that only begins
+    alike."""
     prompt, decoder = prompt_with_image(kind, 0), Decoder(target, make("vanilla", target), 2, reuse=True)
     alike = {"input_ids": prompt["input_ids"][:, :12]}
     asked_for = [asked(p) for p in (prompt, another_image(prompt), alike, prompt)]
@@ -142,7 +159,9 @@ def test_log_probabilities(kind: str, target: Target) -> None:
     with torch.no_grad():
         logits_TV = target.model(**prompt).logits[0]
     expected = logits_TV.log_softmax(-1)[:-1].gather(1, prompt["input_ids"][0, 1:, None])[:, 0]
-    found = llm.generate(dict(prompt, input_ids=prompt["input_ids"][0]), max_new_tokens=2, prompt_logprobs=0).prompt_logprobs
+    found = llm.generate(
+        dict(prompt, input_ids=prompt["input_ids"][0]), max_new_tokens=2, prompt_logprobs=0
+    ).prompt_logprobs
     torch.testing.assert_close(torch.tensor([entry.logprob for entry in found[1:]]), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -197,7 +216,8 @@ def test_models_of_text_alone() -> None:
 
 @pytest.mark.slow
 def test_messages_with_images(tmp_path: Path) -> None:
-    """Guards the way of a user: an image on disk, or in memory, in a message. The ids are those of transformers by the same processor."""
+    """Guards the way of a user: an image on disk, or in memory, in a message. The ids are those of
+    transformers by the same processor."""
     llm = eyas.load(with_processor(tmp_path / "llava"), "suffix")
     image = Image.effect_noise((20, 12), 90).convert("RGB")
     image.save(tmp_path / "image.png")
@@ -238,7 +258,8 @@ def test_targets_without_a_processor() -> None:
 @pytest.mark.quick("qwen2_5_vl-True")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_attached(kind: str, sampled: bool) -> None:
-    """Guards transformers' own call with a processor's output. Sampled: eyas draws its own noise, so drafting is compared with none."""
+    """Guards transformers' own call with a processor's output. Sampled: eyas draws its own noise,
+    so drafting is compared with none."""
     model, prompt = make_model(kind), prompt_with_image(kind, 0)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": sampled}
     texts = []

@@ -1,4 +1,5 @@
-"""Processors over trees: only prefixes that decoding reaches, and one clear error for a processor that returns no scores."""
+"""Processors over trees: only prefixes that decoding reaches, and one clear error for a processor
+that returns no scores."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def children(answer: tuple[int, ...]) -> list[int]:
 
 
 def trie(limit: int, seen: set[tuple[int, ...]]) -> PrefixConstrainedLogitsProcessor:
-    """transformers' own processor; it raises for prefixes outside the trie, and here for those that are too long."""
+    """transformers' own processor; it raises for prefixes outside the trie, and here for those that
+    are too long."""
 
     def allowed(batch: int, ids: Tensor) -> list[int]:
         answer = tuple(ids.tolist()[len(PROMPT) :])
@@ -60,14 +62,17 @@ def trie(limit: int, seen: set[tuple[int, ...]]) -> PrefixConstrainedLogitsProce
 
 LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=5, seed=4))
 # Each pair of method, law and limit once.
-PAIRS = [(name, law, (LONGEST + 8, 6)[(i + k) % 2]) for i, name in enumerate(drafters.names()) for k, law in enumerate(LAWS)]
+PAIRS = [
+    (name, law, (LONGEST + 8, 6)[(i + k) % 2]) for i, name in enumerate(drafters.names()) for k, law in enumerate(LAWS)
+]
 
 
 @pytest.mark.quick("eagle2-*", "suffix-*")
 @pytest.mark.parametrize(("method", "sampling", "limit"), PAIRS)
 def test_a_trie_sees_only_prefixes_that_can_happen(target: Target, method: str, sampling: Sampling, limit: int) -> None:
-    """Guards against processors that are run behind forbidden tokens, behind EOS, at scouts or behind the last token, where a trie raises:
-    lookahead and self_speculative did so in every run. The text is plain decoding's."""
+    """Guards against processors that are run behind forbidden tokens, behind EOS, at scouts or
+    behind the last token, where a trie raises: lookahead and self_speculative did so in every run.
+    The text is plain decoding's."""
     drafter, seen = make(method, target), set[tuple[int, ...]]()
     request = Request(PROMPT, limit, sampling, frozenset({EOS}), processors=(trie(limit, seen),))
     tokens, _ = run(Decoder(target, drafter), [request])
@@ -79,7 +84,8 @@ def test_a_trie_sees_only_prefixes_that_can_happen(target: Target, method: str, 
 
 
 def test_greedy_rows_process_the_accepted_path_alone(target: Target) -> None:
-    """Guards the cost: in a greedy row every processor call but the last of a cycle leads to a token of the text."""
+    """Guards the cost: in a greedy row every processor call but the last of a cycle leads to a
+    token of the text."""
     seen = set[tuple[int, ...]]()
     request = Request(PROMPT, LONGEST, eos=frozenset({EOS}), processors=(trie(LONGEST, seen),))
     tokens, _ = run(Decoder(target, make("eagle2", target)), [request])
@@ -119,7 +125,8 @@ BAD: list[tuple[Callable[..., Any], str]] = [
 @pytest.mark.parametrize("late", [False, True], ids=["first token", "in a tree"])
 @pytest.mark.parametrize(("processor", "message"), BAD, ids=[message.split()[1] for _, message in BAD])
 def test_bad_scores_name_the_processor(target: Target, processor: Callable[..., Any], message: str, late: bool) -> None:
-    """Guards against empty texts, tracebacks and blame on the target for a processor's mistake; at the first token and in a tree."""
+    """Guards against empty texts, tracebacks and blame on the target for a processor's mistake; at
+    the first token and in a tree."""
 
     def sometimes(ids: Tensor, scores: Tensor) -> Tensor:
         return processor(ids, scores) if ids.shape[1] > len(PROMPT) + 2 * late else scores
@@ -132,7 +139,11 @@ def test_bad_scores_name_the_processor(target: Target, processor: Callable[..., 
 
 def test_greedy_rows_may_force_a_token_by_inf(target: Target) -> None:
     """Guards a habit that transformers allows: +inf at the token to be taken."""
-    request = Request(PROMPT, 4, processors=(lambda ids, scores: torch.full_like(scores, 0.0).index_fill(1, torch.tensor([7]), torch.inf),))
+    request = Request(
+        PROMPT,
+        4,
+        processors=(lambda ids, scores: torch.full_like(scores, 0.0).index_fill(1, torch.tensor([7]), torch.inf),),
+    )
     assert run(Decoder(target, make("eagle2", target)), [request])[0] == [[7] * 4]
 
 

@@ -1,4 +1,5 @@
-"""Prompts read chunk by chunk between cycles, and behind prefixes that other rows hold: the same ids, for every method."""
+"""Prompts read chunk by chunk between cycles, and behind prefixes that other rows hold: the same
+ids, for every method."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def alone(name: str, target: Target, request: Request) -> list[int]:
 
 
 def method_of(name: str, target: Target, seed: int = 0) -> Drafter:
-    """The method; "by chance": with a policy that lets it sleep by lot, while another drafts or nobody."""
+    """The method; "by chance": with a policy that lets it sleep by lot, while another drafts or
+    nobody."""
     drafter = right_now_and_then(name.removesuffix(" by chance"), target)
     return adapted(drafter, Chance(seed, drafter.max_tree, suffix(target))) if name.endswith("by chance") else drafter
 
@@ -58,7 +60,8 @@ def by_turns(name: str, *settings: Setting) -> Setting:
 
 
 def decode(decoder: Decoder, requests: list[Request], seed: int) -> tuple[list[list[int]], list[Step]]:
-    """All requests, added at random moments while others run: new tokens in the order of the requests, and every step."""
+    """All requests, added at random moments while others run: new tokens in the order of the
+    requests, and every step."""
     dice, tickets, tokens, steps = random.Random(seed), list[int](), dict[int, list[int]](), list[Step]()
     while len(tickets) < len(requests) or not decoder.finished:
         if len(tickets) < len(requests) and (decoder.finished or dice.random() < 0.4):
@@ -87,11 +90,14 @@ def prompts_of(target: Target) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
-    """Bugs: a cycle of other rows overwrites what a session keeps of a row whose prompt is read half (its pending pair or tokens), or the
-    slots of its chunks; a chunk's first pair is lost or read twice. Each would change drafts at least, and ids of sampled children."""
+    """Bugs: a cycle of other rows overwrites what a session keeps of a row whose prompt is read
+    half (its pending pair or tokens), or the slots of its chunks; a chunk's first pair is lost or
+    read twice. Each would change drafts at least, and ids of sampled children."""
     requests = prompts_of(target)
     for budget, rows, seed in ((1, 3, 1), by_turns(name, (7, 2, 2), (25, 4, 3))):
-        tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed)
+        tokens, steps = decode(
+            Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed
+        )
         check(name, target, requests, tokens, f"budget {budget}")
         assert sum(step.prefill for step in steps) == len(requests)
 
@@ -99,8 +105,9 @@ def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("vanilla", "rest", "eagle2 by chance")])
 def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
-    """Bug: ids stay right and drafts become worse, because a row's state was disturbed between two chunks. The first drafts of a row whose
-    prompt was read beside running rows are those of a prompt that was read at once."""
+    """Bug: ids stay right and drafts become worse, because a row's state was disturbed between two
+    chunks. The first drafts of a row whose prompt was read beside running rows are those of a
+    prompt that was read at once."""
     drafter, prompt = right_now_and_then(name, target), tuple(range(30, 71))
     first = []
     for budget in (None, 6):
@@ -128,11 +135,14 @@ def shared_prompts(target: Target) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_of_other_rows(name: str, target: Target) -> None:
-    """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter disagree about how many; a row that is
-    copied from is disturbed; what a row held before stays in a text index."""
+    """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter
+    disagree about how many; a row that is copied from is disturbed; what a row held before stays in
+    a text index."""
     requests = shared_prompts(target)
     for budget, rows, seed in ((None, 3, 1), by_turns(name, (9, 3, 2), (16, 2, 3))):
-        tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, True, prefill_budget=budget), requests, seed)
+        tokens, steps = decode(
+            Decoder(target, method_of(name, target, seed), rows, True, prefill_budget=budget), requests, seed
+        )
         check(name, target, requests, tokens, f"budget {budget}, {rows} rows")
         least = 40 if name == "seagle" else 100  # its window has lost most pairs of a text, so the text is read again
         assert sum(step.cached_tokens for step in steps) > least, "nothing was reused"
@@ -140,7 +150,8 @@ def test_prefixes_of_other_rows(name: str, target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["vanilla", "eagle2", "eagle3", "suffix", "small_model"])
 def test_samples_of_one_prompt_cost_one_prefill(name: str, target: Target) -> None:
-    """Bug: each of n samples reads the prompt anew. Drafters of pairs read the last two tokens again, the others the last one."""
+    """Bug: each of n samples reads the prompt anew. Drafters of pairs read the last two tokens
+    again, the others the last one."""
     widths: list[int] = []
     decoder = Decoder(target, right_now_and_then(name, target), rows=4, reuse=True, prefill_budget=16)
     for seed in range(4):
@@ -156,7 +167,8 @@ def test_samples_of_one_prompt_cost_one_prefill(name: str, target: Target) -> No
 
 
 def test_the_least_useful_text_is_overwritten(target: Target) -> None:
-    """Bugs: a new prompt takes the place of the text that was used last; a copy destroys the text that it is copied from."""
+    """Bugs: a new prompt takes the place of the text that was used last; a copy destroys the text
+    that it is copied from."""
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=3, reuse=True)
     texts = [tuple(range(start, start + 40)) for start in (0, 50, 100)]
 
@@ -192,7 +204,8 @@ def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
 
 
 def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
-    """Bug: a long prompt stalls the rows that run. In every step at most 8 tokens are read, and the running row gets its cycle."""
+    """Bug: a long prompt stalls the rows that run. In every step at most 8 tokens are read, and the
+    running row gets its cycle."""
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8)
     decoder.add(Request((5,), 60))
     decoder.step()
@@ -211,7 +224,8 @@ def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
 
 @pytest.mark.slow
 def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
-    """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short ones keep coming."""
+    """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short
+    ones keep coming."""
     decoder, budget = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8), 8
     long, waits = decoder.add(Request(tuple(range(160)), 1)), list[int]()
     decoder.step()
@@ -223,12 +237,14 @@ def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
         if long in done:
             break
     assert step_number <= OLDEST_EVERY * (160 // budget)
-    assert len(waits) >= (OLDEST_EVERY - 1) * step_number // OLDEST_EVERY - 1, "a short prompt is read in each of the other steps"
+    assert len(waits) >= (OLDEST_EVERY - 1) * step_number // OLDEST_EVERY - 1, (
+        "a short prompt is read in each of the other steps"
+    )
 
 
 def test_times_of_a_prompt_in_chunks(target: Target) -> None:
-    """Bug: the time of other rows' cycles between the chunks counts as decoding, or is lost. A prefill lasts from its first chunk to its
-    token; the share of reading is less."""
+    """Bug: the time of other rows' cycles between the chunks counts as decoding, or is lost. A
+    prefill lasts from its first chunk to its token; the share of reading is less."""
     decoder, totals = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget=4), StepTotals()
     decoder.add(Request((5,), 40))
     decoder.step()
@@ -246,7 +262,8 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
 
 
 class Clock(StageTimer):
-    """Seconds by count: a prompt token takes `token` seconds to read, a cycle `cycle`; both may change."""
+    """Seconds by count: a prompt token takes `token` seconds to read, a cycle `cycle`; both may
+    change."""
 
     now_ = token = cycle = 0.0
     widths: list[int]
@@ -268,9 +285,12 @@ class Clock(StageTimer):
 
 @pytest.mark.slow
 def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
-    """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or although no row runs."""
+    """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or
+    although no row runs."""
     Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
+    hook = target.model.model.layers[0].register_forward_hook(
+        lambda m, args, out: Clock.widths.append(args[0].shape[1])
+    )
     for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, LEAST), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
         decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
@@ -286,9 +306,12 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
 
 
 def test_an_automatic_budget_counts_the_prompts(target: Target) -> None:
-    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer begins late."""
+    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer
+    begins late."""
     Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
+    hook = target.model.model.layers[0].register_forward_hook(
+        lambda m, args, out: Clock.widths.append(args[0].shape[1])
+    )
     Clock.token, Clock.cycle = 0.001, 0.02
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto", timer=Clock)
     decoder.add(Request(tuple(range(100)), 100))
@@ -301,9 +324,12 @@ def test_an_automatic_budget_counts_the_prompts(target: Target) -> None:
 
 
 def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
-    """Bug: a decoder without running rows reads 512 tokens at once, while those of another one on the same machine wait for it."""
+    """Bug: a decoder without running rows reads 512 tokens at once, while those of another one on
+    the same machine wait for it."""
     Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: Clock.widths.append(args[0].shape[1]))
+    hook = target.model.model.layers[0].register_forward_hook(
+        lambda m, args, out: Clock.widths.append(args[0].shape[1])
+    )
     Clock.token, Clock.cycle = 0.001, 0.01
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
     decoder.prompts.beside_seconds = 0.03
@@ -319,7 +345,9 @@ def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
 
 def test_a_budget_of_nothing_is_refused(target: Target) -> None:
     """Bug: a decoder that never reads anything."""
-    with pytest.raises(OptionError, match="prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got 0"):
+    with pytest.raises(
+        OptionError, match="prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got 0"
+    ):
         Decoder(target, drafters.find("vanilla")(target), prefill_budget=0)
 
 

@@ -1,4 +1,5 @@
-"""Quantised targets: the text is that of their own plain decoding, by every method; whatever would break that is named."""
+"""Quantised targets: the text is that of their own plain decoding, by every method; whatever would
+break that is named."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from reference import SAMPLINGS, plain_decode, run
 from test_lossless import DRAWN, make
 
 # bitsandbytes and torchao say such things about torch and about themselves
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 ROUNDED_INPUTS = [kind for kind in KINDS if kind.endswith("by token")]
 EXACT = [kind for kind in KINDS if kind not in ROUNDED_INPUTS]
@@ -71,7 +75,8 @@ def cases() -> list[Any]:
 @pytest.mark.quick("compressed-tensors W4A16-suffix")
 @pytest.mark.parametrize(("kind", "method"), cases())
 def test_every_kind_by_every_method(kind: str, method: str, models: Any) -> None:
-    """Guards the passes over trees: the library's layers give a tree's nodes the numbers of single tokens, greedily and seeded."""
+    """Guards the passes over trees: the library's layers give a tree's nodes the numbers of single
+    tokens, greedily and seeded."""
     model, requests = models(kind)
     target = runners.prepared(Target(model))
     assert target.quantised_by, "the layers are plain: this test proves nothing"
@@ -82,9 +87,10 @@ def test_every_kind_by_every_method(kind: str, method: str, models: Any) -> None
 @pytest.mark.parametrize("kind", ROUNDED_INPUTS)
 @pytest.mark.parametrize("method", ["vanilla", *sorted(QUICK_METHODS)])
 def test_kinds_that_round_inputs(kind: str, method: str, models: Any) -> None:
-    """Guards kinds whose layers round each token's inputs to 8 bits: a difference in the last bit of a float, which another order of
-    summation makes, may become a whole step of that scale, so texts part at near ties, with plain decoding by a cache just as with trees.
-    Every token that is emitted must be the model's own choice behind the text before it, or nearly tied with it."""
+    """Guards kinds whose layers round each token's inputs to 8 bits: a difference in the last bit
+    of a float, which another order of summation makes, may become a whole step of that scale, so
+    texts part at near ties, with plain decoding by a cache just as with trees. Every token that is
+    emitted must be the model's own choice behind the text before it, or nearly tied with it."""
     model, _ = models(kind)
     target = runners.prepared(Target(model))
     requests = [Request(prompt, 20) for prompt in PROMPTS]
@@ -96,14 +102,17 @@ def test_kinds_that_round_inputs(kind: str, method: str, models: Any) -> None:
         assert float(((logits_TV.amax(1) - chosen_T) / logits_TV.std(1)).max()) < NEAR_TIE
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS]
+)
 def test_no_layer_mixes_tokens(kind: str, models: Any) -> None:
     assert quantised.mixing_layer(models(kind)[0]) == ""
 
 
 @pytest.mark.slow
 def test_layers_that_mix_tokens_are_named(tmp_path: Path) -> None:
-    """Guards the warning: LLM.int8 picks outlier columns from all tokens of a pass; a scale per tensor is one for all of them."""
+    """Guards the warning: LLM.int8 picks outlier columns from all tokens of a pass; a scale per
+    tensor is one for all of them."""
     write_compressed(tmp_path / "by tensor", "W8A8", strategy="tensor")
     with pytest.warns(UserWarning, match="by all tokens of a pass together"):
         eyas.load(load(tmp_path / "by tensor"), tokenizer=False)
@@ -146,7 +155,8 @@ def test_kernels_leave_quantised_layers_alone(models: Any) -> None:
 
 @pytest.mark.slow
 def test_fingerprints(models: Any) -> None:
-    """Guards `is_named`: a quantised model is neither the plain one nor another quantised one, and it is itself."""
+    """Guards `is_named`: a quantised model is neither the plain one nor another quantised one, and
+    it is itself."""
     plain = Target(zoo.tiny("llama", **SIZES))
     found = {kind: Target(models(kind)[0]) for kind in ("compressed-tensors W8A16", "compressed-tensors W4A16")}
     for kind, target in found.items():
@@ -157,7 +167,8 @@ def test_fingerprints(models: Any) -> None:
 
 
 def test_a_folder_just_works(tmp_path: Path) -> None:
-    """Guards a user's first try: `--target FOLDER` of a quantised checkpoint in bfloat16, which stays in its own dtype."""
+    """Guards a user's first try: `--target FOLDER` of a quantised checkpoint in bfloat16, which
+    stays in its own dtype."""
     pytest.importorskip("torchao", reason="needs torchao")
     model = KINDS["torchao int8"](tmp_path / "plain").bfloat16()
     model.save_pretrained(tmp_path / "saved")
@@ -173,17 +184,23 @@ def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) 
     """Guards a single adapter: merged, it would be rounded as the weights are."""
     peft = pytest.importorskip("peft", reason="adapters need the extra peft")
     write_compressed(tmp_path / "model", "W4A16")
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, lora_alpha=16, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "down_proj"], r=4, lora_alpha=16, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        peft.get_peft_model(zoo.tiny("llama", **SIZES), config).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        peft.get_peft_model(zoo.tiny("llama", **SIZES), config).save_pretrained(
+            tmp_path / "adapter", save_embedding_layers=False
+        )
     target = Target.load(tmp_path / "model", adapters=str(tmp_path / "adapter"))
     assert any("lora" in name for name, _ in target.model.named_parameters())
     base = load(tmp_path / "model")
     base(torch.tensor([[1]]))  # compressed-tensors unpacks its weights when they are first used
     own = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval().get_base_model()
     requests = answered(own)
-    assert requests != answered(models("compressed-tensors W4A16")[0]), "the adapter changes nothing: this test proves little"
+    assert requests != answered(models("compressed-tensors W4A16")[0]), (
+        "the adapter changes nothing: this test proves little"
+    )
     check("eagle2", runners.prepared(target), requests)
     base_target = Target(models("compressed-tensors W4A16")[0])
     assert target.is_adapted_from(base_target.fingerprint())
@@ -192,13 +209,17 @@ def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_head_of_the_plain_model(models: Any, tmp_path: Path) -> None:
-    """Guards heads that were trained for the model before it was quantised: they draft, with a note, and the text is the quantised's."""
+    """Guards heads that were trained for the model before it was quantised: they draft, with a
+    note, and the text is the quantised's."""
     checkpoints.save(make("eagle1", Target(zoo.tiny("llama", **SIZES))).weights(), tmp_path)
     model, requests = models("compressed-tensors W8A16")
     with pytest.warns(UserWarning, match="other weights than these quantised ones"):
         llm = eyas.load(model, tmp_path, tokenizer=False)
     request, expected = requests[0]
-    assert list(llm.generate(list(request.prompt), max_new_tokens=request.max_new_tokens, ignore_eos=True).token_ids) == expected
+    assert (
+        list(llm.generate(list(request.prompt), max_new_tokens=request.max_new_tokens, ignore_eos=True).token_ids)
+        == expected
+    )
     checkpoints.save(make("eagle1", Target(model)).weights(), tmp_path / "its own")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -207,7 +228,8 @@ def test_a_head_of_the_plain_model(models: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gguf(tmp_path: Path) -> None:
-    """Guards files in GGUF format: by path or by folder and name; the weights are plain, so kernels run them and text is exact."""
+    """Guards files in GGUF format: by path or by folder and name; the weights are plain, so kernels
+    run them and text is exact."""
     write_gguf(tmp_path / "model.gguf")
     with pytest.warns(UserWarning, match="no tokenizer from model.gguf"):
         llm = eyas.load(tmp_path / "model.gguf", "suffix")

@@ -1,4 +1,5 @@
-"""Drafts as each request wants them: off, at most n, with a prediction, with forced tokens. The ids stay, for every method."""
+"""Drafts as each request wants them: off, at most n, with a prediction, with forced tokens. The ids
+stay, for every method."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def target() -> Target:
 
 
 class Forced:
-    """A constraint that allows one text only; `mask` is not asked here, as the text is the target's own."""
+    """A constraint that allows one text only; `mask` is not asked here, as the text is the target's
+    own."""
 
     def __init__(self, text: Sequence[int], share: float) -> None:
         self.text, self.place, self.dice, self.share = list(text), 0, random.Random(0), share
@@ -73,19 +75,24 @@ def changed(text: Sequence[int], seed: int) -> tuple[int, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_ids_with_every_wish(name: str, target: Target) -> None:
-    """Bugs: a session does not understand nodes that it has not drafted, a path deeper than its tree, or a cycle that it slept through;
-    a limit cuts a node but not those below; rows are mixed up. Rows that sample their children are compared where the ids do not depend
-    on the trees: with a prediction, and without drafts."""
+    """Bugs: a session does not understand nodes that it has not drafted, a path deeper than its
+    tree, or a cycle that it slept through; a limit cuts a node but not those below; rows are mixed
+    up. Rows that sample their children are compared where the ids do not depend on the trees: with
+    a prediction, and without drafts."""
     requests = []
     for i, wish in enumerate(("prediction", "off", 1, "both", 3, "auto", "prediction", "wrong", 2)):
         request = Request(PROMPTS[i % len(PROMPTS)], 34 - 2 * i, SAMPLINGS[i % len(SAMPLINGS)])
         answer = plain(target, request)
-        request = replace(request, draft=wish if isinstance(wish, int) or wish in ("off", "auto") else 5 if wish == "both" else "auto")
+        request = replace(
+            request, draft=wish if isinstance(wish, int) or wish in ("off", "auto") else 5 if wish == "both" else "auto"
+        )
         if wish in ("prediction", "both"):
             request = replace(request, prediction=changed(answer, i))
         requests.append(replace(request, prediction=tuple(range(9)) * 3) if wish == "wrong" else request)
     for budget, rows, seed in ((9, 3, 1), by_turns(name, (None, 1, 2), (None, 4, 3))):
-        tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed)
+        tokens, steps = decode(
+            Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed
+        )
         for number, (request, ids) in enumerate(zip(requests, tokens, strict=True), start=1):
             if request.sampling.greedy or name not in DRAWN or request.prediction or request.draft == "off":
                 expected = plain(target, replace(request, draft="auto", prediction=()))
@@ -108,12 +115,15 @@ def check_candidates(request: Request, steps: list[Step]) -> None:
 @pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", PARAMS)
 def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
-    """Bugs: wrong tokens that a constraint calls forced are emitted; right ones are not accepted; those of one row come into another's."""
+    """Bugs: wrong tokens that a constraint calls forced are emitted; right ones are not accepted;
+    those of one row come into another's."""
     for rows in (1, 3):
         requests = [Request(PROMPTS[i], 30, SAMPLINGS[i]) for i in range(3)]
         answers = [plain(target, request) for request in requests]
         constraints = [Forced(answer, 0.7) for answer in answers]
-        asked = [replace(request, constraint=constraint) for request, constraint in zip(requests, constraints, strict=True)]
+        asked = [
+            replace(request, constraint=constraint) for request, constraint in zip(requests, constraints, strict=True)
+        ]
         decoder, found, accepted = Decoder(target, method_of(name, target), rows), dict[int, list[int]](), 0
         tickets = [decoder.add(request) for request in asked]
         while not decoder.finished:
@@ -129,7 +139,8 @@ def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle2", "small_model"])
 def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None:
-    """Bug: a tree is drafted, or verified, for rows that want none; with a policy or without. One row is off alone, then beside another."""
+    """Bug: a tree is drafted, or verified, for rows that want none; with a policy or without. One
+    row is off alone, then beside another."""
     widths: list[int] = []
     for policy in (None, Chance(0, None, suffix(target))):
         widths.clear()
@@ -153,8 +164,9 @@ def test_a_limit_makes_dynamic_trees_smaller(target: Target) -> None:
 
 @pytest.mark.slow
 def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None:
-    """Bug: the head drafts a tree although the prediction is followed; or it has not read what came meanwhile. While it sleeps, cycles are
-    labelled, and afterwards it drafts as if it had never slept (tests/core/test_dormant.py)."""
+    """Bug: the head drafts a tree although the prediction is followed; or it has not read what came
+    meanwhile. While it sleeps, cycles are labelled, and afterwards it drafts as if it had never
+    slept (tests/core/test_dormant.py)."""
     request = Request(PROMPTS[2], 60)
     answer = plain(target, request)
     text = (*answer[:40], *reversed(answer[40:]))
@@ -178,7 +190,8 @@ def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
 
 
 def test_a_prediction_is_followed() -> None:
-    """Bug: the first tokens are not drafted, or too few of a text that is followed for long, or more than there is."""
+    """Bug: the first tokens are not drafted, or too few of a text that is followed for long, or
+    more than there is."""
     text = list(range(100, 160))
     prediction = Prediction(text, 16)
     assert follow(prediction, []) == [text[:8]]
@@ -189,8 +202,9 @@ def test_a_prediction_is_followed() -> None:
 
 
 def test_a_prediction_finds_its_place_again() -> None:
-    """Bugs: after a change nothing is drafted any more; or the text goes on at a place where it does not. A token in the place of another,
-    an insertion, a deletion, a repetition whose nearest place is meant."""
+    """Bugs: after a change nothing is drafted any more; or the text goes on at a place where it
+    does not. A token in the place of another, an insertion, a deletion, a repetition whose nearest
+    place is meant."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 11, 12, 13, 14]
     assert follow(Prediction(text, 16), [1, 2, 99]) == [[4, 5, 6, 7], [3, 4, 5, 6]]
     assert follow(Prediction(text, 16), [1, 2, 99, 4]) == [[5, 6, 7, 8]], "the nearer 4"
@@ -211,7 +225,10 @@ def test_a_place_is_that_of_the_longest_match() -> None:
             lost = prediction.missed or text[prediction.place : prediction.place + 1] != [token]
             prediction.read(token)
             said = answer[max(0, end - LONGEST) : end]
-            lengths = [next((n for n in range(min(i, len(said)), 0, -1) if list(said[-n:]) == text[i - n : i]), 0) for i in range(41)]
+            lengths = [
+                next((n for n in range(min(i, len(said)), 0, -1) if list(said[-n:]) == text[i - n : i]), 0)
+                for i in range(41)
+            ]
             if lost and max(lengths):
                 assert lengths[prediction.place] == max(lengths) == prediction.matched
             if not prediction.missed:
@@ -231,14 +248,20 @@ def test_the_most_probable_nodes_are_kept() -> None:
 
 
 def test_sampled_nodes_are_kept_by_their_place() -> None:
-    """Bug: what was drawn decides which node is tested. Two trees of one shape with other tokens, scores and candidates keep the same
-    nodes: parents before children, siblings in the order of their draws."""
+    """Bug: what was drawn decides which node is tested. Two trees of one shape with other tokens,
+    scores and candidates keep the same nodes: parents before children, siblings in the order of
+    their draws."""
     parents, generator = torch.tensor([[-1, 0, 0, 1, 1, 2]]), torch.Generator().manual_seed(0)
     for most in range(7):
         found = set()
         for _ in range(5):
             tree = Tree.build(parents, 2)
-            draft = Draft(tree, torch.randint(9, (1, 6), generator=generator), -torch.rand(1, 6, generator=generator), torch.rand(1, 6, 9))
+            draft = Draft(
+                tree,
+                torch.randint(9, (1, 6), generator=generator),
+                -torch.rand(1, 6, generator=generator),
+                torch.rand(1, 6, 9),
+            )
             found.add(tuple(limited(draft, (most,)).tree.candidate_BN[0].int().tolist()))
         (kept,) = found
         assert sum(kept) == min(most, 5) + 1

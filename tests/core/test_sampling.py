@@ -1,7 +1,8 @@
-"""The law of the next token against transformers' own processors, and the noise: a pure function of where it is used, and random.
+"""The law of the next token against transformers' own processors, and the noise: a pure function of
+where it is used, and random.
 
-Statistical tests are seeded, so they pass or fail for good; the odds that are stated are those that a right implementation fails a test
-after a change of the generator.
+Statistical tests are seeded, so they pass or fail for good; the odds that are stated are those that
+a right implementation fails a test after a change of the generator.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ COMBINED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", [*SINGLE, *COMBINED], ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
 def test_scores_are_those_of_transformers(options: dict[str, Any]) -> None:
-    """Guards each processor and their order, ties and extreme values included: equal bit for bit. Deterministic."""
+    """Guards each processor and their order, ties and extreme values included: equal bit for bit.
+    Deterministic."""
     sampling = Sampling(**options)
     for seed in range(3):
         logits_NV, ids_NT, seen_NV = cases(seed)
@@ -82,7 +84,8 @@ def test_scores_are_those_of_transformers(options: dict[str, Any]) -> None:
 
 
 def test_scores_are_those_of_generate() -> None:
-    """Guards the order against generate itself (the test above repeats it by hand), over several tokens with a penalty. Deterministic."""
+    """Guards the order against generate itself (the test above repeats it by hand), over several
+    tokens with a penalty. Deterministic."""
     model = zoo.tiny("llama", num_hidden_layers=1)
     prompt_1T = torch.tensor([[5, 9, 9, 31, 7]])
     options: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.4}
@@ -95,24 +98,30 @@ def test_scores_are_those_of_generate() -> None:
     for step, (logits_1V, scores_1V) in enumerate(zip(out.logits, out.scores, strict=True)):
         seen_1V = torch.zeros_like(logits_1V, dtype=torch.bool)
         seen_1V[0, out.sequences[0, : prompt_1T.shape[1] + step]] = True
-        torch.testing.assert_close(apply_sampling(logits_1V, Sampling(**options), Adjustments(seen_1V)), scores_1V, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            apply_sampling(logits_1V, Sampling(**options), Adjustments(seen_1V)), scores_1V, rtol=0, atol=1e-6
+        )
         dropped += int(torch.isinf(scores_1V).sum())
     assert dropped > 0
 
 
 @pytest.mark.parametrize("options", [SINGLE[9], SINGLE[16], COMBINED[-1]])
 def test_a_node_is_processed_alone(options: dict[str, Any]) -> None:
-    """Guards that a node's law does not depend on the tree around it, not even how ties are broken. Deterministic."""
+    """Guards that a node's law does not depend on the tree around it, not even how ties are broken.
+    Deterministic."""
     sampling = Sampling(**options)
     logits_NV, _, seen_NV = cases(7)
     together_NV = apply_sampling(logits_NV, sampling, Adjustments(seen_NV))
-    alone = [apply_sampling(logits_NV[n : n + 1], sampling, Adjustments(seen_NV[n : n + 1])) for n in range(len(logits_NV))]
+    alone = [
+        apply_sampling(logits_NV[n : n + 1], sampling, Adjustments(seen_NV[n : n + 1])) for n in range(len(logits_NV))
+    ]
     assert torch.equal(together_NV, torch.cat(alone))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_scores_are_float32(dtype: torch.dtype) -> None:
-    """Guards the law of a half-precision target: everything after the logits is float32. Deterministic."""
+    """Guards the law of a half-precision target: everything after the logits is float32.
+    Deterministic."""
     logits_NV, _, seen_NV = cases(1)
     sampling = Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
     scores_NV = apply_sampling(logits_NV.to(dtype), sampling, Adjustments(seen_NV))
@@ -121,7 +130,8 @@ def test_scores_are_float32(dtype: torch.dtype) -> None:
 
 
 def test_greedy_keeps_its_logits() -> None:
-    """Guards that temperature 0, or too small to divide by, drops and scales nothing: rounding cannot move the argmax. Deterministic."""
+    """Guards that temperature 0, or too small to divide by, drops and scales nothing: rounding
+    cannot move the argmax. Deterministic."""
     logits_NV, _, _ = cases(2)
     for temperature in (0.0, 0, 1e-6, 1e-300):
         sampling = Sampling(temperature=temperature, top_k=1, top_p=0.1, min_p=1.0)
@@ -170,7 +180,8 @@ BAD: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_impossible_values_are_refused_by_name(name: str, value: object) -> None:
-    """Guards the user's own numbers: NaN passes every `<`, and a bool every isinstance of int. Deterministic."""
+    """Guards the user's own numbers: NaN passes every `<`, and a bool every isinstance of int.
+    Deterministic."""
     with pytest.raises(OptionError, match=rf"^{name} must be .*got {str(value).replace('.', '[.]')}"):
         Sampling(**{name: value})
 
@@ -195,7 +206,8 @@ def mix(x: int) -> int:
 
 
 def uniform(seed: int, stream: int, position: int, index: int) -> float:
-    """Computes the uniform number at (seed, stream, position, index) as the docstring of `sampling` defines it."""
+    """Computes the uniform number at (seed, stream, position, index) as the docstring of `sampling`
+    defines it."""
     golden = 0x9E3779B97F4A7C15
     key = mix(mix(seed + golden & WORD) + stream & WORD)
     key = mix(key + (position + 1) * golden & WORD)
@@ -207,7 +219,8 @@ def noise_of(*seeds: int) -> GumbelNoise:
 
 
 def test_noise_is_the_published_generator() -> None:
-    """Guards wrap-around, signs and shifts of the int64 arithmetic, and the text of every seed from version to version. Deterministic."""
+    """Guards wrap-around, signs and shifts of the int64 arithmetic, and the text of every seed from
+    version to version. Deterministic."""
     seeds, positions = (0, 1, 2**62 + 12345, 2**63 - 1), (0, 1, 77, 2**40)
     for stream in STREAMS:
         gumbel_BNV = noise_of(*seeds).gumbel(torch.tensor([positions] * len(seeds)), 5, stream)
@@ -219,7 +232,8 @@ def test_noise_is_the_published_generator() -> None:
 
 
 def test_noise_depends_on_nothing_else() -> None:
-    """Guards one text per seed: no influence of batch, row, order of calls, other positions, or the size of vocabulary asked for."""
+    """Guards one text per seed: no influence of batch, row, order of calls, other positions, or the
+    size of vocabulary asked for."""
     seeds = (3, 11, 4, 2**50)
     position_BN = torch.tensor([[5, 6, 7, 6], [0, 9, 3, 1], [8, 8, 2, 0], [1, 2, 3, 4]])
     noise = noise_of(*seeds)
@@ -231,11 +245,14 @@ def test_noise_depends_on_nothing_else() -> None:
     assert torch.equal(all_BNV.flip(1), noise.gumbel(position_BN.flip(1), 13))
     assert torch.equal(all_BNV[..., :6], noise.gumbel(position_BN, 6))
     for b, n in itertools.product(range(4), range(4)):
-        assert torch.equal(all_BNV[b : b + 1, n : n + 1], noise_of(seeds[b]).gumbel(position_BN[b : b + 1, n : n + 1], 13))
+        assert torch.equal(
+            all_BNV[b : b + 1, n : n + 1], noise_of(seeds[b]).gumbel(position_BN[b : b + 1, n : n + 1], 13)
+        )
 
 
 def test_noise_differs_by_seed_position_token_and_stream() -> None:
-    """Guards each part of the key: 5 streams x 40 seeds x 40 positions x 25 tokens, all different. A 52-bit collision: odds 5e-6."""
+    """Guards each part of the key: 5 streams x 40 seeds x 40 positions x 25 tokens, all different.
+    A 52-bit collision: odds 5e-6."""
     noise, position_BN = noise_of(*range(40)), torch.arange(40).expand(40, 40)
     values = torch.stack([noise._uniform(stream, position_BN, torch.arange(25)) for stream in STREAMS])
     assert len(values.flatten().unique()) == values.numel() == 200_000
@@ -255,7 +272,8 @@ def test_greedy_rows_have_no_noise() -> None:
 
 @pytest.mark.parametrize("word", [0, -1], ids=["zeros", "ones"])
 def test_noise_is_finite_at_both_ends(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards u = 0 and u = 1: infinite noise would draw a token that top-k dropped (-inf + inf is NaN, and argmax takes NaN).
+    """Guards u = 0 and u = 1: infinite noise would draw a token that top-k dropped (-inf + inf is
+    NaN, and argmax takes NaN).
 
     53 random bits are one too many: 2^53 - 1 + 0.5 rounds to 2^53 in float64.
     """
@@ -266,7 +284,8 @@ def test_noise_is_finite_at_both_ends(word: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 def test_accept_tests_and_gumbels_are_uniform(stream: int) -> None:
-    """Guards the distribution: Kolmogorov-Smirnov along tokens, positions and seeds, 60,000 values each. False alarm 1e-6 per test.
+    """Guards the distribution: Kolmogorov-Smirnov along tokens, positions and seeds, 60,000 values
+    each. False alarm 1e-6 per test.
 
     Power: a cumulative distribution that is off by 0.017 anywhere is found with more than 99 %.
     """
@@ -284,9 +303,11 @@ def test_accept_tests_and_gumbels_are_uniform(stream: int) -> None:
 
 
 def test_accepts_have_their_chances() -> None:
-    """Guards the accept test: chi-square of 40,000 per chance and sibling, false alarm 1e-6 each; chances 0 and 1 never err.
+    """Guards the accept test: chi-square of 40,000 per chance and sibling, false alarm 1e-6 each;
+    chances 0 and 1 never err.
 
-    Power: a chance that is off by 0.02 is found with more than 99 %. Siblings and positions have uniforms of their own (correlation).
+    Power: a chance that is off by 0.02 is found with more than 99 %. Siblings and positions have
+    uniforms of their own (correlation).
     """
     noise, position_B = noise_of(*range(40_000)), torch.full((40_000,), 12)
     for sibling, chance in itertools.product((0, 1, 5), (0.03, 0.5, 0.9)):
@@ -302,7 +323,9 @@ def test_accepts_have_their_chances() -> None:
         assert abs(correlation(first_B.double(), other_B.double())) * 200 < 5.5
     assert torch.equal(first_B, noise.accepts(half_B, position_B, 0))
     picked = torch.tensor([7, 39_999, 0])
-    assert torch.equal(first_B[picked], noise_of(*picked.tolist()).accepts(half_B[:3], position_B[:3], 0)), "a row's test is not its own"
+    assert torch.equal(first_B[picked], noise_of(*picked.tolist()).accepts(half_B[:3], position_B[:3], 0)), (
+        "a row's test is not its own"
+    )
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
@@ -315,10 +338,12 @@ TWO_AWAY = ["token 2", "position 2", "seed 2"]
 
 @pytest.mark.parametrize("kind", ONE_AWAY + TWO_AWAY)
 def test_neighbours_are_independent(kind: str) -> None:
-    """Guards small seeds 0, 1, 2, ..., neighbouring positions and tokens, and streams of one row against any dependence of pairs.
+    """Guards small seeds 0, 1, 2, ..., neighbouring positions and tokens, and streams of one row
+    against any dependence of pairs.
 
-    Correlation of 64,000 pairs (false alarm 4e-8) and a 16 x 16 contingency table (chi-square, 1e-6), which also sees dependence without
-    correlation. Power: correlations of 0.033 are found with more than 99 %.
+    Correlation of 64,000 pairs (false alarm 4e-8) and a 16 x 16 contingency table (chi-square,
+    1e-6), which also sees dependence without correlation. Power: correlations of 0.033 are found
+    with more than 99 %.
     """
     position_BN = torch.arange(41).expand(41, 41)
     grid = torch.stack(
@@ -344,7 +369,8 @@ def test_neighbours_are_independent(kind: str) -> None:
 @pytest.mark.quick("positions")
 @pytest.mark.parametrize("across", ["positions", "seeds"])
 def test_draws_follow_the_law(across: str) -> None:
-    """Guards Gumbel-max: frequencies of argmax(log p + noise) against p, with rare and impossible tokens. 80,000 draws, false alarm 1e-6.
+    """Guards Gumbel-max: frequencies of argmax(log p + noise) against p, with rare and impossible
+    tokens. 80,000 draws, false alarm 1e-6.
 
     Power: a total variation of 0.015 is found with more than 99 %.
     """
@@ -357,14 +383,25 @@ def test_draws_follow_the_law(across: str) -> None:
     count_V = torch.bincount((p_V.log() + gumbel_NV).argmax(-1), minlength=len(p_V))
     possible_V = p_V > 0
     assert not count_V[~possible_V].any()
-    assert stats.chisquare(count_V[possible_V].numpy(), (p_V.double() / p_V.double().sum() * draws)[possible_V].numpy()).pvalue > 1e-6
+    assert (
+        stats.chisquare(
+            count_V[possible_V].numpy(), (p_V.double() / p_V.double().sum() * draws)[possible_V].numpy()
+        ).pvalue
+        > 1e-6
+    )
 
 
 @pytest.mark.slow
 def test_pairs_of_draws_follow_the_product_law() -> None:
-    """Guards draws at neighbouring positions of one seed, over seeds 0, 1, 2, ...: independent. 60,000 pairs, false alarm 1e-6."""
+    """Guards draws at neighbouring positions of one seed, over seeds 0, 1, 2, ...: independent.
+    60,000 pairs, false alarm 1e-6."""
     p_V = torch.tensor([0.5, 0.25, 0.15, 0.1])
     gumbel_BNV = noise_of(*range(60_000)).gumbel(torch.tensor([[10, 11]]).expand(60_000, 2), 4)
     draw_BN = (p_V.log() + gumbel_BNV).argmax(-1)
     count = torch.bincount(draw_BN[:, 0] * 4 + draw_BN[:, 1], minlength=16)
-    assert stats.chisquare(count.numpy(), (torch.outer(p_V, p_V).flatten().double() * 60_000).numpy(), sum_check=False).pvalue > 1e-6
+    assert (
+        stats.chisquare(
+            count.numpy(), (torch.outer(p_V, p_V).flatten().double() * 60_000).numpy(), sum_check=False
+        ).pvalue
+        > 1e-6
+    )

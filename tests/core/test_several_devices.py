@@ -1,4 +1,5 @@
-"""Targets whose layers lie on several devices: the text is the whole model's, and no operation mixes devices (two_devices.py)."""
+"""Targets whose layers lie on several devices: the text is the whole model's, and no operation
+mixes devices (two_devices.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from two_devices import FIRST, SECOND, dispatched, halves, two_gpus
 MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {**zoo.FAMILIES, **zoo.HYBRIDS}
 LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=9, seed=4), Sampling())
 PROMPTS = ((5, 9, 3), tuple(range(20, 43)), (7,), (*range(20, 40), 3, 4))
-NEW = (6, 24, 9, 12)  # the last prompt begins like the second one, which still runs when a row is free: its beginning is copied
+# the last prompt begins like the second one, which still runs when a row is free: its beginning is
+# copied
+NEW = (6, 24, 9, 12)
 
 
 @cache
@@ -53,7 +56,9 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
         decoder = Decoder(drafter.target, drafter, rows, reuse=True)
         texts, steps = run(decoder, [request for request, _ in cases])
         assert texts == [text for _, text in cases], "other ids than plain decoding"
-        assert name != "oracle" or len(steps) < 0.6 * sum(map(len, texts)), "its paths must be accepted, or this proves little"
+        assert name != "oracle" or len(steps) < 0.6 * sum(map(len, texts)), (
+            "its paths must be accepted, or this proves little"
+        )
         session = decoder.target
         for k, layer in enumerate(target.family.layers):
             if session.cache.stores_of(k):
@@ -66,7 +71,9 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("lfm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("lfm2", marks=pytest.mark.slow)]
+)
 def test_long_paths(family: str) -> None:
     """Nodes behind branches are accepted, so that keys and values move."""
     check("oracle", family, rows=3)
@@ -95,7 +102,8 @@ def test_one_row(name: str) -> None:
     "family", ["gemma2", "gpt2", "gpt_oss", "gemma4", "llama4", "deepseek_v3", "lfm2", "qwen3_5", "falcon_h1", "mamba2"]
 )
 def test_families(family: str) -> None:
-    """Windows, learned positions, experts, keys that layers share, keys wider than values, recurrent and convolutional states."""
+    """Windows, learned positions, experts, keys that layers share, keys wider than values,
+    recurrent and convolutional states."""
     check("eagle2", family, rows=3)
 
 
@@ -107,7 +115,8 @@ def swapped(device_map: Mapping[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["mtp", "medusa"])
 @pytest.mark.parametrize("kind", ["swapped", "by turns", "ends apart"])
 def test_any_map(name: str, kind: str) -> None:
-    """The embedding, the rotary positions and the LM head may lie anywhere, and layers in any order. The main device stays cuda:0."""
+    """The embedding, the rotary positions and the LM head may lie anywhere, and layers in any
+    order. The main device stays cuda:0."""
     plain = halves(MODELS["llama"]())
     turns = {name: k % 2 for k, name in enumerate(plain)}
     ends = {name: int("layers" not in name) for name in plain}
@@ -120,7 +129,8 @@ def contents(cache: KVCache, layers: int) -> list[torch.Tensor]:
 
 
 def test_caches_hold_the_same() -> None:
-    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on one device."""
+    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on
+    one device."""
     layout: Layout = ((2, 4, 4), (2, 4, 4), None, (1, 6, 4), (2, 4, 4), (1, 6, 4))
     places = (FIRST, SECOND, None, FIRST, SECOND, SECOND)
     with two_gpus():
@@ -149,13 +159,16 @@ def test_caches_hold_the_same() -> None:
             assert all(map(torch.equal, contents(one, len(layout)), contents(two, len(layout))))
             length_B = length_B + 2
         assert two.bytes_for(512) == one.bytes_for(512)
-        assert two.bytes_by_device(512) == {place: sum(s.nbytes for s in two.stores if s.device == place) for place in (FIRST, SECOND)}
+        assert two.bytes_by_device(512) == {
+            place: sum(s.nbytes for s in two.stores if s.device == place) for place in (FIRST, SECOND)
+        }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(media_models.MODELS))
 def test_images(kind: str) -> None:
-    """Keys and values that the model's own forward has left on several devices are copied into the row; logits and features come back."""
+    """Keys and values that the model's own forward has left on several devices are copied into the
+    row; logits and features come back."""
 
     def answers(model: Any, device: torch.device) -> list[int]:
         prompt: Any = {name: value.to(device) for name, value in media_models.prompt_with_image(kind, 0).items()}
@@ -176,7 +189,8 @@ def chatted(model: PreTrainedModel) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 def test_chats_and_generate() -> None:
-    """A chat whose second turn goes on from kept keys and values, `custom_generate` and `attach` give the ids of one device."""
+    """A chat whose second turn goes on from kept keys and values, `custom_generate` and `attach`
+    give the ids of one device."""
     whole = zoo.tiny("llama", vocab_size=VOCAB, seed=4)
     ids = torch.tensor([[7, 8, 9, 7, 8, 9, 7]])
     asked = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
@@ -186,18 +200,23 @@ def test_chats_and_generate() -> None:
         model = dispatched(zoo.tiny("llama", vocab_size=VOCAB, seed=4), halves(whole))
         assert chatted(model) == alone
         given = ids.to(FIRST)
-        assert torch.equal(model.generate(given, **asked, custom_generate=eyas.hf("suffix", tree="fixed")).cpu(), expected)
+        assert torch.equal(
+            model.generate(given, **asked, custom_generate=eyas.hf("suffix", tree="fixed")).cpu(), expected
+        )
         eyas.attach(model, "suffix", tree="fixed")
         assert torch.equal(model.generate(given, **asked).cpu(), expected)
 
 
 def test_no_recordings() -> None:
-    """Such a target runs by the model's own forward, and a warning says why where kernels were asked for."""
+    """Such a target runs by the model's own forward, and a warning says why where kernels were
+    asked for."""
     with two_gpus():
         target = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]())))
         with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers lie on several devices"):
             assert runners.prepared(target, "on").run.name == "model"
-        with pytest.raises(OptionError, match="weights int8 are for the compiled kernels, and there are none for this model"):
+        with pytest.raises(
+            OptionError, match="weights int8 are for the compiled kernels, and there are none for this model"
+        ):
             runners.prepared(target, weights="int8")
 
 
@@ -208,7 +227,10 @@ def test_too_many_tokens_are_told_by_device(monkeypatch: pytest.MonkeyPatch) -> 
     with two_gpus():
         session = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]()))).open(1)
         monkeypatch.setattr(KVCache, "reserve", none_left)
-        with pytest.raises(FitError, match=r"1 rows x 100000000 tokens need 35\.8 GiB on cuda:0 and 35\.8 GiB on cuda:1, which do not fit"):
+        with pytest.raises(
+            FitError,
+            match=r"1 rows x 100000000 tokens need 35\.8 GiB on cuda:0 and 35\.8 GiB on cuda:1, which do not fit",
+        ):
             session.reserve(100_000_000)
 
 
@@ -220,11 +242,14 @@ class Hook:
 
 
 def test_what_stays_refused() -> None:
-    """Layers on two devices without a hook that brings the logits back, layers in parts, and weights without values."""
+    """Layers on two devices without a hook that brings the logits back, layers in parts, and
+    weights without values."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for place, module in enumerate(model):
         module._hf_hook = Hook(place)  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="lies on cuda:0, cuda:1, and nothing moves hidden states between them: load it whole"):
+    with pytest.raises(
+        ModelError, match="lies on cuda:0, cuda:1, and nothing moves hidden states between them: load it whole"
+    ):
         device_of(model)
     with pytest.raises(ModelError, match="lies on meta, where weights have no values: load it with its weights"):
         device_of(nn.Linear(2, 2, device="meta"))
@@ -232,7 +257,10 @@ def test_what_stays_refused() -> None:
     parts = [name for name, _ in MODELS["llama"]().model.layers[1].named_children()]
     cut = {**whole, **{f"model.layers.1.{part}": int(part == "mlp") for part in parts}}
     del cut["model.layers.1"]
-    with two_gpus(), pytest.raises(ModelError, match="parts of layer 1 lie on cuda:0, cuda:1: write a device_map that keeps"):
+    with (
+        two_gpus(),
+        pytest.raises(ModelError, match="parts of layer 1 lie on cuda:0, cuda:1: write a device_map that keeps"),
+    ):
         Target(dispatched(MODELS["llama"](), cut))
     with two_gpus(), pytest.raises(ModelError, match="load it on one device"):
         make("self_speculative", Target(dispatched(MODELS["llama"](), whole)))

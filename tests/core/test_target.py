@@ -20,7 +20,8 @@ def ids(count: int, seed: int = 0, vocab: int = 128) -> list[int]:
 @pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_features_of_any_layer(family: str) -> None:
-    """Guards the hooks: k must be hidden_states[k], L after the final norm; an off-by-one costs half the acceptance and raises no error."""
+    """Guards the hooks: k must be hidden_states[k], L after the final norm; an off-by-one costs
+    half the acceptance and raises no error."""
     target = Target(zoo.FAMILIES[family]())
     tokens = torch.tensor([ids(20)])
     with torch.no_grad():
@@ -48,7 +49,8 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.quick("mistral")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_prefill_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards chunk boundaries: logits and features must not depend on how the prompt is cut, windows included."""
+    """Guards chunk boundaries: logits and features must not depend on how the prompt is cut,
+    windows included."""
     target, prompt = Target(zoo.FAMILIES[family]()), ids(50)
     found = []
     for chunk in (512, 7, 1):
@@ -74,7 +76,8 @@ def test_prefill_makes_no_logits_of_the_prompt(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tree_equals_its_paths() -> None:
-    """Guards mask and positions: each node's logits are those of a plain forward over its own path; rows have different lengths."""
+    """Guards mask and positions: each node's logits are those of a plain forward over its own path;
+    rows have different lengths."""
     target = Target(zoo.FAMILIES["qwen3"]())
     session, prompts = target.open(2, (target.num_layers,)), [ids(9), ids(30, 1)]
     for row, prompt in enumerate(prompts):
@@ -95,7 +98,9 @@ def test_refusal_with_the_numbers() -> None:
     """Guards against a request that dies half way."""
     session = Target(zoo.FAMILIES["llama"]()).open(1)
     session.check_fit(500, 12)
-    with pytest.raises(FitError, match=r"500 prompt tokens \+ 13 new tokens = 513 .* context of 512: ask for at most 12"):
+    with pytest.raises(
+        FitError, match=r"500 prompt tokens \+ 13 new tokens = 513 .* context of 512: ask for at most 12"
+    ):
         session.check_fit(500, 13)
     with pytest.raises(FitError, match="600 tokens, the target's context is 512"):
         session.check_fit(600, 1)
@@ -122,18 +127,22 @@ def test_what_is_picked() -> None:
 
 
 def test_fingerprint() -> None:
-    """Guards the warning about a head of another target: other weights, other name; same weights, same name."""
+    """Guards the warning about a head of another target: other weights, other name; same weights,
+    same name."""
     a, b = zoo.FAMILIES["llama"](), zoo.FAMILIES["llama"]()
     assert Target(a).fingerprint() == Target(b).fingerprint()
     with torch.no_grad():
-        b.lm_head.weight.add_(torch.randn(b.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)) * b.lm_head.weight.std())
+        b.lm_head.weight.add_(
+            torch.randn(b.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)) * b.lm_head.weight.std()
+        )
     assert not Target(b).is_named(Target(a).fingerprint())
     assert Target(zoo.FAMILIES["llama"]().half()).is_named(Target(a).fingerprint())
     assert Target(zoo.FAMILIES["llama"]().bfloat16()).is_named(Target(a).fingerprint())
 
 
 def test_cache_commit_and_growth() -> None:
-    """Guards per-row commits: accepted nodes move behind their own row's tokens, and growth keeps what is stored."""
+    """Guards per-row commits: accepted nodes move behind their own row's tokens, and growth keeps
+    what is stored."""
     cache = KVCache(((2, 4, 4),), 2, torch.float32, torch.device("cpu"))
     length_B = torch.tensor([3, 5])
     keys = torch.arange(2 * 6).view(2, 1, 6, 1).expand(2, 2, 6, 4).float()
@@ -171,8 +180,8 @@ def test_commit_leaves_inactive_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_level_by_level_equals_one_pass(family: str) -> None:
-    """Guards `extend`: a tree whose levels come one after another, uncommitted, has the logits of a whole one, windows included; and what
-    `advance` keeps is read like a prompt."""
+    """Guards `extend`: a tree whose levels come one after another, uncommitted, has the logits of a
+    whole one, windows included; and what `advance` keeps is read like a prompt."""
     target = Target(zoo.FAMILIES[family]())
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 5]]).expand(2, -1)
     tree, tokens = Tree.build(parents, 3), torch.tensor([ids(8, 2), ids(8, 3)])
@@ -192,4 +201,6 @@ def test_level_by_level_equals_one_pass(family: str) -> None:
     other = target.open(2)
     for row, length in enumerate((9, 30)):
         other.prefill(row, [*ids(length, row), *tokens[row, : 2 + row].tolist()])
-    torch.testing.assert_close(parts.forward(tokens, tree).logits_BNV, other.forward(tokens, tree).logits_BNV, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        parts.forward(tokens, tree).logits_BNV, other.forward(tokens, tree).logits_BNV, atol=1e-4, rtol=1e-4
+    )

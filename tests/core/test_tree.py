@@ -1,5 +1,5 @@
-"""Trees against a naive recursion: what derives from `parents`, what stands in a node's prefix, what a merge of two holds, and which static
-trees are refused."""
+"""Trees against a naive recursion: what derives from `parents`, what stands in a node's prefix,
+what a merge of two holds, and which static trees are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def ancestors(parents: list[int], node: int) -> list[int]:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[list[int]]:
-    """Parents of up to 3 trees with one number of nodes; children may come in any order after their parent."""
+    """Parents of up to 3 trees with one number of nodes; children may come in any order after their
+    parent."""
     nodes = draw(st.integers(1, 12))
     return [[-1, *(draw(st.integers(0, n - 1)) for n in range(1, nodes))] for _ in range(draw(st.integers(1, 3)))]
 
@@ -53,7 +54,8 @@ def test_a_chain() -> None:
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(forests(), st.integers(0, 3))
 def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack: int) -> None:
-    """Guards depth and ancestors in rows that differ, with children far from their parents, and with a bound that is not tight."""
+    """Guards depth and ancestors in rows that differ, with children far from their parents, and
+    with a bound that is not tight."""
     lines = [[ancestors(parents, n) for n in range(len(parents))] for parents in forest]
     deepest = max(len(line) - 1 for row in lines for line in row)
     tree = Tree.build(torch.tensor(forest), deepest + slack)
@@ -66,7 +68,8 @@ def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack:
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(forests(), st.integers(0, 2**32 - 1))
 def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], seed: int) -> None:
-    """Guards the prefix that a repetition penalty reads: no sibling's token, no token of another row, history untouched."""
+    """Guards the prefix that a repetition penalty reads: no sibling's token, no token of another
+    row, history untouched."""
     choose, vocab = random.Random(seed), 9
     tokens = [[choose.randrange(vocab) for _ in row] for row in forest]
     history = [[choose.random() < 0.3 for _ in range(vocab)] for _ in forest]
@@ -87,8 +90,8 @@ def test_candidates_are_what_the_drafter_says() -> None:
 
 @st.composite
 def drafts(draw: st.DrawFn, rows: int) -> Draft:
-    """Trees over 4 tokens, so that two of them often share paths; a second sibling with the same token, and some others, are no candidates,
-    nor is what hangs below them."""
+    """Trees over 4 tokens, so that two of them often share paths; a second sibling with the same
+    token, and some others, are no candidates, nor is what hangs below them."""
     nodes, parents, tokens, candidates = draw(st.integers(1, 9)), [], [], []
     for _ in range(rows):
         parent, token, candidate = [-1], [0], [True]
@@ -99,7 +102,9 @@ def drafts(draw: st.DrawFn, rows: int) -> Draft:
             candidate.append(not twin and candidate[parent[n]] and draw(st.integers(0, 5)) > 0)
         parents, tokens, candidates = [*parents, parent], [*tokens, token], [*candidates, candidate]
     tree = Tree.build(torch.tensor(parents), max(1, nodes - 1), torch.tensor(candidates))
-    return Draft(tree, torch.tensor(tokens), -torch.arange(rows * nodes).reshape(rows, nodes).float() - draw(st.integers(0, 9)))
+    return Draft(
+        tree, torch.tensor(tokens), -torch.arange(rows * nodes).reshape(rows, nodes).float() - draw(st.integers(0, 9))
+    )
 
 
 pairs = st.integers(1, 3).flatmap(lambda rows: st.tuples(drafts(rows), drafts(rows)))
@@ -119,8 +124,9 @@ def offered(draft: Draft, row: int) -> list[tuple[int, ...]]:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(pairs)
 def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> None:
-    """Guards the union: nothing lost, nothing twice, in rows that differ; every node keeps its number, its own prefix and its score, with
-    scouts and padding among them; parents stand before children; a united node's children hang below its twin."""
+    """Guards the union: nothing lost, nothing twice, in rows that differ; every node keeps its
+    number, its own prefix and its score, with scouts and padding among them; parents stand before
+    children; a united node's children hang below its twin."""
     first, second = pair
     both, N = merge(first, second), first.tree.nodes
     assert both.tree.nodes == N + second.tree.nodes - 1
@@ -134,7 +140,11 @@ def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> No
             assert prefix(both, row, n) == prefix(first, row, n)
         for m in range(1, second.tree.nodes):
             assert prefix(both, row, N + m - 1) == prefix(second, row, m)
-            same = [n for n in range(1, N) if first.tree.candidate_BN[row, n] and prefix(first, row, n) == prefix(second, row, m)]
+            same = [
+                n
+                for n in range(1, N)
+                if first.tree.candidate_BN[row, n] and prefix(first, row, n) == prefix(second, row, m)
+            ]
             assert [int(match_BM[row, m])] == (same if same and second.tree.candidate_BN[row, m] else [-1])
     assert first.score_BN is not None
     assert second.score_BN is not None
@@ -147,12 +157,16 @@ def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> No
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(pairs, st.integers(0, 2**32 - 1))
 def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft], seed: int) -> None:
-    """Guards verification of merged trees: for a target whose draw depends on the prefix alone, the accepted path is the longer one."""
+    """Guards verification of merged trees: for a target whose draw depends on the prefix alone, the
+    accepted path is the longer one."""
     first, second = pair
     rows, greedy = first.tree.rows, GumbelNoise.of([None] * first.tree.rows)
 
     def accepted(draft: Draft) -> list[list[int]]:
-        says = [[random.Random(f"{seed}{prefix(draft, b, n)}").randrange(4) for n in range(draft.tree.nodes)] for b in range(rows)]
+        says = [
+            [random.Random(f"{seed}{prefix(draft, b, n)}").randrange(4) for n in range(draft.tree.nodes)]
+            for b in range(rows)
+        ]
         verdict = verify(draft, torch.eye(4)[torch.tensor(says)], torch.zeros(rows, dtype=torch.long), greedy)
         return [verdict.tokens_BP[b, : verdict.length_B[b]].tolist() for b in range(rows)]
 
@@ -164,7 +178,8 @@ def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft]
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(forests(), st.randoms(use_true_random=False))
 def test_choices_in_any_order_are_one_tree(forest: list[list[int]], order: random.Random) -> None:
-    """Guards that a choices file may list its nodes in any order and twice: sorted by depth, then rank, each once, parents first."""
+    """Guards that a choices file may list its nodes in any order and twice: sorted by depth, then
+    rank, each once, parents first."""
     parents = forest[0]
     paths: list[tuple[int, ...]] = [()]
     for n in range(1, len(parents)):

@@ -1,12 +1,14 @@
 """Verification is exact: by enumeration of every draw, through the shipped code.
 
-The law of the first tokens, summed over everything that chance can do in a cycle (the draft's draws, the accept tests, the target's
-draws) and over cycles that follow each other, must be the target's own. Nothing here is sampled except in the tests that say so; the only
-error is that of float32, which the shipped code computes laws in.
+The law of the first tokens, summed over everything that chance can do in a cycle (the draft's
+draws, the accept tests, the target's draws) and over cycles that follow each other, must be the
+target's own. Nothing here is sampled except in the tests that say so; the only error is that of
+float32, which the shipped code computes laws in.
 
-Targets and drafters are a World: tables of random laws that differ after every prefix. Prefixes are numbered like a heap: the empty one is
-0, prefix i followed by token t is i * V + t + 1.
-Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, I prefixes, W starting prefixes, D depth of the tree.
+Targets and drafters are a World: tables of random laws that differ after every prefix. Prefixes are
+numbered like a heap: the empty one is 0, prefix i followed by token t is i * V + t + 1.
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, I prefixes, W starting
+prefixes, D depth of the tree.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ ONE = Sampling(temperature=1.0)
 class KernelsBesideScripts(CycleKernels):
     """The kernels' operations; scripted noise, which they do not know, is drawn with by the reference."""
 
-    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
+    ) -> tuple[Tensor, Tensor | None]:
         draw = REFERENCE.draw if isinstance(noise, Script) else super().draw
         return draw(scores_BNV, tree, position_B, noise)
 
@@ -58,8 +62,13 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def texts(I: int, vocab: int, sampling: Sampling) -> Adjustments:  # noqa: E741
-    """The adjustments of every prefix, counted by hand. With a logit bias token 2 ends the text, and two tokens must come before it."""
-    seen_IV, counts_IV, length_I = torch.zeros(I, vocab, dtype=torch.bool), torch.zeros(I, vocab), torch.zeros(I, dtype=torch.long)
+    """The adjustments of every prefix, counted by hand. With a logit bias token 2 ends the text,
+    and two tokens must come before it."""
+    seen_IV, counts_IV, length_I = (
+        torch.zeros(I, vocab, dtype=torch.bool),
+        torch.zeros(I, vocab),
+        torch.zeros(I, dtype=torch.long),
+    )
     seen_IV[0, 0] = True  # the first root is token 0, the prompt's
     for child in range(1, I):
         parent, token = divmod(child - 1, vocab)
@@ -69,11 +78,14 @@ def texts(I: int, vocab: int, sampling: Sampling) -> Adjustments:  # noqa: E741
     if not sampling.logit_bias:
         return Adjustments(seen_IV, counts_IV)
     bias_V = torch.tensor([dict(sampling.logit_bias).get(token, 0.0) for token in range(vocab)])
-    return Adjustments(seen_IV, counts_IV, bias_V.expand(I, vocab), (torch.arange(vocab) == 2).expand(I, vocab), 2 - length_I)
+    return Adjustments(
+        seen_IV, counts_IV, bias_V.expand(I, vocab), (torch.arange(vocab) == 2).expand(I, vocab), 2 - length_I
+    )
 
 
 class ToyModels:
-    """Laws of a target and of a drafter after every prefix of up to `longest` tokens, both processed by `sampling`."""
+    """Laws of a target and of a drafter after every prefix of up to `longest` tokens, both
+    processed by `sampling`."""
 
     def __init__(self, vocab: int, longest: int, q: str = "near", sampling: Sampling = ONE, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -118,11 +130,13 @@ class ToyModels:
         return self.child(prefix_B, verdict.bonus_B)
 
 
-Cycle = Callable[[ToyModels, Tensor], tuple[Tensor, Tensor, Tensor]]  # starts [W] -> for every event: start, end (prefixes), weight
+# starts [W] -> for every event: start, end (prefixes), weight
+Cycle = Callable[[ToyModels, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def law_of(world: ToyModels, cycle: Cycle, tokens: int, lengths: int) -> Tensor:
-    """float64 [V ** tokens]: the law of the first tokens when cycles follow each other, up to `lengths` tokens, and then plain sampling."""
+    """float64 [V ** tokens]: the law of the first tokens when cycles follow each other, up to
+    `lengths` tokens, and then plain sampling."""
     mass_I = torch.zeros(world.first[tokens + 1], dtype=torch.float64)
     mass_I[0] = 1.0
     for length in range(tokens):
@@ -142,17 +156,21 @@ def plain_cycle(world: ToyModels, start_W: Tensor) -> tuple[Tensor, Tensor, Tens
 def check_exact(world: ToyModels, cycle: Cycle, tokens: int, lengths: int) -> float:
     """Asserts that the law is the target's; returns the largest deviation.
 
-    tokens: depth of the tree + 1 for a whole cycle from the start; as many more as `lengths` exceeds 1 for whole cycles from each length.
+    tokens: depth of the tree + 1 for a whole cycle from the start; as many more as `lengths`
+    exceeds 1 for whole cycles from each length.
     """
     mine, true = law_of(world, cycle, tokens, lengths), world.true_law(tokens)
-    assert abs(float(mine.sum()) - 1) < TOLERANCE, f"the events weigh {float(mine.sum())}, not 1: the enumeration does not fit the code"
+    assert abs(float(mine.sum()) - 1) < TOLERANCE, (
+        f"the events weigh {float(mine.sum())}, not 1: the enumeration does not fit the code"
+    )
     deviation = float((mine - true).abs().max())
     assert deviation < TOLERANCE, f"the law of the first {tokens} tokens is off by {deviation:.2e}"
     return deviation
 
 
 class Recorded(Tensor):
-    """Noise that keeps what it is added to: the log of the law from which argmax(log law + noise) draws."""
+    """Noise that keeps what it is added to: the log of the law from which argmax(log law + noise)
+    draws."""
 
     added: list[Tensor]
 
@@ -178,9 +196,10 @@ class Recorded(Tensor):
 class Script(GumbelNoise):
     """Noise that is written down beforehand, and that checks where it is asked for.
 
-    target_BPV: noise of the position after depth 0, 1, ...; draft_BNV: the draft's noise at each node; answer_BC: the answers of the
-    accept tests, by call. `weight_B` becomes the chance of those answers: every (position, sibling) has one uniform number, whose
-    interval is narrowed from call to call.
+    target_BPV: noise of the position after depth 0, 1, ...; draft_BNV: the draft's noise at each
+    node; answer_BC: the answers of the accept tests, by call. `weight_B` becomes the chance of
+    those answers: every (position, sibling) has one uniform number, whose interval is narrowed from
+    call to call.
     """
 
     def __init__(
@@ -263,12 +282,19 @@ CHOSEN: dict[
     "binary": [([-1, 0, 0, 1, 1, 2, 2], [])],
     "not by level": [([-1, 0, 1, 2, 0, 4, 4], [])],
     "ragged": [([-1, 0, 0, 1, 1, 3], []), ([-1, 0, 1, 1, 2, 0], []), ([-1, 0, 0, 0, 3, 4], [])],
-    "scouts": [([-1, 0, 0, 0, 1, 2, 2, 5], [2]), ([-1, 0, 0, 1, 1, 4, 0, 3], [3, 6, 7]), ([-1, 0, 0, 1, 1, 1, 2, 6], [1])],
+    "scouts": [
+        ([-1, 0, 0, 0, 1, 2, 2, 5], [2]),
+        ([-1, 0, 0, 1, 1, 4, 0, 3], [3, 6, 7]),
+        ([-1, 0, 0, 1, 1, 1, 2, 6], [1]),
+    ],
 }
 
 
-def chosen_rows(world: ToyModels, start_B: Tensor, parents: list[int], scouts: list[int], depth: int) -> tuple[Draft, Tensor]:
-    """Each row's chosen tree, whose tokens depend on the prefix, and the prefix of each node. A scout has its elder sibling's token."""
+def chosen_rows(
+    world: ToyModels, start_B: Tensor, parents: list[int], scouts: list[int], depth: int
+) -> tuple[Draft, Tensor]:
+    """Each row's chosen tree, whose tokens depend on the prefix, and the prefix of each node. A
+    scout has its elder sibling's token."""
     B, N = len(start_B), len(parents)
     tokens_BN, prefix_BN = torch.zeros(B, N, dtype=torch.long), start_B[:, None].repeat(1, N)
     rank = ranks(parents)
@@ -282,17 +308,21 @@ def chosen_rows(world: ToyModels, start_B: Tensor, parents: list[int], scouts: l
 def joined(drafts: list[Draft]) -> Draft:
     """One batch of several, all with one number of nodes and one bound of the depth."""
     tree = Tree.build(
-        torch.cat([d.tree.parents_BN for d in drafts]), drafts[0].tree.max_depth, torch.cat([d.tree.candidate_BN for d in drafts])
+        torch.cat([d.tree.parents_BN for d in drafts]),
+        drafts[0].tree.max_depth,
+        torch.cat([d.tree.candidate_BN for d in drafts]),
     )
     q = [d.q_BNV for d in drafts if d.q_BNV is not None]
     return Draft(tree, torch.cat([d.tokens_BN for d in drafts]), None, torch.cat(q) if q else None)
 
 
 def walk(world: ToyModels, draft: Draft, prefix_BN: Tensor, draw_BP: Tensor, tight: bool) -> tuple[Tensor, Tensor]:
-    """Follow the draws from the root, in the test's own words: the weight of these draws, and noise [B, P, V] that makes them happen.
+    """Follow the draws from the root, in the test's own words: the weight of these draws, and noise
+    [B, P, V] that makes them happen.
 
-    At the node that is reached at depth d, token draw_BP[:, d] is drawn. After the path has ended draws mean nothing: all but 0 weigh 0.
-    tight: the noise lifts the drawn token just above the others *at that node*; with the law of any other node it draws something else.
+    At the node that is reached at depth d, token draw_BP[:, d] is drawn. After the path has ended
+    draws mean nothing: all but 0 weigh 0. tight: the noise lifts the drawn token just above the
+    others *at that node*; with the law of any other node it draws something else.
     """
     B, P = draw_BP.shape
     rows, tree = torch.arange(B), draft.tree
@@ -349,10 +379,11 @@ SAMPLINGS = {
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_trees_are_exact(name: str, sampling: str, tight: bool) -> None:
-    """Guards the law of whole cycles with chosen trees, scouts and mixed shapes in one batch, one after the other. Enumeration: no odds.
+    """Guards the law of whole cycles with chosen trees, scouts and mixed shapes in one batch, one
+    after the other. Enumeration: no odds.
 
-    forced: all nodes of a depth draw the same token; tight: only the node that is reached draws it, so that a bonus or a child of another
-    node is found out.
+    forced: all nodes of a depth draw the same token; tight: only the node that is reached draws it,
+    so that a bonus or a child of another node is found out.
     """
     depth = max(depth_of(parents) for parents, _ in CHOSEN[name])
     check_exact(ToyModels(4, depth + 3, sampling=SAMPLINGS[sampling]), chosen_cycle(name, tight), depth + 2, 2)
@@ -383,11 +414,14 @@ def children_of(parents: list[int]) -> dict[int, list[int]]:
 
 
 def drawn_rows(world: ToyModels, start_W: Tensor, parents: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Every draft that draws without replacement can make: start_B, tokens_BN, prefix_BN, its chance weight_B, and the order of all
-    tokens at each node, order_BNV."""
+    """Every draft that draws without replacement can make: start_B, tokens_BN, prefix_BN, its
+    chance weight_B, and the order of all tokens at each node, order_BNV."""
     V, N, inner = world.vocab, len(parents), children_of(parents)
     orders = [
-        torch.tensor([[*x, *(v for v in range(V) if v not in x)] for x in itertools.permutations(range(V), len(inner[m]))]) for m in inner
+        torch.tensor(
+            [[*x, *(v for v in range(V) if v not in x)] for x in itertools.permutations(range(V), len(inner[m]))]
+        )
+        for m in inner
     ]
     start_B, *index = grid(start_W, *(torch.arange(len(order)) for order in orders))
     B = len(start_B)
@@ -400,18 +434,26 @@ def drawn_rows(world: ToyModels, start_W: Tensor, parents: list[int]) -> tuple[T
             tokens_BN[:, n] = token_B = order_BNV[:, m, rank]
             prefix_BN[:, n] = world.child(prefix_BN[:, m], token_B)
             rest_B, own_B = q_BV.sum(-1), q_BV.gather(1, token_B[:, None])[:, 0]
-            weight_B = weight_B * torch.where(rest_B > 0, own_B / rest_B, 1.0 / (V - rank))  # nothing left: whatever token
+            # nothing left: whatever token
+            weight_B = weight_B * torch.where(rest_B > 0, own_B / rest_B, 1.0 / (V - rank))
             q_BV.scatter_(1, token_B[:, None], 0.0)
     keep_B = weight_B > 0
     return start_B[keep_B], tokens_BN[keep_B], prefix_BN[keep_B], weight_B[keep_B], order_BNV[keep_B]
 
 
-def given_drafts(world: ToyModels, start_W: Tensor, parents: list[int], depth: int) -> tuple[Tensor, Draft, Tensor, Tensor]:
+def given_drafts(
+    world: ToyModels, start_W: Tensor, parents: list[int], depth: int
+) -> tuple[Tensor, Draft, Tensor, Tensor]:
     """Drafts written down by the test: start_B, the draft, prefix_BN, weight_B."""
     start_B, tokens_BN, prefix_BN, weight_B, _ = drawn_rows(world, start_W, parents)
     inner_N1 = torch.tensor([n in parents for n in range(len(parents))])[:, None]
     q_BNV = (world.q_IV[prefix_BN] * inner_N1).float()
-    return start_B, Draft(Tree.build(torch.tensor([parents]).repeat(len(start_B), 1), depth), tokens_BN, None, q_BNV), prefix_BN, weight_B
+    return (
+        start_B,
+        Draft(Tree.build(torch.tensor([parents]).repeat(len(start_B), 1), depth), tokens_BN, None, q_BNV),
+        prefix_BN,
+        weight_B,
+    )
 
 
 def choices_of(parents: list[int]) -> Choices:
@@ -436,15 +478,22 @@ def roots_of(
     own = tuple(sampling or [world.sampling] * len(start_B))
     adjustments = world.text_I[start_B] if any(s.adjusts for s in own) else None
     tokens_B = torch.where(start_B > 0, (start_B - 1) % world.vocab, 0)
-    return CycleInput(tokens_B, root_B, torch.ones_like(start_B, dtype=torch.bool), own, noise, int(root_B.max()), adjustments)
+    return CycleInput(
+        tokens_B, root_B, torch.ones_like(start_B, dtype=torch.bool), own, noise, int(root_B.max()), adjustments
+    )
 
 
-def grown_drafts(world: ToyModels, start_W: Tensor, parents: list[int], depth: int) -> tuple[Tensor, Draft, Tensor, Tensor]:
-    """Drafts grown by the shipped `grow_static`, whose noise brings the tokens into every possible order."""
+def grown_drafts(
+    world: ToyModels, start_W: Tensor, parents: list[int], depth: int
+) -> tuple[Tensor, Draft, Tensor, Tensor]:
+    """Drafts grown by the shipped `grow_static`, whose noise brings the tokens into every possible
+    order."""
     start_B, _, _, weight_B, order_BNV = drawn_rows(world, start_W, parents)
     B, N = order_BNV.shape[:2]
     root_B = 2 + torch.arange(B) % 5
-    force_BNV = torch.zeros(B, N, world.vocab).scatter(2, order_BNV, torch.arange(world.vocab, 0, -1).float().mul(1e4).expand(B, N, -1))
+    force_BNV = torch.zeros(B, N, world.vocab).scatter(
+        2, order_BNV, torch.arange(world.vocab, 0, -1).float().mul(1e4).expand(B, N, -1)
+    )
     noise = Script(root_B, depth, torch.zeros(B, depth + 1, world.vocab), draft_BNV=force_BNV)
     draft = grow_static(net_of(world, start_B), roots_of(world, start_B, root_B, noise), choices_of(parents))
     prefix_BN = start_B[:, None].repeat(1, N)
@@ -476,12 +525,15 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | 
         assert draft.q_BNV is not None
         tree = Tree.build(draft.tree.parents_BN[index_B], depth, draft.tree.candidate_BN[index_B])
         root_B = 2 + torch.arange(len(start_B)) % 5
-        noise = Script(root_B, depth, torch.zeros(len(start_B), depth + 1, world.vocab), answer_XC[answer_B], None, siblings)
+        noise = Script(
+            root_B, depth, torch.zeros(len(start_B), depth + 1, world.vocab), answer_XC[answer_B], None, siblings
+        )
         drafted = Draft(tree, draft.tokens_BN[index_B], None, draft.q_BNV[index_B], block)
         drafted = drafted if cut is None else cut(start_B, drafted)
         verdict = verify(drafted, world.scores_IV[prefix_BN], root_B, noise)
         weight_B = weight_B * noise.weight_B * 0.5 ** (answers - noise.calls)
-        bonus_BV = noise.added[-1].double().exp()  # the law from which the bonus is drawn, up to a factor that argmax does not see
+        # the law from which the bonus is drawn, up to a factor that argmax does not see
+        bonus_BV = noise.added[-1].double().exp()
         assert bonus_BV.shape == (len(start_B), world.vocab)
         live_B = weight_B > 0
         bonus_BV = bonus_BV / bonus_BV.sum(-1, keepdim=True)
@@ -495,13 +547,16 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | 
 
 @pytest.mark.quick("kernels-three-near", "kernels-mixed-near", "kernels-three-far")
 @pytest.mark.parametrize(
-    "q", ["near", "far", *(pytest.param(q, marks=pytest.mark.slow) for q in ("same", "flat", "opposite", "point", "two"))]
+    "q",
+    ["near", "far", *(pytest.param(q, marks=pytest.mark.slow) for q in ("same", "flat", "opposite", "point", "two"))],
 )
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_trees_are_exact(name: str, q: str) -> None:
-    """Guards recursive rejection: residuals, q without the refused sibling, bonus. Enumeration of drafts, accept tests and bonus: no odds.
+    """Guards recursive rejection: residuals, q without the refused sibling, bonus. Enumeration of
+    drafts, accept tests and bonus: no odds.
 
-    Every q differs from p in its own way: equal to it (residual of mass 0), without common tokens, with less tokens than siblings.
+    Every q differs from p in its own way: equal to it (residual of mass 0), without common tokens,
+    with less tokens than siblings.
     """
     depth, vocab = max(map(depth_of, DRAWN[name])), 4 if name in ("pair", "three", "chain") else 3
     check_exact(ToyModels(vocab, depth + 3, q), drawn_cycle(name), depth + 2, 2)
@@ -514,18 +569,23 @@ def test_drawn_trees_are_exact(name: str, q: str) -> None:
     ("binary", "counts", 3, 2), ("three", "counts", 4, 3), ("chain", "counts", 4, 1),
 ])  # fmt: skip
 def test_static_trees_as_grown_are_exact(name: str, sampling: str, vocab: int, lengths: int) -> None:
-    """Guards the whole way of a drawn tree through the shipped code: `grow_static` draws, `verify` rejects, with the row's own Sampling.
+    """Guards the whole way of a drawn tree through the shipped code: `grow_static` draws, `verify`
+    rejects, with the row's own Sampling.
 
-    Siblings out of draw order, a q that is not the law they were drawn from, and dropped tokens all show in the law. Enumeration: no odds.
+    Siblings out of draw order, a q that is not the law they were drawn from, and dropped tokens all
+    show in the law. Enumeration: no odds.
     """
     tokens = max(map(depth_of, DRAWN[name])) + lengths
-    check_exact(ToyModels(vocab, tokens + 2, sampling=SAMPLINGS[sampling]), drawn_cycle(name, grown=True), tokens, lengths)
+    check_exact(
+        ToyModels(vocab, tokens + 2, sampling=SAMPLINGS[sampling]), drawn_cycle(name, grown=True), tokens, lengths
+    )
 
 
 @pytest.mark.parametrize("gap", [0.0, 80.0, 95.0, 101.0])
 def test_steep_drafts_are_exact(gap: float) -> None:
-    """Guards drafts at low temperatures, all of whose tokens but one are rarer than float32 can say: when the one is refused, the others
-    matter, and q must still be the very law that they are drawn from. Weights are taken from that law. Enumeration: no odds.
+    """Guards drafts at low temperatures, all of whose tokens but one are rarer than float32 can
+    say: when the one is refused, the others matter, and q must still be the very law that they are
+    drawn from. Weights are taken from that law. Enumeration: no odds.
     """
     world, parents = ToyModels(4, 4), DRAWN["three"][0]
     level_IV = torch.tensor([0.0, -gap, -gap - 0.7, -gap - 1.5]).expand_as(world.q_logits_IV)
@@ -543,7 +603,8 @@ def test_steep_drafts_are_exact(gap: float) -> None:
 @pytest.mark.quick("kernels-opposite")
 @pytest.mark.parametrize("q", ["near", "far", "same", "flat", "opposite", "point", "two"])
 def test_blocks_are_exact(q: str) -> None:
-    """Guards block verification: weights, residuals, which prefix, bonus; two blocks one after the other. Enumeration: no odds."""
+    """Guards block verification: weights, residuals, which prefix, bonus; two blocks one after the
+    other. Enumeration: no odds."""
     check_exact(ToyModels(3, 6, q), drawn_cycle("chain", block=True), 5, 2)
 
 
@@ -566,8 +627,9 @@ def accepted_by(world: ToyModels, block: bool) -> float:
 
 
 def test_blocks_accept_more() -> None:
-    """Guards what blocks are for: the paper's example (section 2: p = 1/3, 2/3 and q = 2/3, 1/3 everywhere) gives 11/9 tokens instead of
-    10/9, and no world gives fewer. Enumeration: no odds."""
+    """Guards what blocks are for: the paper's example (section 2: p = 1/3, 2/3 and q = 2/3, 1/3
+    everywhere) gives 11/9 tokens instead of 10/9, and no world gives fewer. Enumeration: no
+    odds."""
     world = ToyModels(2, 3)
     world.p_logits_IV, world.q_logits_IV = (
         torch.tensor(probs).log().expand(len(world.p_IV), 2) for probs in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
@@ -594,26 +656,36 @@ def slow_block(tokens: list[int], p_NV: Tensor, q_NV: Tensor, root: int, noise: 
         if noise.accepts((mass / (mass + 1 - weights[end]))[None], torch.tensor([root]), end, noise.BLOCK)[0]:
             break
         end -= 1
-    return end, int((left_NV[end].log() + noise.gumbel(torch.tensor([[root + end + 1]]), p_NV.shape[1])[0, 0].double()).argmax())
+    return end, int(
+        (left_NV[end].log() + noise.gumbel(torch.tensor([[root + end + 1]]), p_NV.shape[1])[0, 0].double()).argmax()
+    )
 
 
 @pytest.mark.slow
 def test_a_block_against_a_slow_one() -> None:
-    """Guards positions, uniform numbers and rows of blocks with the real noise: 300 rows, each as it comes out alone. Odds of a near-tie
-    between float32 and float64: 1e-4, seeded."""
+    """Guards positions, uniform numbers and rows of blocks with the real noise: 300 rows, each as
+    it comes out alone. Odds of a near-tie between float32 and float64: 1e-4, seeded."""
     world, generator = ToyModels(5, 7), torch.Generator().manual_seed(4)
     kinds = [Sampling(temperature=1.0, seed=s) for s in range(300)]
     start_B, root_B = torch.randint(1, 6, (300,), generator=generator), torch.randint(50, (300,), generator=generator)
     noise = GumbelNoise.of(kinds)
-    draft = grow_static(net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2, 3]))
+    draft = grow_static(
+        net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2, 3])
+    )
     prefix_BN = start_B[:, None].repeat(1, 5)
     for n in range(1, 5):
         prefix_BN[:, n] = world.child(prefix_BN[:, n - 1], draft.tokens_BN[:, n])
     assert draft.q_BNV is not None
-    verdict = verify(Draft(draft.tree, draft.tokens_BN, None, draft.q_BNV, True), world.scores_IV[prefix_BN], root_B, noise)
+    verdict = verify(
+        Draft(draft.tree, draft.tokens_BN, None, draft.q_BNV, True), world.scores_IV[prefix_BN], root_B, noise
+    )
     found = [
         slow_block(
-            draft.tokens_BN[b].tolist(), world.p_IV[prefix_BN[b]], draft.q_BNV[b].double(), int(root_B[b]), GumbelNoise.of([kinds[b]])
+            draft.tokens_BN[b].tolist(),
+            world.p_IV[prefix_BN[b]],
+            draft.q_BNV[b].double(),
+            int(root_B[b]),
+            GumbelNoise.of([kinds[b]]),
         )
         for b in range(300)
     ]
@@ -622,20 +694,30 @@ def test_a_block_against_a_slow_one() -> None:
 
 
 def test_a_block_ends_at_what_is_no_candidate() -> None:
-    """Guards rows whose chain is shorter than the batch's: nothing beyond is accepted, and the bonus has the law of a chain of that length;
-    greedy rows are verified as chosen. Deterministic."""
+    """Guards rows whose chain is shorter than the batch's: nothing beyond is accepted, and the
+    bonus has the law of a chain of that length; greedy rows are verified as chosen.
+    Deterministic."""
     world, kinds = ToyModels(4, 5), [ONE, ONE, Sampling()]
     start_B, root_B = torch.tensor([1, 1, 2]), torch.tensor([5, 5, 6])
     noise = GumbelNoise.of(kinds)
-    draft = grow_static(net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2]))
+    draft = grow_static(
+        net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2])
+    )
     prefix_BN = start_B[:, None].repeat(1, 4)
     for n in range(1, 4):
         prefix_BN[:, n] = world.child(prefix_BN[:, n - 1], draft.tokens_BN[:, n])
     scores_BNV = world.scores_IV[prefix_BN]
     assert draft.q_BNV is not None
     cut_BN = torch.tensor([True, True, False, True]).expand(3, 4)
-    cut = verify(Draft(Tree.build(draft.tree.parents_BN, 3, cut_BN), draft.tokens_BN, None, draft.q_BNV, True), scores_BNV, root_B, noise)
-    short = Draft(Tree.chain(3, 2), draft.tokens_BN[:, :2], None, draft.q_BNV[:, :2] * torch.tensor([1.0, 0.0])[:, None], True)
+    cut = verify(
+        Draft(Tree.build(draft.tree.parents_BN, 3, cut_BN), draft.tokens_BN, None, draft.q_BNV, True),
+        scores_BNV,
+        root_B,
+        noise,
+    )
+    short = Draft(
+        Tree.chain(3, 2), draft.tokens_BN[:, :2], None, draft.q_BNV[:, :2] * torch.tensor([1.0, 0.0])[:, None], True
+    )
     alone = verify(short, scores_BNV[:, :2], root_B, noise)
     assert torch.equal(cut.length_B, alone.length_B)
     assert torch.equal(cut.bonus_B, alone.bonus_B)
@@ -650,9 +732,11 @@ def test_a_block_ends_at_what_is_no_candidate() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_drawn_siblings_come_in_draw_order_from_the_processed_q(sampling: str) -> None:
-    """Guards that the draws are made with the very law that q_BNV states, node by node, and stay in order. Enumeration: no odds.
+    """Guards that the draws are made with the very law that q_BNV states, node by node, and stay in
+    order. Enumeration: no odds.
 
-    The noise lifts the tokens by 0.01 a rank above -log q, so any other law (no temperature, another node's, another prefix's) reorders.
+    The noise lifts the tokens by 0.01 a rank above -log q, so any other law (no temperature,
+    another node's, another prefix's) reorders.
     """
     world, parents = ToyModels(4, 4, sampling=SAMPLINGS[sampling]), DRAWN["binary"][0]
     start_B, tokens_BN, prefix_BN, _, order_BNV = drawn_rows(world, world.of_length(1), parents)
@@ -665,7 +749,8 @@ def test_drawn_siblings_come_in_draw_order_from_the_processed_q(sampling: str) -
     assert torch.equal(draft.tree.parents_BN, torch.tensor([parents]).expand(B, N))
     possible_BN = q_BNV[:, [0, 0, 0, 1, 1, 2, 2]].gather(2, tokens_BN[..., None])[..., 0] > 0
     possible_BN[:, 0] = True
-    real_BN = (possible_BN[:, None] | ~draft.tree.mask_BNN).all(-1)  # nothing is promised below a node that cannot be drawn
+    # nothing is promised below a node that cannot be drawn
+    real_BN = (possible_BN[:, None] | ~draft.tree.mask_BNN).all(-1)
     assert torch.equal(draft.tree.candidate_BN[real_BN], possible_BN[real_BN])
     assert torch.equal(draft.tokens_BN[:, 1:][real_BN[:, 1:]], tokens_BN[:, 1:][real_BN[:, 1:]]), (
         "tokens are not those drawn from q, in order"
@@ -680,7 +765,8 @@ def test_drawn_siblings_come_in_draw_order_from_the_processed_q(sampling: str) -
 
 
 def test_drawing_rows_of_both_kinds() -> None:
-    """Guards Samplings of their own in one static tree: each row drafts what it drafts alone; greedy rows take q's best tokens."""
+    """Guards Samplings of their own in one static tree: each row drafts what it drafts alone;
+    greedy rows take q's best tokens."""
     world = ToyModels(5, 5)
     kinds = [
         Sampling(),
@@ -695,7 +781,11 @@ def test_drawing_rows_of_both_kinds() -> None:
     assert draft.q_BNV is not None
     for b, own in enumerate(kinds):
         row = slice(b, b + 1)
-        alone = grow_static(net_of(world, start_B[row]), roots_of(world, start_B[row], root_B[row], GumbelNoise.of([own]), [own]), choices)
+        alone = grow_static(
+            net_of(world, start_B[row]),
+            roots_of(world, start_B[row], root_B[row], GumbelNoise.of([own]), [own]),
+            choices,
+        )
         assert torch.equal(alone.tokens_BN, draft.tokens_BN[row])
         assert torch.equal(alone.tree.candidate_BN, draft.tree.candidate_BN[row])
         if own.greedy:
@@ -709,7 +799,8 @@ def test_drawing_rows_of_both_kinds() -> None:
 
 
 def test_drafts_draw_without_replacement() -> None:
-    """Guards the draft's own noise: ordered pairs of siblings, and pairs of cousins, over 4,000 seeds. Chi-square, false alarm 1e-6 each.
+    """Guards the draft's own noise: ordered pairs of siblings, and pairs of cousins, over 4,000
+    seeds. Chi-square, false alarm 1e-6 each.
 
     Power: a total variation of 0.08 in either is found with more than 99 %.
     """
@@ -718,7 +809,10 @@ def test_drafts_draw_without_replacement() -> None:
     start_B, root_B = torch.zeros(B, dtype=torch.long), torch.full((B,), 6)
     roots = roots_of(world, start_B, root_B, GumbelNoise.of(seeds), seeds)
     draft = grow_static(net_of(world, start_B), roots, ((0,), (1,), (0, 0), (1, 0)))
-    pairs, count = list(itertools.permutations(range(3), 2)), torch.bincount(draft.tokens_BN[:, 1] * 3 + draft.tokens_BN[:, 2], minlength=9)
+    pairs, count = (
+        list(itertools.permutations(range(3), 2)),
+        torch.bincount(draft.tokens_BN[:, 1] * 3 + draft.tokens_BN[:, 2], minlength=9),
+    )
     q_V = world.q_IV[0]
     expected = [float(q_V[x] * q_V[y] / (1 - q_V[x])) * B for x, y in pairs]
     assert count.sum() == sum(count[x * 3 + y] for x, y in pairs)
@@ -733,7 +827,9 @@ def test_drafts_draw_without_replacement() -> None:
 # --- against a slow verification, with the real noise ----------------------------------------------------------------------------------
 
 
-def slow_verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> list[tuple[list[int], int]]:
+def slow_verify(
+    draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
+) -> list[tuple[list[int], int]]:
     """(path, bonus) of each row: one row, one node, one child at a time, in float64."""
     found = []
     for b in range(draft.tree.rows):
@@ -777,7 +873,8 @@ def _reject_slowly(
 
 
 def random_batch(seed: int, drawn: bool, B: int = 24, V: int = 6) -> tuple[Draft, Tensor, Tensor, GumbelNoise]:
-    """Random trees of 10 nodes, scouts among them, laws with dropped tokens, rows of every kind and age."""
+    """Random trees of 10 nodes, scouts among them, laws with dropped tokens, rows of every kind and
+    age."""
     generator = torch.Generator().manual_seed(seed)
 
     def below(limit: int) -> int:
@@ -806,16 +903,23 @@ def random_batch(seed: int, drawn: bool, B: int = 24, V: int = 6) -> tuple[Draft
         tokens.append(drawn_here)
         candidates.append(useful)
     samplings = [Sampling(temperature=float(b % 3 > 0), seed=seed * 100 + b // 2) for b in range(B)]
-    draft = Draft(Tree.build(torch.tensor(parents), depth, torch.tensor(candidates)), torch.tensor(tokens), None, q_BNV if drawn else None)
+    draft = Draft(
+        Tree.build(torch.tensor(parents), depth, torch.tensor(candidates)),
+        torch.tensor(tokens),
+        None,
+        q_BNV if drawn else None,
+    )
     return draft, scores_BNV, torch.randint(0, 400, (B,), generator=generator), GumbelNoise.of(samplings)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_random_trees_against_a_slow_verification(drawn: bool) -> None:
-    """Guards keys and positions of the noise, greedy rows among sampled ones, and every shape that enumeration has not. 40 batches of 24.
+    """Guards keys and positions of the noise, greedy rows among sampled ones, and every shape that
+    enumeration has not. 40 batches of 24.
 
-    Seeded. A right implementation differs when float32 flips a near-tie: odds 1e-6 a draw, 1e-3 over all, after a change of the generator.
+    Seeded. A right implementation differs when float32 flips a near-tie: odds 1e-6 a draw, 1e-3
+    over all, after a change of the generator.
     """
     lengths = []
     for seed in range(40):
@@ -834,7 +938,8 @@ def test_random_trees_against_a_slow_verification(drawn: bool) -> None:
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_a_row_is_verified_alone(drawn: bool) -> None:
-    """Guards that a row's verdict depends on nothing of the rows beside it, nor on what a greedy row's q holds. Deterministic."""
+    """Guards that a row's verdict depends on nothing of the rows beside it, nor on what a greedy
+    row's q holds. Deterministic."""
     draft, scores_BNV, position_B, noise = random_batch(99, drawn)
     verdict = verify(draft, scores_BNV, position_B, noise)
     for b in range(draft.tree.rows):
@@ -848,30 +953,45 @@ def test_a_row_is_verified_alone(drawn: bool) -> None:
 
 
 def test_the_draw_does_not_depend_on_the_tree() -> None:
-    """Guards the equality with vanilla: whatever chosen tree is verified, the first token that a row emits is one and the same."""
+    """Guards the equality with vanilla: whatever chosen tree is verified, the first token that a
+    row emits is one and the same."""
     world, B = ToyModels(5, 5), 200
     noise = GumbelNoise.of([Sampling(temperature=1.0, seed=s) for s in range(B)])
     start_B, position_B = torch.arange(B) % 6, torch.arange(B) % 31
-    plain = verify(Draft(Tree.chain(B, 1), torch.zeros(B, 1, dtype=torch.long)), world.scores_IV[start_B][:, None], position_B, noise)
+    plain = verify(
+        Draft(Tree.chain(B, 1), torch.zeros(B, 1, dtype=torch.long)),
+        world.scores_IV[start_B][:, None],
+        position_B,
+        noise,
+    )
     for name, shapes in CHOSEN.items():
         for parents, scouts in shapes:
             draft, prefix_BN = chosen_rows(world, start_B, parents, scouts, depth_of(parents))
             verdict = verify(draft, world.scores_IV[prefix_BN], position_B, noise)
-            first_B = torch.where(verdict.length_B > 1, verdict.tokens_BP[:, min(1, verdict.tokens_BP.shape[1] - 1)], verdict.bonus_B)
+            first_B = torch.where(
+                verdict.length_B > 1, verdict.tokens_BP[:, min(1, verdict.tokens_BP.shape[1] - 1)], verdict.bonus_B
+            )
             assert torch.equal(first_B, plain.bonus_B), name
 
 
 # --- edges -----------------------------------------------------------------------------------------------------------------------------
 
 
-def one_row(parents: list[int], tokens: list[int], vocab: int, q_NV: Tensor | None = None, scouts: Sequence[int] = ()) -> Draft:
-    tree = Tree.build(torch.tensor([parents]), max(1, depth_of(parents)), torch.tensor([[n not in scouts for n in range(len(parents))]]))
+def one_row(
+    parents: list[int], tokens: list[int], vocab: int, q_NV: Tensor | None = None, scouts: Sequence[int] = ()
+) -> Draft:
+    tree = Tree.build(
+        torch.tensor([parents]),
+        max(1, depth_of(parents)),
+        torch.tensor([[n not in scouts for n in range(len(parents))]]),
+    )
     return Draft(tree, torch.tensor([tokens]), None, None if q_NV is None else q_NV[None])
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_siblings_must_differ(drawn: bool) -> None:
-    """Guards distinct siblings: two with one token would count its mass twice, or follow the longer subtree. Deterministic.
+    """Guards distinct siblings: two with one token would count its mass twice, or follow the longer
+    subtree. Deterministic.
 
     The same token is fine under different parents, in a scout, and in another row.
     """
@@ -888,23 +1008,32 @@ def test_siblings_must_differ(drawn: bool) -> None:
 
 
 def test_children_of_scouts_are_never_accepted() -> None:
-    """Guards Lookahead's window: a node that is no candidate ends the path even where its own child says otherwise. Deterministic."""
+    """Guards Lookahead's window: a node that is no candidate ends the path even where its own child
+    says otherwise. Deterministic."""
     for q_NV in (None, torch.full((3, 4), 0.25)):
         draft = one_row([-1, 0, 1], [0, 2, 3], 4, q_NV, scouts=[1])
         scores_BNV = torch.full((1, 3, 4), -40.0).scatter(2, torch.tensor([[[2], [3], [0]]]), 0.0)
         verdict = verify(draft, scores_BNV, torch.tensor([3]), GumbelNoise.of([ONE]))
-        assert (verdict.path_BP.tolist(), verdict.length_B.tolist(), verdict.bonus_B.tolist()) == ([[0, -1, -1]], [1], [2])
+        assert (verdict.path_BP.tolist(), verdict.length_B.tolist(), verdict.bonus_B.tolist()) == (
+            [[0, -1, -1]],
+            [1],
+            [2],
+        )
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_shapes_and_ends(drawn: bool) -> None:
-    """Guards the record: path with -1 and tokens with 0 past the end, width of the longest path, int64. Deterministic."""
+    """Guards the record: path with -1 and tokens with 0 past the end, width of the longest path,
+    int64. Deterministic."""
     q_BNV = torch.full((2, 4, 4), 0.25) if drawn else None
     draft = Draft(Tree.chain(2, 4), torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]), None, q_BNV)
     likely_BN1 = torch.tensor([[1, 2, 3, 0], [1, 0, 3, 0]])[..., None]
     scores_BNV = torch.full((2, 4, 4), -200.0).scatter(2, likely_BN1, 0.0)
     verdict = verify(
-        draft, scores_BNV, torch.tensor([0, 5]), GumbelNoise.of([Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)])
+        draft,
+        scores_BNV,
+        torch.tensor([0, 5]),
+        GumbelNoise.of([Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)]),
     )
     assert verdict.path_BP.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
     assert verdict.tokens_BP.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
@@ -927,12 +1056,14 @@ def bonus_law(draft: Draft, scores_BNV: Tensor) -> Tensor:
 
 
 def test_no_residual_mass() -> None:
-    """Guards rounding: a refusal although p = q, or q a hair above p everywhere, leaves p itself, not 0 / 0. Deterministic."""
+    """Guards rounding: a refusal although p = q, or q a hair above p everywhere, leaves p itself,
+    not 0 / 0. Deterministic."""
     scores_BNV = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(1))
     p_NV = scores_BNV[0].softmax(-1)
     for q_NV in (p_NV, p_NV * (1 + 1e-6), torch.nextafter(p_NV, torch.ones(()))):
         torch.testing.assert_close(bonus_law(one_row([-1, 0, 1], [0, 3, 1], 5, q_NV), scores_BNV), p_NV[0])
-    residual_V = bonus_law(one_row([-1, 0, 0], [0, 3, 1], 5, p_NV), scores_BNV)  # the second sibling: p is p again, q lacks token 3
+    # the second sibling: p is p again, q lacks token 3
+    residual_V = bonus_law(one_row([-1, 0, 0], [0, 3, 1], 5, p_NV), scores_BNV)
     q_V = p_NV[0].scatter(0, torch.tensor([3]), 0.0)
     expected_V = (p_NV[0] - q_V / q_V.sum()).clamp(min=0)
     torch.testing.assert_close(residual_V, expected_V / expected_V.sum())
@@ -940,7 +1071,8 @@ def test_no_residual_mass() -> None:
 
 @pytest.mark.slow
 def test_a_sibling_without_q_mass_is_no_candidate() -> None:
-    """Guards q with less tokens than siblings: the surplus is neither accepted nor refused, and p stays what it is. Deterministic."""
+    """Guards q with less tokens than siblings: the surplus is neither accepted nor refused, and p
+    stays what it is. Deterministic."""
     scores_BNV = torch.tensor([[[0.0, 9.0, 0.0, 0.0]] * 4])
     q_NV = torch.tensor([[0.5, 0.0, 0.5, 0.0]] * 4)
     draft = one_row([-1, 0, 0, 0], [3, 0, 2, 1], 4, q_NV)
@@ -954,7 +1086,8 @@ def test_a_sibling_without_q_mass_is_no_candidate() -> None:
 
 
 def test_greedy_rows_in_a_drawn_batch() -> None:
-    """Guards rows at temperature 0 beside sampled ones: argmax all the way, whatever their q. Deterministic."""
+    """Guards rows at temperature 0 beside sampled ones: argmax all the way, whatever their q.
+    Deterministic."""
     scores_BNV = torch.zeros(2, 3, 4).scatter(2, torch.tensor([[[3], [0], [2]]] * 2), 1.0)
     for q_BNV in (torch.full((2, 3, 4), 0.25), torch.zeros(2, 3, 4), torch.full((2, 3, 4), math.nan)):
         draft = Draft(Tree.build(torch.tensor([[-1, 0, 0]] * 2), 1), torch.tensor([[1, 1, 3]] * 2), None, q_BNV)
@@ -970,12 +1103,16 @@ def golden_cases() -> list[dict[str, Any]]:
     return json.loads(file.read_text()) if file.exists() else []
 
 
-@pytest.mark.skipif(not golden_cases(), reason="the golden data of the reference implementation are not beside this checkout")
+@pytest.mark.skipif(
+    not golden_cases(), reason="the golden data of the reference implementation are not beside this checkout"
+)
 def test_golden_sampling_verification() -> None:
-    """Guards parity with the reference's recursive rejection: path, length and the law of the next token, 36 cases of 24 nodes.
+    """Guards parity with the reference's recursive rejection: path, length and the law of the next
+    token, 36 cases of 24 nodes.
 
-    The reference consumes a uniform per tested child; a node's draw is child i when u_i < p(x_i) / (1 - sum of earlier siblings' p),
-    at the first such i, and otherwise some token that is no tested child. Its order is temperature, top-p (0 = off), top-k. Deterministic.
+    The reference consumes a uniform per tested child; a node's draw is child i when u_i < p(x_i) /
+    (1 - sum of earlier siblings' p), at the first such i, and otherwise some token that is no
+    tested child. Its order is temperature, top-p (0 = off), top-k. Deterministic.
     """
     tensors = load_file(GOLDEN / "verify_sampling.safetensors")
     for case in golden_cases():
@@ -1005,7 +1142,8 @@ def test_golden_sampling_verification() -> None:
         rest_V = p_V.scatter(0, torch.tensor(refused, dtype=torch.long), 0.0)
         rest_V = rest_V / rest_V.sum()
         torch.testing.assert_close(rest_V.float(), tensors[case["id"] + ".sample_p"], rtol=1e-4, atol=1e-6)
-        left_X = rest_V.nonzero()[:, 0]  # every token that the bonus can be: the draws at the last node that are no tested child
+        # every token that the bonus can be: the draws at the last node that are no tested child
+        left_X = rest_V.nonzero()[:, 0]
         B = len(left_X)
         noise_BPV = noise_PV.repeat(B, 1, 1)
         noise_BPV[torch.arange(B), len(path) - 1, left_X] = 1e4
@@ -1017,11 +1155,13 @@ def test_golden_sampling_verification() -> None:
         assert (verdict.length_B - 1 == case["accept_length"]).all()
         assert verdict.path_BP[:, : len(path)].tolist() == [path] * B
         assert case["retrieve_indices"][case["best_candidate"]][: len(path)] == path
-        bonus_law_V = p_V[left_X] / p_V[left_X].sum()  # the law of these draws, given that none of the refused ones came
+        # the law of these draws, given that none of the refused ones came
+        bonus_law_V = p_V[left_X] / p_V[left_X].sum()
         torch.testing.assert_close(bonus_law_V.float(), tensors[case["id"] + ".sample_p"][left_X], rtol=1e-4, atol=1e-6)
 
 
 def test_law_is_what_verify_draws_from() -> None:
-    """Guards that drafts and verification mean the same by a law: `sampling.probs` of the scores. Deterministic."""
+    """Guards that drafts and verification mean the same by a law: `sampling.probs` of the scores.
+    Deterministic."""
     world = ToyModels(4, 2)
     torch.testing.assert_close(probs(world.scores_IV, greedy=False).double(), world.p_IV, rtol=0, atol=1e-6)

@@ -19,7 +19,8 @@ from test_lossless import make
 
 
 class Alternating:
-    """A toy constraint: after an even token an odd one must come, and after an odd one an even one; it never ends."""
+    """A toy constraint: after an even token an odd one must come, and after an odd one an even one;
+    it never ends."""
 
     def __init__(self, vocab: int, fails: bool = False) -> None:
         self.vocab, self.fails = vocab, fails
@@ -43,9 +44,12 @@ class Alternating:
 
 @pytest.mark.quick("eagle2-sampled", "medusa-sampled")
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dspark", "peagle", "mtp"])
+@pytest.mark.parametrize(
+    "name", ["eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dspark", "peagle", "mtp"]
+)
 def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
-    """Guards the masks of growing trees, at every level: no candidate stands where the target gives it no chance."""
+    """Guards the masks of growing trees, at every level: no candidate stands where the target gives
+    it no chance."""
     target = Target(zoo.tiny("llama"))
     drafted = 0
 
@@ -59,7 +63,12 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
     request = Request((5, 8, 3), 20, sampling, constraint=Alternating(zoo.VOCAB))
     decoder = Decoder(target, make(name, target), watch=watch)
     decoder.add(request)
-    tokens = [token for step in iter(lambda: decoder.step() if not decoder.finished else None, None) for s in step for token in s.tokens]
+    tokens = [
+        token
+        for step in iter(lambda: decoder.step() if not decoder.finished else None, None)
+        for s in step
+        for token in s.tokens
+    ]
     assert drafted > 20
     assert all((a + b) % 2 for a, b in zip([3, *tokens], tokens, strict=False))
     if sampling.greedy:
@@ -67,7 +76,8 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
 
 
 def test_a_constraint_that_fails_ends_its_request_only() -> None:
-    """Guards the other rows, and the engine: the failure is met while the tree grows, and reported by verification."""
+    """Guards the other rows, and the engine: the failure is met while the tree grows, and reported
+    by verification."""
     target = Target(zoo.tiny("llama"))
     decoder = Decoder(target, make("eagle2", target), rows=2)
     bad = decoder.add(Request((5, 8, 3), 12, constraint=Alternating(zoo.VOCAB, fails=True)))

@@ -1,4 +1,5 @@
-"""Block drafters: the pass over a block while drafting is that of training; trees from its laws; anchors and losses."""
+"""Block drafters: the pass over a block while drafting is that of training; trees from its laws;
+anchors and losses."""
 
 from __future__ import annotations
 
@@ -54,8 +55,9 @@ def batch_of(drafter: BlockMethod, documents: tuple[tuple[int, ...], ...], count
 @pytest.mark.quick("dspark")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards positions, context and slots: at every cycle of a decoding, the hidden of the block is that of the training's forward, whose
-    context is the text before the root. Rows of several ages share the cycles."""
+    """Guards positions, context and slots: at every cycle of a decoding, the hidden of the block is
+    that of the training's forward, whose context is the text before the root. Rows of several ages
+    share the cycles."""
     drafter, seen = made(name, target), []
     plain = BlockSession._read_block
 
@@ -74,13 +76,16 @@ def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypat
         root = torch.tensor([len(other) + len(text) - 1])
         ids_1n = torch.tensor([[text[-1]] + [drafter.plan.mask_token] * (drafter.plan.block - 1)])
         with torch.no_grad():
-            trained_1nD = drafter.net.forward_packed(batch.features_NF[:, :layers], drafter.embed(ids_1n), root, batch.documents)
+            trained_1nD = drafter.net.forward_packed(
+                batch.features_NF[:, :layers], drafter.embed(ids_1n), root, batch.documents
+            )
         torch.testing.assert_close(hidden_nD, trained_1nD[0], atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(("name", "first"), [("dflash", 1), ("dspark", 0)])
 def test_which_token_a_slot_predicts(name: str, first: int, target: Target) -> None:
-    """Guards the off-by-one between the two: a loss of the first level alone has gradients for one slot."""
+    """Guards the off-by-one between the two: a loss of the first level alone has gradients for one
+    slot."""
     drafter = made(name, target)
     assert drafter.plan.first_slot == first
     assert drafter.plan.levels == 5 - first
@@ -105,8 +110,8 @@ def test_which_token_a_slot_predicts(name: str, first: int, target: Target) -> N
 
 
 def test_anchors(target: Target) -> None:
-    """Guards the choice: anchors and their next tokens count, none begins a document, no document has more than its share, and a
-    generator of the same seed chooses the same ones."""
+    """Guards the choice: anchors and their next tokens count, none begins a document, no document
+    has more than its share, and a generator of the same seed chooses the same ones."""
     drafter = made("dflash", target)
     counted_N = torch.tensor([1] * 9 + [1, 1, 0, 1, 1, 1] + [0, 1, 0, 1], dtype=torch.bool)
     batch = batch_of(drafter, (PROMPT, (1, 2, 3, 4, 5, 6), (7, 8, 9, 10)), counted_N)
@@ -131,7 +136,8 @@ def test_a_batch_without_anchors(name: str, target: Target) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_is_the_plain_formula(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards labels, weights and chunks: the loss is that of a loop over anchors and levels, however small the chunks are."""
+    """Guards labels, weights and chunks: the loss is that of a loop over anchors and levels,
+    however small the chunks are."""
     monkeypatch.setattr("eyas.drafters._block_loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
     counted_N = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
     drafter = made(name, target)
@@ -185,7 +191,8 @@ def test_children_of_dspark_depend_on_their_parent(target: Target) -> None:
 
 
 def test_stop(target: Target) -> None:
-    """Guards the confidence head's threshold: with one that nothing reaches no child may be accepted; with 0 it is not asked."""
+    """Guards the confidence head's threshold: with one that nothing reaches no child may be
+    accepted; with 0 it is not asked."""
     for stop, any_child in ((0.0, True), (0.999999, False)):
         drafter, drafts = made("dspark", target, stop=stop), []
         with torch.no_grad():
@@ -239,9 +246,12 @@ def test_default_layers(target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
-    """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are accepted, and it is read back."""
+    """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are
+    accepted, and it is read back."""
     kind = drafters.find(name)
-    options = build_options(kind.Options, {**SMALL, "train.anchors": 8, **({"head.markov_rank": 8} if name == "dspark" else {})})
+    options = build_options(
+        kind.Options, {**SMALL, "train.anchors": 8, **({"head.markov_rank": 8} if name == "dspark" else {})}
+    )
     drafter = kind.init_for_training(target, options, 1)
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)
@@ -253,12 +263,18 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_resumed_training_has_the_same_bits(name: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what `state.pt` must hold: a run that was stopped half-way ends with the weights of one that was not, as the anchors follow
-    from seed and step alone."""
+def test_resumed_training_has_the_same_bits(
+    name: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what `state.pt` must hold: a run that was stopped half-way ends with the weights of
+    one that was not, as the anchors follow from seed and step alone."""
     kind: Any = drafters.find(name)
-    options = build_options(kind.Options, {**SMALL, "train.anchors": 4, **({"head.markov_rank": 8} if name == "dspark" else {})})
-    config = TrainConfig(lr=3e-3, steps=8, batch_tokens=128, max_length=32, eval_every=0, save_every=2, precision="float32")
+    options = build_options(
+        kind.Options, {**SMALL, "train.anchors": 4, **({"head.markov_rank": 8} if name == "dspark" else {})}
+    )
+    config = TrainConfig(
+        lr=3e-3, steps=8, batch_tokens=128, max_length=32, eval_every=0, save_every=2, precision="float32"
+    )
     plain, calls = kind.loss, list[int]()
 
     def run_into(folder: Path) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""EAGLE-1's ablation (`--head.inputs`): what each net reads in a tree and in training; that it is lossless, and stored as what it is."""
+"""EAGLE-1's ablation (`--head.inputs`): what each net reads in a tree and in training; that it is
+lossless, and stored as what it is."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def layer_at(layer: DecoderLayer, x_TD: Tensor) -> Tensor:
     """One decoder layer over a whole sequence, by hand."""
     attention, T = layer.attention, len(x_TD)
     q_THh = attention.query(x_TD, torch.arange(T))
-    k_THh, v_THh = (x.repeat_interleave(q_THh.shape[1] // x.shape[1], dim=1) for x in attention.keys(x_TD, torch.arange(T)))
+    k_THh, v_THh = (
+        x.repeat_interleave(q_THh.shape[1] // x.shape[1], dim=1) for x in attention.keys(x_TD, torch.arange(T))
+    )
     scores_HTT = torch.einsum("thd,shd->hts", q_THh, k_THh) * q_THh.shape[-1] ** -0.5
     causal_TT = torch.arange(T)[:, None] >= torch.arange(T)
     law_HTT = scores_HTT.masked_fill(~causal_TT, -torch.inf).softmax(-1)
@@ -46,12 +49,15 @@ def layer_at(layer: DecoderLayer, x_TD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def foretold(net: Net, target: Target, tokens: list[int], features_TD: Tensor) -> Tensor:
-    """The net's feature of the last of `tokens`. True features are known of the first tokens, the others are the net's own."""
+    """The net's feature of the last of `tokens`. True features are known of the first tokens, the
+    others are the net's own."""
     e_TD, known = target.embed(torch.tensor(tokens)), list(features_TD)
     while True:
         f_SD = torch.stack(known[: len(tokens) - 1])
         here_SD, next_SD = e_TD[: len(f_SD)], e_TD[1 : len(f_SD) + 1]
-        read = {"shifted": [next_SD, f_SD], "unshifted": [here_SD, f_SD], "feature": [f_SD], "token": [next_SD]}[net.inputs]
+        read = {"shifted": [next_SD, f_SD], "unshifted": [here_SD, f_SD], "feature": [f_SD], "token": [next_SD]}[
+            net.inputs
+        ]
         out_SD = layer_at(net.layer, net.fc(torch.cat(read, -1)))
         if len(out_SD) == len(tokens) - 1:
             return out_SD[-1]
@@ -61,10 +67,13 @@ def foretold(net: Net, target: Target, tokens: list[int], features_TD: Tensor) -
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize(("method", "options", "law"), [("eagle1", {}, Sampling(1.0, seed=3)), ("eagle2", WIDE, Sampling())])
+@pytest.mark.parametrize(
+    ("method", "options", "law"), [("eagle1", {}, Sampling(1.0, seed=3)), ("eagle2", WIDE, Sampling())]
+)
 def test_the_law_of_every_node(family: str, inputs: str, method: str, options: dict[str, Any], law: Sampling) -> None:
-    """Guards which token and which feature a slot reads, after the prompt, after each commit and at every depth of the tree, in rows of
-    different ages. gpt2 adds positions to what enters its first layer, which an embedding that stands for a token must not have.
+    """Guards which token and which feature a slot reads, after the prompt, after each commit and at
+    every depth of the tree, in rows of different ages. gpt2 adds positions to what enters its first
+    layer, which an embedding that stands for a token must not have.
     """
     target = Target(zoo.FAMILIES[family]())
     drafter, cycles = make(method, target, **{"head.inputs": inputs, **options}), list[tuple[CycleInput, Draft]]()
@@ -83,7 +92,9 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
                 path, node = list[int](), parent
                 while node >= 0:
                     path, node = [drafted[node], *path], parents[node]
-                logq_V = target.head(foretold(drafter.net, target, [*before, *path], features[b][:place])).log_softmax(-1)
+                logq_V = target.head(foretold(drafter.net, target, [*before, *path], features[b][:place])).log_softmax(
+                    -1
+                )
                 laws.setdefault((number, b, len(path)), []).append(logq_V)
                 for n in (n for n in range(1, len(parents)) if parents[n] == parent):
                     torch.testing.assert_close(draft.score_BN[b, n], logq_V[drafted[n]], rtol=1e-3, atol=1e-3)
@@ -99,13 +110,20 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_the_loss(target: Target, inputs: str) -> None:
-    """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that of a plain loop."""
-    drafter, batch, total = make("eagle1", target, **{"head.inputs": inputs}), heads.batch_of(target, target.num_layers), 0.0
+    """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that
+    of a plain loop."""
+    drafter, batch, total = (
+        make("eagle1", target, **{"head.inputs": inputs}),
+        heads.batch_of(target, target.num_layers),
+        0.0,
+    )
     begins = [sum(batch.documents.lengths[:i]) for i in range(len(batch.documents.lengths))]
     counted = heads.predictions(batch, 1)
     for _, t, goal in counted:
         begin = max(b for b in begins if b <= t)
-        predicted_D = foretold(drafter.net, target, batch.tokens_N[begin : t + 2].tolist(), batch.features_NF[begin : t + 1])
+        predicted_D = foretold(
+            drafter.net, target, batch.tokens_N[begin : t + 2].tolist(), batch.features_NF[begin : t + 1]
+        )
         true_D = batch.features_NF[goal - 1]
         law_loss = F.cross_entropy(target.head(predicted_D)[None], target.head(true_D).softmax(-1)[None])
         total += float((F.smooth_l1_loss(predicted_D, true_D) + 0.1 * law_loss).detach())
@@ -131,7 +149,8 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 def test_same_text_as_plain_decoding(
     target: Target, answered: list[tuple[Request, list[int]]], inputs: str, method: str, options: dict[str, Any]
 ) -> None:
-    """Guards losslessness, rows joining and leaving. Drawn rows are compared with themselves alone: their law, not their text, is kept."""
+    """Guards losslessness, rows joining and leaving. Drawn rows are compared with themselves alone:
+    their law, not their text, is kept."""
     drafter = make(method, target, **{"head.inputs": inputs, **options})
     tokens, _ = run(Decoder(target, drafter, 3), [r for r, _ in answered])
     for (request, expected), got in zip(answered, tokens, strict=True):
@@ -145,7 +164,8 @@ def test_same_text_as_plain_decoding(
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -> None:
-    """Guards that a head comes back as what it was trained as, by both methods that have the net, whatever the flags say then."""
+    """Guards that a head comes back as what it was trained as, by both methods that have the net,
+    whatever the flags say then."""
     drafter = make("eagle1", target, "init_for_training", **{"head.inputs": inputs})
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < 0.9 * losses[0]["loss"]
@@ -163,11 +183,15 @@ def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -
 
 
 def test_what_is_published(tmp_path: Path, target: Target) -> None:
-    """Guards the published format: EAGLE's own heads say nothing new, the others say what they read and hold no fc that they have not."""
+    """Guards the published format: EAGLE's own heads say nothing new, the others say what they read
+    and hold no fc that they have not."""
     for inputs in INPUTS:
         checkpoints.save(make("eagle1", target, **{"head.inputs": inputs}).weights(), tmp_path / inputs)
         said = json.loads((tmp_path / inputs / "config.json").read_text())
-        assert said["eyas"] == {"target_fingerprint": target.fingerprint(), **({"inputs": inputs} if inputs != "shifted" else {})}
+        assert said["eyas"] == {
+            "target_fingerprint": target.fingerprint(),
+            **({"inputs": inputs} if inputs != "shifted" else {}),
+        }
         assert "inputs" not in said
         assert ("fc.weight" in checkpoints.load(tmp_path / inputs).tensors) == (inputs in ("shifted", "unshifted"))
     assert safeailab.INPUTS == _eagle1_net.INPUTS
@@ -175,7 +199,8 @@ def test_what_is_published(tmp_path: Path, target: Target) -> None:
 
 @pytest.mark.parametrize("inputs", ["unshifted", "token"])
 def test_unknown_inputs_are_refused(tmp_path: Path, target: Target, inputs: str) -> None:
-    """Guards against a head of a later version, or a misspelt one, that would be read as another; in one line."""
+    """Guards against a head of a later version, or a misspelt one, that would be read as another;
+    in one line."""
     checkpoints.save(make("eagle1", target, **{"head.inputs": inputs}).weights(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["eyas"]["inputs"] = inputs + "s"

@@ -1,4 +1,5 @@
-"""The training-time test of eagle3: against the reference's numbers, against the definition, and its memory."""
+"""The training-time test of eagle3: against the reference's numbers, against the definition, and
+its memory."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ PUBLISHED = {
 
 @needs_golden
 def test_the_seven_losses_and_gradients_of_the_reference() -> None:
-    """The reference's batch with its mask (position a of the ids, not of the predicted token), its unmasked last column (a target of zero
-    logits) and its normaliser (all positions): seven losses to 1e-4, every gradient to 1e-4."""
+    """The reference's batch with its mask (position a of the ids, not of the predicted token), its
+    unmasked last column (a target of zero logits) and its normaliser (all positions): seven losses
+    to 1e-4, every gradient to 1e-4."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle3"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
     target = Target.load(GOLDEN / "target_b", dtype="float32", device="cpu")
@@ -51,11 +53,15 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     documents = Documents((T + extra,) * 2)
     batch = Batch(tokens.flatten(), features.flatten(0, 1), torch.ones(2 * (T + extra), dtype=torch.bool), documents)
     rows_M = torch.cat([torch.arange(T), torch.arange(T) + T + extra])
-    guesses = [(i, r * T + t, r * T + t + i) for i in range(steps) for r in range(2) for t in range(T - i) if mask[r, t + i]]
+    guesses = [
+        (i, r * T + t, r * T + t + i) for i in range(steps) for r in range(2) for t in range(T - i) if mask[r, t + i]
+    ]
     step_K, row_K, answer_K = torch.tensor(guesses).T
     before_U = torch.cat([torch.arange(T) + 1, torch.arange(T) + 1 + T + extra])
     with torch.enable_grad():
-        found, _ = drafter.training_time_test(batch, rows_M, step_K, row_K, answer_K, before_U, TrainingTimeTest(steps, 0.8))
+        found, _ = drafter.training_time_test(
+            batch, rows_M, step_K, row_K, answer_K, before_U, TrainingTimeTest(steps, 0.8)
+        )
         (found.total / (2 * T)).backward()
     for i, expected in enumerate(said["plosses"]):
         assert float(found.loss_K[step_K == i].sum() / (2 * T)) == pytest.approx(expected, abs=1e-4)
@@ -64,7 +70,9 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     assert set(PUBLISHED.values()) == set(parameters)
     for theirs, ours in PUBLISHED.items():
         expected = tensors[f"eagle3.grad.{theirs}"]
-        torch.testing.assert_close(parameters[ours].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, ours=ours: f"{ours}: {text}")
+        torch.testing.assert_close(
+            parameters[ours].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, ours=ours: f"{ours}: {text}"
+        )
 
 
 VARIANTS = {
@@ -78,8 +86,9 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cycles", [1, 4])
 def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, target: Target) -> None:
-    """Guards pairing, positions, feature layers and what is handed on, after several cycles: step i of the training-time test, at the
-    newest slot and given the drafted tokens, has the hidden state that the chain had at depth i."""
+    """Guards pairing, positions, feature layers and what is handed on, after several cycles: step i
+    of the training-time test, at the newest slot and given the drafted tokens, has the hidden state
+    that the chain had at depth i."""
     options = {**VARIANTS[variant], "tree.nodes": 6, "tree.depth": 5, "tree.branch": 1, "head.layers": "0,1,3"}
     drafter = Method.random(target, build_options(Method.Options, options), seed=3)
     outputs: list[torch.Tensor] = []
@@ -109,8 +118,9 @@ def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, target:
 
 
 def test_only_rows_that_count_are_worked_out(target: Target) -> None:
-    """Guards the choice of rows, marks and documents: the loss of a packed batch is that of its documents apart, and what stands before,
-    between and behind the counted tokens changes only keys. Against the sum over every slot and step, one document at a time."""
+    """Guards the choice of rows, marks and documents: the loss of a packed batch is that of its
+    documents apart, and what stands before, between and behind the counted tokens changes only
+    keys. Against the sum over every slot and step, one document at a time."""
     options = build_options(Method.Options, {"ttt.steps": 3, "head.layers": "0,1,3", "ttt.feature": 0.5})
     drafter = Method.random(target, options, seed=3, draft_ids_v=torch.arange(0, target.vocab_size, 2))
     generator = torch.Generator().manual_seed(0)
@@ -145,12 +155,17 @@ def test_only_rows_that_count_are_worked_out(target: Target) -> None:
     assert float(whole.total.detach()) == pytest.approx(total, rel=1e-4)
     assert int(whole.count) == count > 0
     assert int(whole.sums["accuracy"]) == right
-    assert [float(whole.sums[name]) for name in ("overlap", "overlap at step 3")] == pytest.approx([overlap[0], overlap[2]], rel=1e-4)
+    assert [float(whole.sums[name]) for name in ("overlap", "overlap at step 3")] == pytest.approx(
+        [overlap[0], overlap[2]], rel=1e-4
+    )
 
 
 def test_a_head_with_its_own_embedding_and_width(target: Target) -> None:
-    """Guards heads narrower than their target, which bring their own embedding: they load, draft losslessly and can be trained."""
-    options = build_options(Method.Options, {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2, "ttt.steps": 2, "head.layers": "0,1,3"})
+    """Guards heads narrower than their target, which bring their own embedding: they load, draft
+    losslessly and can be trained."""
+    options = build_options(
+        Method.Options, {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2, "ttt.steps": 2, "head.layers": "0,1,3"}
+    )
     wide = Method.random(target, options, seed=3, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16)
     weights = wide.weights()
     weights.tensors["embed.weight"] = torch.randn(target.vocab_size, 32)
@@ -159,7 +174,9 @@ def test_a_head_with_its_own_embedding_and_width(target: Target) -> None:
     request = Request(tuple(range(3, 20)), 8)
     assert run(decoder, [request])[0] == [plain_decode(target.model, request)]
     ids = torch.arange(3, 15)
-    batch = Batch(ids, target.encode(ids[None], drafter.train_feature_layers)[0], torch.arange(12) > 3, Documents((12,)))
+    batch = Batch(
+        ids, target.encode(ids[None], drafter.train_feature_layers)[0], torch.arange(12) > 3, Documents((12,))
+    )
     assert drafter.loss(batch).total.isfinite()
 
 
@@ -170,13 +187,16 @@ def test_layers_must_rise(target: Target) -> None:
 
 
 def test_a_published_head_that_names_no_layers(target: Target, tmp_path: Path) -> None:
-    """--head.layers is for new heads: for a published one on a target of few layers the way out that is said must work."""
+    """--head.layers is for new heads: for a published one on a target of few layers the way out
+    that is said must work."""
     drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,2,3"}), seed=5)
     checkpoints.save(drafter.weights(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     named = {name: config["eyas"].pop(name) for name in ("feature_layers", "layer_ids")}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FitError, match="this target has 4: where those of its training are known, write them into its config") as told:
+    with pytest.raises(
+        FitError, match="this target has 4: where those of its training are known, write them into its config"
+    ) as told:
         Method.load(checkpoints.load(tmp_path), target)
     assert "--head.layers" not in str(told.value)
     (said,) = re.findall(r'"eyas": (\{.*\})$', str(told.value))
@@ -186,7 +206,8 @@ def test_a_published_head_that_names_no_layers(target: Target, tmp_path: Path) -
 
 
 def test_a_head_without_a_head_of_its_own_is_refused_before_the_first_step(target: Target, tmp_path: Path) -> None:
-    """It speaks through the target's lm_head: its loss would have nothing to train. Said before a state or a log is begun."""
+    """It speaks through the target's lm_head: its loss would have nothing to train. Said before a
+    state or a log is begun."""
     drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,1,3"}))
     drafter.net.head = None
     with pytest.raises(OptionError, match="uses the target's lm_head and cannot be trained"):
@@ -198,6 +219,11 @@ def test_nothing_that_counts(target: Target) -> None:
     """Documents of one and two tokens, of which nothing is foreseen."""
     drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,1,3"}))
     ids = torch.tensor([5, 6, 7])
-    batch = Batch(ids, target.encode(ids[None], drafter.train_feature_layers)[0], torch.zeros(3, dtype=torch.bool), Documents((1, 2)))
+    batch = Batch(
+        ids,
+        target.encode(ids[None], drafter.train_feature_layers)[0],
+        torch.zeros(3, dtype=torch.bool),
+        Documents((1, 2)),
+    )
     loss = drafter.loss(batch)
     assert (float(loss.total.detach()), int(loss.count)) == (0.0, 0)

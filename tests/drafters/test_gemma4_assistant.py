@@ -1,4 +1,5 @@
-"""gemma4_assistant: the net is transformers' own on what the target has stored, drafts by it are verified, and misfits are refused."""
+"""gemma4_assistant: the net is transformers' own on what the target has stored, drafts by it are
+verified, and misfits are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_interm
 
 @pytest.fixture
 def buildable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets transformers build its own class, which 5.23 refuses: no layer of an assistant produces keys (`kv_sharing_modes`)."""
+    """Lets transformers build its own class, which 5.23 refuses: no layer of an assistant produces
+    keys (`kv_sharing_modes`)."""
     for config in (transformers.Gemma4TextConfig, transformers.Gemma4UnifiedTextConfig):
         published = config.kv_sharing_modes
 
@@ -47,9 +49,12 @@ def unified() -> Any:
 
 
 def theirs(target: Target, **more: Any) -> Any:
-    """transformers' own assistant for this target, with random weights: three layers, the window smaller than the target's."""
+    """transformers' own assistant for this target, with random weights: three layers, the window
+    smaller than the target's."""
     unified = "Unified" if "unified" in target.family.model_type else ""
-    config_class, model_class = (getattr(transformers, f"Gemma4{unified}Assistant{part}") for part in ("Config", "ForCausalLM"))
+    config_class, model_class = (
+        getattr(transformers, f"Gemma4{unified}Assistant{part}") for part in ("Config", "ForCausalLM")
+    )
     text = {
         "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_attention_heads": 4, "head_dim": 12,
@@ -63,7 +68,9 @@ def theirs(target: Target, **more: Any) -> Any:
     model = model_class(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 and "norm" in name else 0.0, 0.2 if weight.ndim == 1 else 0.3)
+            torch.nn.init.normal_(
+                weight, 1.0 if weight.ndim == 1 and "norm" in name else 0.0, 0.2 if weight.ndim == 1 else 0.3
+            )
         if model.masked_embedding is not None:
             model.masked_embedding.token_ordering.copy_(torch.randperm(target.vocab_size))
     return model
@@ -88,11 +95,14 @@ def loaded(target: Target, folder: Path) -> gemma4_assistant.Method:
 
 @pytest.mark.usefixtures("buildable")
 @pytest.mark.parametrize(
-    ("family", "more"), [("gemma4", {}), ("gemma4", CLUSTERS), ("gemma4_unified", {})], ids=["whole head", "clusters", "unified"]
+    ("family", "more"),
+    [("gemma4", {}), ("gemma4", CLUSTERS), ("gemma4_unified", {})],
+    ids=["whole head", "clusters", "unified"],
 )
 def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size, uncommitted slots seen, angles of
-    another position, the second step reading the wrong hidden, clusters in another order."""
+    """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size,
+    uncommitted slots seen, angles of another position, the second step reading the wrong hidden,
+    clusters in another order."""
     target = Target(zoo.FAMILIES[family]() if family in zoo.FAMILIES else unified())
     model = theirs(target, **more)
     made = loaded(target, published(model, tmp_path))
@@ -123,13 +133,16 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
         assert hidden is not None
         onward = made.net.onward(hidden)
         both = made._read(seen, roots, torch.tensor([[root, child]]), onward.expand(-1, 2, -1))
-        assert torch.allclose(both[:, :1], made._read(seen, roots, torch.tensor([[root]]), onward), atol=1e-5), "nodes see no other node"
+        assert torch.allclose(both[:, :1], made._read(seen, roots, torch.tensor([[root]]), onward), atol=1e-5), (
+            "nodes see no other node"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("buildable")
 def test_lossless(tmp_path: Path) -> None:
-    """Guards the session on its own family: text is that of plain decoding, for rows of different ages, greedy and sampled."""
+    """Guards the session on its own family: text is that of plain decoding, for rows of different
+    ages, greedy and sampled."""
     target = Target(zoo.FAMILIES["gemma4"]())
     drafter = loaded(target, published(theirs(target), tmp_path))
     laws = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=9, seed=4))
@@ -140,7 +153,8 @@ def test_lossless(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_row_is_drafted_for_as_it_is_alone() -> None:
-    """Bugs: keys of another row are read, or a feature of another row, or of a token that was rejected."""
+    """Bugs: keys of another row are read, or a feature of another row, or of a token that was
+    rejected."""
     target = Target(zoo.FAMILIES["gemma4"]())
     drafter = gemma4_assistant.Method.random(target, build_options(gemma4_assistant.Options, TREE), seed=2)
     requests = [Request(tuple(range(5, 5 + n)), 12, Sampling()) for n in (4, 21, 9)]
@@ -172,9 +186,16 @@ def test_the_method_is_found_by_its_format(tmp_path: Path) -> None:
 def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
     """The folder of a net of eyas' own making; `changes`: of config.json."""
     text = {**net.text.to_dict(), "model_type": "gemma4_text"} | changes.pop("text", {})
-    config = {"model_type": "gemma4_assistant", "text_config": text, "backbone_hidden_size": target.hidden_size} | changes
+    config = {
+        "model_type": "gemma4_assistant",
+        "text_config": text,
+        "backbone_hidden_size": target.hidden_size,
+    } | changes
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -208,7 +229,8 @@ def test_misfits_are_one_line(changes: dict[str, Any], message: str, tmp_path: P
 
 
 def test_other_targets(tmp_path: Path) -> None:
-    """Bugs: an assistant of a Gemma 4 is loaded for a model whose keys have other sizes; a target without keys ends in a traceback."""
+    """Bugs: an assistant of a Gemma 4 is loaded for a model whose keys have other sizes; a target
+    without keys ends in a traceback."""
     target, other = Target(zoo.FAMILIES["gemma4"]()), Target(zoo.FAMILIES["llama"]())
     net = gemma4_assistant.Method.random(target, seed=1).net
     with pytest.raises(CheckpointError, match=r"made for another model|no layer of the target"):

@@ -1,4 +1,5 @@
-"""Parity with what the reference implementations computed (../shared/golden; skipped where that is absent)."""
+"""Parity with what the reference implementations computed (../shared/golden; skipped where that is
+absent)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ def cases(name: str) -> list[dict[str, Any]]:
 def drafter_of(method: str, case: dict[str, Any]) -> Drafter:
     kind, p = drafters.find(method), case["params"]
     tree = (
-        {"tree.nodes": p["total_token"], "tree.depth": p["depth"] + 1, "tree.branch": p["top_k"], "tree.confidence_temperature": 1}
+        {
+            "tree.nodes": p["total_token"],
+            "tree.depth": p["depth"] + 1,
+            "tree.branch": p["top_k"],
+            "tree.confidence_temperature": 1,
+        }
         if p
         else {}
     )
@@ -47,15 +53,17 @@ ALL = [(m, c) for m, f in FILES.items() for c in cases(f)]
 
 
 def duplicates_slots(case: dict[str, Any], context: int) -> bool:
-    """Whether the reference's window holds some slots twice in a cycle that begins with `context` committed tokens: it trims as soon as the
-    window is exceeded, to sink + window slots (facts, section 8). Ours holds each once."""
+    """Whether the reference's window holds some slots twice in a cycle that begins with `context`
+    committed tokens: it trims as soon as the window is exceeded, to sink + window slots (facts,
+    section 8). Ours holds each once."""
     return bool(case.get("enable_seagle")) and case["window_size"] < context < case["window_size"] + case["sink_size"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])
 def test_decoding(method: str, case: dict[str, Any]) -> None:
-    """Guards pairing, positions, tree growth, rerank and windows: tokens, accepted lengths, trees, masks and positions exactly."""
+    """Guards pairing, positions, tree growth, rerank and windows: tokens, accepted lengths, trees,
+    masks and positions exactly."""
     prompt, answer = case["prompt_ids"], case["vanilla_greedy_ids"][len(case["prompt_ids"]) :]
     tokens, steps = run(Decoder((d := drafter_of(method, case)).target, d), [Request(tuple(prompt), len(answer))])
     assert tokens[0] == answer
@@ -86,8 +94,9 @@ def read_at_once(drafter: Drafter, features_NF: torch.Tensor, ids_N: torch.Tenso
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])
 def test_hidden_states(method: str, case: dict[str, Any]) -> None:
-    """Guards the net's arithmetic: every draft forward of the first cycle gives the reference's hidden states to 1e-4; the first call,
-    which reads the whole prompt, is repeated in one piece and compared at its last pair with what decoding made of it."""
+    """Guards the net's arithmetic: every draft forward of the first cycle gives the reference's
+    hidden states to 1e-4; the first call, which reads the whole prompt, is repeated in one piece
+    and compared at its last pair with what decoding made of it."""
     tensors, drafter = load_file(GOLDEN / f"{FILES[method]}.safetensors"), drafter_of(method, case)
     calls = case["cycles"][0]["draft_calls"]
     outputs: list[torch.Tensor] = []
@@ -100,7 +109,9 @@ def test_hidden_states(method: str, case: dict[str, Any]) -> None:
     if f"{name}0.hidden_in" in tensors:
         expected = tensors[f"{name}0.out_hidden"].reshape(len(calls[0]["input_ids"]), -1)
         with torch.no_grad():
-            whole = read_at_once(drafter, tensors[f"{name}0.hidden_in"].reshape(len(expected), -1), torch.tensor(calls[0]["input_ids"]))
+            whole = read_at_once(
+                drafter, tensors[f"{name}0.hidden_in"].reshape(len(expected), -1), torch.tensor(calls[0]["input_ids"])
+            )
         torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(outputs[0][0], expected[-1], atol=1e-4, rtol=0)
     if duplicates_slots(case, len(case["prompt_ids"])):
@@ -108,7 +119,9 @@ def test_hidden_states(method: str, case: dict[str, Any]) -> None:
     checked = 0
     for j, hidden in enumerate(outputs[1:], start=1):
         if f"{name}{j}.out_hidden" in tensors:
-            torch.testing.assert_close(hidden, tensors[f"{name}{j}.out_hidden"].reshape(hidden.shape), atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                hidden, tensors[f"{name}{j}.out_hidden"].reshape(hidden.shape), atol=1e-4, rtol=0
+            )
             checked += 1
     assert checked >= min(3, len(outputs) - 1)
 

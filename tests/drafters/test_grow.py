@@ -1,4 +1,5 @@
-"""Trees as they are grown: shared noise, and the ways to expand and keep nodes, against a slow grower and a draft that knows the law."""
+"""Trees as they are grown: shared noise, and the ways to expand and keep nodes, against a slow
+grower and a draft that knows the law."""
 
 from __future__ import annotations
 
@@ -54,8 +55,9 @@ def in_other_words(growth: Growth, ids_v: Tensor) -> Growth:
 @pytest.mark.parametrize("grown", ["dynamic", "static", "other words"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.greedy], ids=str)
 def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -> None:
-    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best chain is what will be drawn, to its end.
-    32 seeds at different positions; near-ties within float32: odds 1e-5."""
+    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best
+    chain is what will be drawn, to its end. 32 seeds at different positions; near-ties within
+    float32: odds 1e-5."""
     world, start_B, root_B = ToyModels(6, 4, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
     kinds = seeds_of(kind, 32)
     noise = GumbelNoise.of(kinds)
@@ -70,10 +72,14 @@ def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -
     assert verdict.length_B.tolist() == [4] * 32
     unaware = grow_dynamic(net_of(world, start_B), roots, DynamicTree(nodes=4, depth=3, branch=1, noise="none"))
     verdict = verify(unaware, world.scores_IV[prefixes(world, start_B, unaware)], root_B, noise)
-    assert verdict.length_B.float().mean() < 3.5, "a draft that does not look at the noise must miss, or this test proves little"
+    assert verdict.length_B.float().mean() < 3.5, (
+        "a draft that does not look at the noise must miss, or this test proves little"
+    )
 
 
-def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: DynamicTree) -> tuple[list[int], list[int], list[bool]]:
+def slow_grow(
+    world: ToyModels, start: int, root: int, kind: Sampling, shape: DynamicTree
+) -> tuple[list[int], list[int], list[bool]]:
     """Parents, tokens and candidates of one row's tree, node by node."""
     noise, shared = GumbelNoise.of([kind]), shape.noise == "coupled"
 
@@ -88,7 +94,9 @@ def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: Dy
             logits_V = apply_sampling(logits_V[None], kind, Adjustments(seen_1V))[0]
         own_V = logits_V.log_softmax(-1).clamp(max=0)
         key_V = own_V + noise.gumbel(torch.tensor([[root + depth + 1]]), world.vocab)[0, 0] if shared else own_V
-        chance_V = (key_V / shape.confidence_temperature).log_softmax(-1).clamp(max=0) if shared or kind.greedy else own_V
+        chance_V = (
+            (key_V / shape.confidence_temperature).log_softmax(-1).clamp(max=0) if shared or kind.greedy else own_V
+        )
         best = key_V.topk(min(shape.branch, world.vocab)).indices.tolist()
         return [(float(chance_V[t]), float(own_V[t]), t) for t in best]
 
@@ -101,7 +109,13 @@ def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: Dy
             for chance, _, token in children(prefix, depth):
                 chance = -math.inf if depth and value <= threshold else chance
                 drafted.append((value + chance, token, parent))
-                found.append((value + chance if shape.expand == "value" else chance, len(drafted) - 1, prefix * world.vocab + token + 1))
+                found.append(
+                    (
+                        value + chance if shape.expand == "value" else chance,
+                        len(drafted) - 1,
+                        prefix * world.vocab + token + 1,
+                    )
+                )
         found.sort(key=lambda x: (-x[0], x[1]))
         level = [(place, prefix, drafted[place][0]) for _, place, prefix in found[: min(shape.branch, world.vocab)]]
         beams += [place for place, _, _ in level]
@@ -112,7 +126,8 @@ def slow_grow(world: ToyModels, start: int, root: int, kind: Sampling, shape: Dy
 
 
 EVERY_WAY = itertools.product(("value", "confidence"), (True, False), (0.0, 0.15), ("coupled", "none"), (1.0, 0.5))
-# With an even number of second choices: any four of the options in all their combinations, in half of the trees.
+# With an even number of second choices: any four of the options in all their combinations, in half
+# of the trees.
 HALF = [way for number, way in enumerate(EVERY_WAY) if number.bit_count() % 2 == 0]
 
 
@@ -128,8 +143,9 @@ def slow_world() -> ToyModels:
     [pytest.param(*way, marks=[pytest.mark.slow] if number % 2 else []) for number, way in enumerate(HALF)],
 )
 def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, temperature: float) -> None:
-    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens, padding. Odds of a near-tie
-    that float32 sums in another order: 1e-4, seeded."""
+    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes,
+    parents, tokens, padding. Odds of a near-tie that float32 sums in another order: 1e-4,
+    seeded."""
     world, shape = slow_world(), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, temperature)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
@@ -138,7 +154,8 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
     for b, kind in enumerate(kinds):
         parents, tokens, candidates = slow_grow(world, int(start_B[b]), int(root_B[b]), kind, shape)
         assert draft.tree.candidate_BN[b, 1:].tolist() == candidates
-        for n in [n for n, candidate in enumerate(candidates, start=1) if candidate]:  # what padding stands for is nobody's matter
+        # what padding stands for is nobody's matter
+        for n in [n for n, candidate in enumerate(candidates, start=1) if candidate]:
             assert int(draft.tree.parents_BN[b, n]) == parents[n]
             assert int(draft.tokens_BN[b, n]) == tokens[n - 1]
         padded += candidates.count(False)
@@ -146,11 +163,14 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
 
 
 def test_greedy_rows_do_not_see_the_noise() -> None:
-    """Guards greedy trees: rows at T = 0 have the same tree, bit for bit, beside sampling rows and alone, with noise and without."""
+    """Guards greedy trees: rows at T = 0 have the same tree, bit for bit, beside sampling rows and
+    alone, with noise and without."""
     world, start_B, root_B = ToyModels(5, 5, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
     kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
     found = [
-        grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(k), k), DynamicTree(12, 4, 3, noise))
+        grow_dynamic(
+            net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(k), k), DynamicTree(12, 4, 3, noise)
+        )
         for k, noise in ((kinds, "coupled"), ([Sampling()] * 4, "coupled"), ([Sampling()] * 4, "none"))
     ]
     for other in found[1:]:
@@ -163,11 +183,14 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
 
 @pytest.mark.slow
 def test_scores_are_the_processed_law() -> None:
-    """Guards `score_BN`: log q of the row's own Sampling, whatever the children were ranked by. Deterministic."""
+    """Guards `score_BN`: log q of the row's own Sampling, whatever the children were ranked by.
+    Deterministic."""
     kind = Sampling(temperature=0.7, top_k=4)
     world, start_B, root_B = ToyModels(6, 4, sampling=kind), torch.arange(1, 7), torch.arange(6)
     kinds = seeds_of(kind, 6)
-    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), DynamicTree(15, 3, 3))
+    draft = grow_dynamic(
+        net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), DynamicTree(15, 3, 3)
+    )
     prefix_BN = prefixes(world, start_B, draft)
     q_BV = world.q_IV[prefix_BN.gather(1, draft.tree.parents_BN.clamp(min=0))].log()
     expected_BN = q_BV.gather(2, draft.tokens_BN[..., None])[..., 0].float()

@@ -30,7 +30,12 @@ PLUS = {"head.arch": "prefix-mlp", "head.blocks": 2}
 def roots_of(rows: int, sampling: Sampling = SAMPLINGS[0]) -> CycleInput:
     laws, position_B = (sampling,) * rows, torch.arange(rows) + 5
     return CycleInput(
-        torch.arange(rows) + 3, position_B, torch.ones(rows, dtype=torch.bool), laws, GumbelNoise.of(laws), int(position_B.max())
+        torch.arange(rows) + 3,
+        position_B,
+        torch.ones(rows, dtype=torch.bool),
+        laws,
+        GumbelNoise.of(laws),
+        int(position_B.max()),
     )
 
 
@@ -51,24 +56,34 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "init_for_training"])
-def test_same_text_as_plain_decoding(target: Target, answered: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
-    """Guards losslessness with useless and with half-right heads, at every temperature, rows joining and leaving, with penalties."""
+def test_same_text_as_plain_decoding(
+    target: Target, answered: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str
+) -> None:
+    """Guards losslessness with useless and with half-right heads, at every temperature, rows
+    joining and leaving, with penalties."""
     tokens, steps = run(Decoder(target, make("hydra", target, kind, **options), 3), [r for r, _ in answered])
     assert tokens == [expected for _, expected in answered]
     if kind == "init_for_training" and options["tree.choices"] == "reference":
-        assert sum(s.accepted for s in steps) > 0, "a fresh head repeats the last law, which must come true now and then"
+        assert sum(s.accepted for s in steps) > 0, (
+            "a fresh head repeats the last law, which must come true now and then"
+        )
 
 
 def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
-    """Guards the beginning of training: every head says what the target's head makes of the feature, exactly, whatever the path."""
+    """Guards the beginning of training: every head says what the target's head makes of the
+    feature, exactly, whatever the path."""
     drafter, feature_BD = make("hydra", target, "init_for_training", **{"head.blocks": 3}), features(target, 2)
     for k in range(4):
-        read = torch.cat([feature_BD, torch.randn(2, (k + 1) * target.hidden_size, generator=torch.Generator().manual_seed(k))], dim=-1)
+        read = torch.cat(
+            [feature_BD, torch.randn(2, (k + 1) * target.hidden_size, generator=torch.Generator().manual_seed(k))],
+            dim=-1,
+        )
         torch.testing.assert_close(drafter.head(read), target.head(feature_BD))
 
 
 def test_a_fresh_prefix_layer_hands_the_feature_on(target: Target) -> None:
-    """Guards the norm of a new Hydra++ layer: what the first head says is close to the target's law, not a scaled version of it."""
+    """Guards the norm of a new Hydra++ layer: what the first head says is close to the target's
+    law, not a scaled version of it."""
     drafter, feature_BD = make("hydra", target, "init_for_training", **PLUS), features(target, 4)
     handed_BD = drafter.net.packed(feature_BD, torch.arange(4), heads.Documents((1, 1, 1, 1))).detach()
     assert torch.nn.functional.cosine_similarity(handed_BD, feature_BD).min() > 0.999
@@ -78,7 +93,8 @@ def test_a_fresh_prefix_layer_hands_the_feature_on(target: Target) -> None:
 @pytest.mark.quick("sampling0")
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> None:
-    """Guards inputs and their order: each node's children are the best of its head over [feature, root, path], one node at a time."""
+    """Guards inputs and their order: each node's children are the best of its head over [feature,
+    root, path], one node at a time."""
     drafter, roots, feature_BD = make("hydra", target), roots_of(2, sampling), features(target, 2)
     draft = drafter.grow_below(feature_BD, roots)
     assert draft.q_BNV is None
@@ -92,7 +108,9 @@ def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> No
         assert token == key_V.argsort(descending=True)[path[-1]]
         torch.testing.assert_close(draft.score_BN[b, number[path]], logq_V[token])
     second = {int(draft.tokens_BN[0, number[(rank, 0)]]) for rank in range(10)}
-    assert len(second) > 1 or not sampling.greedy, "the best second token should differ from path to path, or this test proves little"
+    assert len(second) > 1 or not sampling.greedy, (
+        "the best second token should differ from path to path, or this test proves little"
+    )
 
 
 def test_dynamic_and_fixed_trees_agree(target: Target) -> None:
@@ -121,7 +139,8 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
 @pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{}, PLUS])
 def test_what_the_heads_read_while_decoding(target: Target, options: dict[str, Any]) -> None:
-    """Guards commits and Hydra++'s cache: in every cycle it is what training reads there, over all true features so far."""
+    """Guards commits and Hydra++'s cache: in every cycle it is what training reads there, over all
+    true features so far."""
     drafter, seen = make("hydra", target, "init_for_training", **options), list[tuple[int, Tensor]]()
     below = drafter.grow_below
     if options:  # a layer that does something
@@ -166,20 +185,24 @@ def test_impossible_options(target: Target, options: dict[str, Any], said: str) 
 @pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{"head.blocks": 3}, PLUS])
 def test_saved_and_loaded(target: Target, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Guards `weights` and `load` through the published format: the same drafts, bit by bit, and the target's fingerprint."""
+    """Guards `weights` and `load` through the published format: the same drafts, bit by bit, and
+    the target's fingerprint."""
     drafter = make("hydra", target, **options)
     checkpoints.save(drafter.weights(), tmp_path)
     weights = checkpoints.load(tmp_path)
     again = Method.load(weights, target)
     assert all(torch.equal(value, again.net.state_dict()[name]) for name, value in drafter.net.state_dict().items())
     request = Request(tuple(range(5, 16)), 10)
-    drafts = [[s.draft.tokens_BN.tolist() for s in run(Decoder(target, d), [request])[1] if s.draft] for d in (drafter, again)]
+    drafts = [
+        [s.draft.tokens_BN.tolist() for s in run(Decoder(target, d), [request])[1] if s.draft] for d in (drafter, again)
+    ]
     assert drafts[0] == drafts[1]
     assert target.is_named(weights.config["eyas"]["target_fingerprint"])
 
 
 def test_a_published_prefix_layer_is_the_base_models(target: Target) -> None:
-    """Guards Hydra++ heads without a record of ours: the layer takes its sizes from a LLaMA target, and from no other."""
+    """Guards Hydra++ heads without a record of ours: the layer takes its sizes from a LLaMA target,
+    and from no other."""
     weights = make("hydra", target, **PLUS).weights()
     published = checkpoints.Weights("hydra", {**weights.config, "layer": None}, weights.tensors, "there")
     assert Method.load(published, target).shape == make("hydra", target, **PLUS).shape
@@ -188,7 +211,8 @@ def test_a_published_prefix_layer_is_the_base_models(target: Target) -> None:
 
 
 def test_embeddings_of_its_own(target: Target) -> None:
-    """Guards `input_embed_fn.weight`: a table like the target's is not kept, another one is what the heads read."""
+    """Guards `input_embed_fn.weight`: a table like the target's is not kept, another one is what
+    the heads read."""
     weights = make("hydra", target).weights()
     table = target.embed(torch.arange(target.vocab_size))
     for own, kept in ((table, False), (table + 1, True)):
@@ -199,7 +223,8 @@ def test_embeddings_of_its_own(target: Target) -> None:
 
 
 def test_heads_of_another_model(target: Target) -> None:
-    """Guards strict loading: sizes that are not the target's, a head of another method, a missing tensor."""
+    """Guards strict loading: sizes that are not the target's, a head of another method, a missing
+    tensor."""
     weights = make("hydra", target, **PLUS).weights()
     with pytest.raises(CheckpointError, match="vocabulary is 7"):
         Method.load(checkpoints.Weights("hydra", {**weights.config, "vocab_size": 7}, weights.tensors, "there"), target)
@@ -216,7 +241,8 @@ def test_heads_of_another_model(target: Target) -> None:
 @pytest.mark.parametrize("objective", ["tokens", "distribution"])
 @pytest.mark.parametrize("options", [{}, PLUS], ids=["mlp", "prefix-mlp"])
 def test_the_loss_by_hand(target: Target, objective: str, options: dict[str, Any]) -> None:
-    """Guards shifts, the tokens on the path, documents' ends, what counts and the bias; and the gradient, against the plain formula."""
+    """Guards shifts, the tokens on the path, documents' ends, what counts and the bias; and the
+    gradient, against the plain formula."""
     drafter = make("hydra", target, **options, objective=objective, **{"head.count": 3})
     with torch.no_grad():
         for k in range(3):
@@ -254,7 +280,8 @@ def test_a_batch_in_which_nothing_counts(target: Target, options: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"objective": "tokens"}, PLUS], ids=str)
 def test_trained_a_little(target: Target, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Guards the way through the trainer: the held-out loss falls, the chain's figures are there, the best head is saved, text stays."""
+    """Guards the way through the trainer: the held-out loss falls, the chain's figures are there,
+    the best head is saved, text stays."""
     drafter = make("hydra", target, "init_for_training", **options)
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.95 * first)  # what is left of the law's is mostly its entropy
@@ -267,7 +294,11 @@ def test_trained_a_little(target: Target, tmp_path: Path, options: dict[str, Any
 
 def test_what_is_studied(target: Target) -> None:
     """Guards `eyas features`: the final feature is all that the loss reads."""
-    assert layers_for_training(target, [(Method, None)]) == (target.num_layers,) == make("hydra", target).train_feature_layers
+    assert (
+        layers_for_training(target, [(Method, None)])
+        == (target.num_layers,)
+        == make("hydra", target).train_feature_layers
+    )
 
 
 def test_chains_are_no_deeper_than_heads(target: Target) -> None:

@@ -54,8 +54,8 @@ def nothing_accepted(draft: Draft) -> Verdict:
 
 
 def test_the_window_is_the_drawn_tree() -> None:
-    """Guards mask and positions of the window: b1 attends to the root, a1 and itself, nothing else; depth = column + level;
-    scouts are no candidates, n-grams of the pool are."""
+    """Guards mask and positions of the window: b1 attends to the root, a1 and itself, nothing else;
+    depth = column + level; scouts are no candidates, n-grams of the pool are."""
     session = started([3, 4, 5, 6, 3, 4, 5, 7, 9])
     draft = session.draft(roots_of([3], [True]))
     tree = draft.tree
@@ -67,13 +67,16 @@ def test_the_window_is_the_drawn_tree() -> None:
             assert set(tree.mask_BNN[0, node].nonzero()[:, 0].tolist()) == seen
             assert int(tree.depth_BN[0, node]) == column + level
     assert tree.candidate_BN[0, :12].tolist() == [True] + [False] * 11
-    branch = [(int(tree.parents_BN[0, n]), int(draft.tokens_BN[0, n])) for n in range(12, 21) if tree.candidate_BN[0, n]]
+    branch = [
+        (int(tree.parents_BN[0, n]), int(draft.tokens_BN[0, n])) for n in range(12, 21) if tree.candidate_BN[0, n]
+    ]
     assert branch == [(0, 4), (12, 5), (13, 7), (13, 6)]  # the newest n-gram of the prompt first
 
 
 def test_what_scouts_say_becomes_ngrams() -> None:
-    """Guards the hand-over: column by column, levels and what was said make n-grams for the pool; the levels move up by one; the new
-    level 0 begins with the next root. The n-grams come back as candidates once their first token is the root."""
+    """Guards the hand-over: column by column, levels and what was said make n-grams for the pool;
+    the levels move up by one; the new level 0 begins with the next root. The n-grams come back as
+    candidates once their first token is the root."""
     session = started([1, 2], shape=Lookahead(4, 4, 3, prompt=False))
     first = session.draft(roots_of([30], [True]))
     window = first.tokens_BN[0, :12].view(3, 4)
@@ -90,8 +93,9 @@ def test_what_scouts_say_becomes_ngrams() -> None:
 
 
 def test_scouts_draw_with_the_noise_of_their_position() -> None:
-    """Guards the shared noise: at temperature 1 a scout says what the target would draw there, with that position's noise. Were it another
-    position's, or none, 4 of 4 would agree with odds below 1e-4 (50 tokens, flat laws)."""
+    """Guards the shared noise: at temperature 1 a scout says what the target would draw there, with
+    that position's noise. Were it another position's, or none, 4 of 4 would agree with odds below
+    1e-4 (50 tokens, flat laws)."""
     session = started([1, 2])
     roots = roots_of([30], [True], 7, Sampling(1.0, seed=5))
     draft = session.draft(roots)
@@ -130,8 +134,8 @@ def test_empty_rows_learn_nothing() -> None:
 
 
 def test_a_row_that_is_kept() -> None:
-    """Guards chats: the tokens are cut back to what is shared and go on from there; the pool stays. Prompts that come in chunks give the
-    n-grams that lie across them."""
+    """Guards chats: the tokens are cut back to what is shared and go on from there; the pool stays.
+    Prompts that come in chunks give the n-grams that lie across them."""
     session = started([1, 2, 3, 4, 5])
     assert session.keep(0, 3) == 3
     session.begin(0, 3, 6)
@@ -148,7 +152,8 @@ def test_a_row_that_is_kept() -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 5, 2), (6, 2, 4), (5, 3, 5)])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_shapes(shape: tuple[int, int, int], reuse: bool) -> None:
-    """Guards windows at their edges (one column, one level), greedy and sampled, in rows that join and leave, and a chat's row."""
+    """Guards windows at their edges (one column, one level), greedy and sampled, in rows that join
+    and leave, and a chat's row."""
     target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
     prompt = tuple(dice.randrange(100) for _ in range(6))
     laws = (Sampling(), Sampling(0.9, seed=2, repetition_penalty=1.3), Sampling())

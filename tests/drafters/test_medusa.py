@@ -28,7 +28,12 @@ def roots_of(target: Target, rows: int, sampling: Sampling = SAMPLINGS[0]) -> Cy
     laws = (sampling,) * rows
     position_B = torch.arange(rows) + 5
     return CycleInput(
-        torch.arange(rows) + 3, position_B, torch.ones(rows, dtype=torch.bool), laws, GumbelNoise.of(laws), int(position_B.max())
+        torch.arange(rows) + 3,
+        position_B,
+        torch.ones(rows, dtype=torch.bool),
+        laws,
+        GumbelNoise.of(laws),
+        int(position_B.max()),
     )
 
 
@@ -49,16 +54,22 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "init_for_training"])
-def test_same_text_as_plain_decoding(target: Target, answered: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str) -> None:
-    """Guards losslessness with useless and with half-right heads, at every temperature, rows joining and leaving, with penalties."""
+def test_same_text_as_plain_decoding(
+    target: Target, answered: list[tuple[Request, list[int]]], options: dict[str, Any], kind: str
+) -> None:
+    """Guards losslessness with useless and with half-right heads, at every temperature, rows
+    joining and leaving, with penalties."""
     tokens, steps = run(Decoder(target, make("medusa", target, kind, **options), 3), [r for r, _ in answered])
     assert tokens == [expected for _, expected in answered]
     if kind == "init_for_training" and options["tree.choices"] == "reference":
-        assert sum(s.accepted for s in steps) > 0, "a fresh head repeats the last law, which must come true now and then"
+        assert sum(s.accepted for s in steps) > 0, (
+            "a fresh head repeats the last law, which must come true now and then"
+        )
 
 
 def test_a_prompt_that_is_gone_on_with(target: Target) -> None:
-    """Guards `keep`: with reuse a second prompt is read from where the first one's tokens end, and the text is the same."""
+    """Guards `keep`: with reuse a second prompt is read from where the first one's tokens end, and
+    the text is the same."""
     decoder = Decoder(target, make("medusa", target, "init_for_training"), 1, reuse=True)
     first = Request(tuple(range(5, 20)), 8)
     ((answer,), _) = run(decoder, [first])
@@ -67,17 +78,20 @@ def test_a_prompt_that_is_gone_on_with(target: Target) -> None:
 
 
 def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
-    """Guards the beginning of training: every head says what the target's head says, exactly. It is asked in the same shape: for another
-    number of rows some processors add up in another order."""
+    """Guards the beginning of training: every head says what the target's head says, exactly. It is
+    asked in the same shape: for another number of rows some processors add up in another order."""
     feature_BD = features(target, 3)
     alone_BV, together_BKV = target.head(feature_BD), target.head(feature_BD[:, None].repeat(1, 4, 1))
     for output, said in (("own", alone_BV[:, None].expand(-1, 4, -1)), ("target", together_BKV)):
-        logits_BKV = make("medusa", target, "init_for_training", **{"head.output": output, "head.blocks": 2}).logits(feature_BD, 4)
+        logits_BKV = make("medusa", target, "init_for_training", **{"head.output": output, "head.blocks": 2}).logits(
+            feature_BD, 4
+        )
         assert torch.equal(logits_BKV, said)
 
 
 def test_the_features_that_heads_read(target: Target) -> None:
-    """Guards prefill and commit: in every cycle the heads read the target's feature of the newest committed token, whichever path won."""
+    """Guards prefill and commit: in every cycle the heads read the target's feature of the newest
+    committed token, whichever path won."""
     drafter, seen = make("medusa", target, "init_for_training"), list[tuple[int, Tensor, int]]()
     grow = drafter.grow
 
@@ -99,7 +113,8 @@ def test_the_features_that_heads_read(target: Target) -> None:
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[2]])
 @pytest.mark.parametrize("noise", ["coupled", "none"])
 def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) -> None:
-    """Guards ranks and levels: a node at depth d is head d's token of its own rank, best first; siblings differ; score is log q."""
+    """Guards ranks and levels: a node at depth d is head d's token of its own rank, best first;
+    siblings differ; score is log q."""
     drafter, roots = make("medusa", target, **{"tree.noise": noise}), roots_of(target, 2, sampling)
     feature_BD = features(target, 2)
     draft = drafter.grow(feature_BD, roots)
@@ -108,7 +123,9 @@ def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) 
     if noise == "coupled" and not sampling.greedy:
         scaled = drafter.logits(feature_BD, 4) / sampling.temperature
         if sampling.top_k:
-            return  # what is dropped by top-k and top-p has no rank; that siblings differ is checked by verify in every run
+            # what is dropped by top-k and top-p has no rank; that siblings differ is checked by
+            # verify in every run
+            return
         logq_BKV = scaled.log_softmax(-1)
     key_BKV = logq_BKV
     if noise == "coupled":
@@ -135,7 +152,8 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
 
 
 def test_a_dynamic_tree_holds_the_most_probable_paths(target: Target) -> None:
-    """Guards the choice of nodes: of all paths of two heads' ten best tokens, those with the largest products."""
+    """Guards the choice of nodes: of all paths of two heads' ten best tokens, those with the
+    largest products."""
     drafter = make("medusa", target, **{"tree.choices": "dynamic", "tree.nodes": 20, "head.count": 2})
     feature_BD = features(target, 2)
     draft = drafter.grow(feature_BD, roots_of(target, 2))
@@ -169,7 +187,14 @@ def test_a_tree_of_the_users(target: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"tree.nodes": 9}, {"tree.noise": "both"}, {"head.count": 0}, {"head.blocks": 0}, {"head.output": "none"}, {"objective": "law of p"}],
+    [
+        {"tree.nodes": 9},
+        {"tree.noise": "both"},
+        {"head.count": 0},
+        {"head.blocks": 0},
+        {"head.output": "none"},
+        {"objective": "law of p"},
+    ],
 )
 def test_impossible_options(target: Target, options: dict[str, Any]) -> None:
     """Guards against options that would be ignored or misread."""
@@ -190,7 +215,8 @@ def test_a_tree_that_is_wider_than_the_vocabulary(target: Target) -> None:
 
 @pytest.mark.parametrize("output", ["own", "target"])
 def test_saved_and_loaded(target: Target, tmp_path: Path, output: str) -> None:
-    """Guards `weights` and `load` through the published format: the same logits, bit by bit, and the target's fingerprint."""
+    """Guards `weights` and `load` through the published format: the same logits, bit by bit, and
+    the target's fingerprint."""
     drafter = make("medusa", target, **{"head.output": output, "head.blocks": 2, "head.count": 3})
     checkpoints.save(drafter.weights(), tmp_path)
     weights = checkpoints.load(tmp_path)
@@ -230,7 +256,8 @@ def test_the_old_name_of_the_objective_works_with_a_notice(method: str) -> None:
 @pytest.mark.parametrize("objective", ["tokens", "distribution"])
 @pytest.mark.parametrize("output", ["own", "target"])
 def test_the_loss_by_hand(target: Target, objective: str, output: str) -> None:
-    """Guards shifts, weights, documents' ends and what counts; and the gradient, against the plain formula."""
+    """Guards shifts, weights, documents' ends and what counts; and the gradient, against the plain
+    formula."""
     drafter = make("medusa", target, **{"objective": objective, "head.output": output, "head.count": 3})
     batch = heads.batch_of(target, target.num_layers)
     found = drafter.loss(batch)
@@ -264,7 +291,8 @@ def test_a_batch_in_which_nothing_counts(target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["tokens", "distribution"])
 def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> None:
-    """Guards the way through the trainer: the held-out loss falls, the chain's figures are there, the best head is saved, text stays."""
+    """Guards the way through the trainer: the held-out loss falls, the chain's figures are there,
+    the best head is saved, text stays."""
     drafter = make("medusa", target, "init_for_training", objective=objective)
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
     first, losses, figures = heads.short_training(drafter, tmp_path)
@@ -279,7 +307,11 @@ def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> Non
 
 def test_what_is_studied(target: Target) -> None:
     """Guards `eyas features`: the final feature is all that the loss reads."""
-    assert layers_for_training(target, [(Method, None)]) == (target.num_layers,) == make("medusa", target).train_feature_layers
+    assert (
+        layers_for_training(target, [(Method, None)])
+        == (target.num_layers,)
+        == make("medusa", target).train_feature_layers
+    )
 
 
 def test_chains_are_no_deeper_than_heads(target: Target) -> None:

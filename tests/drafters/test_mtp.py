@@ -1,4 +1,5 @@
-"""mtp: the module in a target's published checkpoint is the one that transformers computes, and drafts by it are verified; a module that
+"""mtp: the module in a target's published checkpoint is the one that transformers computes, and
+drafts by it are verified; a module that
 eyas trains learns what it reads while drafting, and comes back from its folder."""
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ TREE = {"tree.nodes": 10, "tree.depth": 4, "tree.branch": 3}
 
 
 def published(module: torch.nn.Module, layers: int | None) -> dict[str, Tensor]:
-    """The module's tensors under published names: Qwen3.5's (`layers` None), or DeepSeek-V3's and GLM's, behind that many layers."""
+    """The module's tensors under published names: Qwen3.5's (`layers` None), or DeepSeek-V3's and
+    GLM's, behind that many layers."""
     qwen = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
     deepseek = {"post_norm": "shared_head.norm"}
     tensors: dict[str, Tensor] = {}
@@ -52,14 +54,20 @@ def by_expert(name: str, weight: Tensor) -> dict[str, Tensor]:
     stem, _, kind = name.rpartition(".")
     if kind == "gate_up_proj":
         gate, up = weight.chunk(2, dim=1)
-        return {f"{stem}.{e}.{k}_proj.weight": w[e].clone() for k, w in (("gate", gate), ("up", up)) for e in range(len(weight))}
+        return {
+            f"{stem}.{e}.{k}_proj.weight": w[e].clone()
+            for k, w in (("gate", gate), ("up", up))
+            for e in range(len(weight))
+        }
     if kind == "down_proj":
         return {f"{stem}.{e}.down_proj.weight": part.clone() for e, part in enumerate(weight)}
     return {name: weight.clone()}
 
 
 def glm4_moe() -> PreTrainedModel:
-    return zoo.tiny("glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, first_k_dense_replace=1)
+    return zoo.tiny(
+        "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, first_k_dense_replace=1
+    )
 
 
 def with_module(family: str, folder: Path) -> tuple[Target, mtp.Method]:
@@ -77,7 +85,8 @@ def with_module(family: str, folder: Path) -> tuple[Target, mtp.Method]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> None:
-    """Bugs: a tensor under another name, halves of the projection exchanged, positions or the mask wrong, parts of a text read apart."""
+    """Bugs: a tensor under another name, halves of the projection exchanged, positions or the mask
+    wrong, parts of a text read apart."""
     target, made = with_module(family, tmp_path)
     loaded = mtp.Method.from_pretrained(tmp_path, target)
     assert isinstance(loaded, mtp.Method)
@@ -103,7 +112,8 @@ def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
 def test_lossless(family: str, tmp_path: Path) -> None:
-    """Guards sessions on the families that publish modules: text is that of plain decoding, for rows of different ages."""
+    """Guards sessions on the families that publish modules: text is that of plain decoding, for
+    rows of different ages."""
     target, _ = with_module(family, tmp_path)
     drafter = mtp.Method.from_pretrained(tmp_path, target, build_options(mtp.Options, TREE))
     laws = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=9, seed=4))
@@ -132,8 +142,9 @@ def target_of(family: str) -> Target:
 @pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_steps_of_training_are_those_of_drafting(family: str) -> None:
-    """Guards documents, positions, masks and the order of tokens: from each slot, the pairs up to it and the steps behind it are one
-    causal text, each step of which reads the output of the one before."""
+    """Guards documents, positions, masks and the order of tokens: from each slot, the pairs up to
+    it and the steps behind it are one causal text, each step of which reads the output of the one
+    before."""
     target = target_of(family)
     drafter, steps, lengths, rows_M = mtp.Method.random(target, seed=4), 3, (7, 6), torch.tensor([0, 2, 4, 8, 9])
     ids_N = torch.randint(target.vocab_size, (13,), generator=torch.Generator().manual_seed(1))
@@ -146,14 +157,17 @@ def test_steps_of_training_are_those_of_drafting(family: str) -> None:
         for step in range(steps):
             N = len(hidden_ND)
             causal_11NN = torch.full((N, N), -torch.inf).triu(1)[None, None]
-            output_ND = drafter.net._run(hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN)[0]
+            output_ND = drafter.net._run(
+                hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN
+            )[0]
             torch.testing.assert_close(found[step][m], output_ND[-1], atol=1e-5, rtol=1e-4)
             hidden_ND = torch.cat([hidden_ND, output_ND[-1:]])
             embeddings_ND = torch.cat([embeddings_ND, embed(torch.tensor([min(row + 2 + step, 12)]))])
 
 
 def test_loss_is_the_cross_entropy_of_every_step() -> None:
-    """Guards which token a step is compared with, what counts, and the weights of steps, against a plain loop."""
+    """Guards which token a step is compared with, what counts, and the weights of steps, against a
+    plain loop."""
     target = target_of("llama")
     drafter = mtp.Method.random(target, build_options(mtp.Options, {"ttt.steps": 3, "ttt.decay": 0.5}), seed=2)
     batch = heads.batch_of(target, target.num_layers)
@@ -184,7 +198,8 @@ def test_a_batch_in_which_nothing_counts() -> None:
 
 
 def test_a_new_module_predicts_as_the_feature_does() -> None:
-    """Guards the beginning of a training: the lm_head reads the same directions, about as large, from the first step on."""
+    """Guards the beginning of a training: the lm_head reads the same directions, about as large,
+    from the first step on."""
     for family in ("llama", "gemma2"):
         target = target_of(family)
         net = mtp.Method.init_for_training(target).net
@@ -198,12 +213,15 @@ def test_a_new_module_predicts_as_the_feature_does() -> None:
 
 @pytest.mark.slow
 def test_a_trained_module_comes_back(tmp_path: Path) -> None:
-    """Guards the form on disk, the method that a folder chooses, and heads of another target; the text stays that of plain decoding."""
+    """Guards the form on disk, the method that a folder chooses, and heads of another target; the
+    text stays that of plain decoding."""
     target = heads.tiny_target()
     first, losses, figures = heads.short_training(mtp.Method.init_for_training(target, seed=1), tmp_path / "head")
     assert losses[-1]["loss"] < losses[0]["loss"] < first
     assert figures["tau"] >= 1
-    llm = eyas.load(target.model, tmp_path / "head", tokenizer=False, kernels="off", tree={"nodes": 8, "depth": 3, "branch": 2})
+    llm = eyas.load(
+        target.model, tmp_path / "head", tokenizer=False, kernels="off", tree={"nodes": 8, "depth": 3, "branch": 2}
+    )
     assert isinstance(llm.drafter, mtp.Method)
     stored = checkpoints.load(tmp_path / "head").tensors
     assert all(torch.equal(stored[name], weight) for name, weight in llm.drafter.net.state_dict().items())
@@ -238,7 +256,8 @@ def test_impossible_options(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 @torch.no_grad()
 def test_our_layer_computes_what_transformers_does(family: str) -> None:
-    """Guards every weight's place, the biases, RoPE and its offset: a text in parts, against transformers' layer over all of it."""
+    """Guards every weight's place, the biases, RoPE and its offset: a text in parts, against
+    transformers' layer over all of it."""
     target = target_of(family)
     drafter = mtp.Method.random(target, seed=6)
     for weight in drafter.net.parameters():  # norms and biases of random nets are all alike
@@ -270,6 +289,7 @@ def test_layers_that_are_not_ours() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama4", "jamba"])
 def test_families_without_modules(family: str) -> None:
-    """Bug: training a module for a target whose layers transformers makes no module of ends in a traceback."""
+    """Bug: training a module for a target whose layers transformers makes no module of ends in a
+    traceback."""
     with pytest.raises(ModelError, match=r"transformers makes no MTP module for a .*: choose another method than mtp"):
         mtp.Method.init_for_training(target_of(family))

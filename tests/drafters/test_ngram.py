@@ -1,4 +1,5 @@
-"""Drafting from the text alone, against naive searches through it; and the sessions that keep the text."""
+"""Drafting from the text alone, against naive searches through it; and the sessions that keep the
+text."""
 
 from __future__ import annotations
 
@@ -57,9 +58,11 @@ def paths(guesses: Sequence[Guess]) -> list[tuple[int, ...]]:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 3), st.integers(0, 2), st.sampled_from(["newest", "oldest"]), st.integers(1, 3))
-def test_lookup_is_a_search_through_the_text(text: list[int], shortest: int, more: int, pick: str, matches: int) -> None:
-    """Guards which n-gram is looked up (the longest that was there), which of its places are taken, and what a place proposes: what
-    followed it, and from the end of the text on the copy itself."""
+def test_lookup_is_a_search_through_the_text(
+    text: list[int], shortest: int, more: int, pick: str, matches: int
+) -> None:
+    """Guards which n-gram is looked up (the longest that was there), which of its places are taken,
+    and what a place proposes: what followed it, and from the end of the text on the copy itself."""
     options = Lookup(longest=shortest + more, shortest=shortest, depth=6, matches=matches, pick=pick)  # type: ignore[arg-type]
     expected: list[tuple[int, ...]] = []
     for n in range(min(options.longest, len(text)), shortest - 1, -1):
@@ -82,8 +85,9 @@ def test_lookup_is_a_search_through_the_text(text: list[int], shortest: int, mor
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
 def test_the_automaton_knows_every_substring(text: list[int]) -> None:
-    """Guards construction: every substring leads to a state that knows how often and where last it occurred and what followed it, no other
-    string leads anywhere, and the link of the whole text is its longest earlier match."""
+    """Guards construction: every substring leads to a state that knows how often and where last it
+    occurred and what followed it, no other string leads anywhere, and the link of the whole text is
+    its longest earlier match."""
     index = SuffixAutomaton(SuffixTree())
     learnt(index, text)
     for begin in range(len(text)):
@@ -103,8 +107,9 @@ def test_the_automaton_knows_every_substring(text: list[int]) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
 def test_suffix_proposes_a_tree_of_probabilities(text: list[int], nodes: int, depth: int, branch: int) -> None:
-    """Guards the best-first growth: the sizes asked for, distinct siblings whose probabilities sum to at most 1, the most probable paths
-    first, and nothing but what followed some end of text and path."""
+    """Guards the best-first growth: the sizes asked for, distinct siblings whose probabilities sum
+    to at most 1, the most probable paths first, and nothing but what followed some end of text and
+    path."""
     guesses = learnt(SuffixAutomaton(SuffixTree(nodes, depth, branch)), text).guesses()
     assert len(guesses) <= nodes - 1
     joint = [0.0]
@@ -123,11 +128,13 @@ def test_suffix_proposes_a_tree_of_probabilities(text: list[int], nodes: int, de
 
 
 def test_longer_matches_propose_longer_continuations() -> None:
-    """Guards the adaptive length: after a match of one token several short paths, after a long one a single long one. Deterministic."""
+    """Guards the adaptive length: after a match of one token several short paths, after a long one
+    a single long one. Deterministic."""
 
     def deepest(match: int) -> int:
         known = list(range(100, 100 + match))
-        others = [token for i in range(12) for token in (known[-1], 200 + i, 300 + i)]  # what else followed its last token
+        # what else followed its last token
+        others = [token for i in range(12) for token in (known[-1], 200 + i, 300 + i)]
         text = [*others, *known, *range(400, 440), *known]
         return max(map(len, paths(learnt(SuffixAutomaton(SuffixTree(nodes=13, depth=12)), text).guesses())))
 
@@ -135,21 +142,24 @@ def test_longer_matches_propose_longer_continuations() -> None:
 
 
 def test_shorter_matches_say_what_longer_ones_do_not() -> None:
-    """Guards the escape: what followed the longest match first, then what only followed shorter ones. Deterministic."""
+    """Guards the escape: what followed the longest match first, then what only followed shorter
+    ones. Deterministic."""
     text = [1, 2, 3, 9, 8, 2, 4, 9, 7, 2, 4, 5, 1, 2]
     guesses = [guess for guess in learnt(SuffixAutomaton(SuffixTree()), text).guesses() if guess.parent == 0]
     assert [guess.token for guess in guesses] == [3, 4]
 
 
 def test_a_loop_goes_on() -> None:
-    """Guards the way past the end of the text: a text that repeats itself is proposed to the full depth. Deterministic."""
+    """Guards the way past the end of the text: a text that repeats itself is proposed to the full
+    depth. Deterministic."""
     text = [1, 2, 3, 4] * 3 + [1, 2]
     found = paths(learnt(SuffixAutomaton(SuffixTree(nodes=13)), text).guesses())
     assert found[-1] == (3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
 
 
 def test_escapes_are_learnt() -> None:
-    """Guards the estimate: where matches of one token were followed by new tokens, the next one is trusted less. Deterministic."""
+    """Guards the estimate: where matches of one token were followed by new tokens, the next one is
+    trusted less. Deterministic."""
     index = SuffixAutomaton(SuffixTree())
     before = index.escape(1)
     learnt(index, [token for i in range(20) for token in (1, 100 + i)])
@@ -192,8 +202,9 @@ def check_texts(decoder: Decoder) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("law", [Sampling(), Sampling(0.6, top_k=8, seed=1)])
 def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
-    """Guards the whole cycle where it matters: texts that repeat themselves, in rows that join and leave; the same ids as the plain loop,
-    every index holding its row's text and no other; trees of a few sizes only."""
+    """Guards the whole cycle where it matters: texts that repeat themselves, in rows that join and
+    leave; the same ids as the plain loop, every index holding its row's text and no other; trees of
+    a few sizes only."""
     target, dice, kind = Target(zoo.FAMILIES["llama"]()), random.Random(2), drafters.find(name)
     phrase = [dice.randrange(zoo.VOCAB) for _ in range(6)]
     requests = [Request(tuple([*phrase, i] * (2 + i)), 60 - 7 * i, law) for i in range(4)]
@@ -212,8 +223,9 @@ def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_chat_keeps_what_is_equal(name: str) -> None:
-    """Guards `keep`: the next prompt goes on after, before or within what the row holds, or has nothing to do with it; the index holds
-    exactly the row's text, and the answers are those of the plain loop."""
+    """Guards `keep`: the next prompt goes on after, before or within what the row holds, or has
+    nothing to do with it; the index holds exactly the row's text, and the answers are those of the
+    plain loop."""
     target = Target(zoo.FAMILIES["llama"]())
     decoder = Decoder(target, drafters.find(name)(target), rows=1, reuse=True)
     first = (3, 5, 7, 3, 5, 7, 9)
@@ -228,7 +240,8 @@ def test_a_chat_keeps_what_is_equal(name: str) -> None:
 
 
 def test_padding_is_no_candidate() -> None:
-    """Guards fixed shapes: what is not guessed is padding below the root, in rows that guess something, nothing, or are empty."""
+    """Guards fixed shapes: what is not guessed is padding below the root, in rows that guess
+    something, nothing, or are empty."""
     target = Target(zoo.FAMILIES["llama"]())
     decoder = Decoder(target, drafters.find("suffix")(target), rows=3)
     for prompt in (tuple(range(zoo.VOCAB)), (9,)):  # whatever the first says, it stood there before
@@ -262,7 +275,8 @@ def test_bad_options(name: str, options: dict[str, object], message: str) -> Non
 
 @pytest.mark.parametrize(("counts", "nodes"), [((0, 0), 1), ((1, 0), 2), ((3, 4), 5), ((5, 0), 7), ((6, 6), 7)])
 def test_a_tree_is_no_larger_than_its_guesses_need(counts: tuple[int, int], nodes: int) -> None:
-    """Guards the price of a cycle that has little to propose: few sizes of trees, one node when there is nothing."""
+    """Guards the price of a cycle that has little to propose: few sizes of trees, one node when
+    there is nothing."""
     guesses = [[Guess(0, 5 + i, 0.0) for i in range(count)] for count in counts]
     draft = TextSession(2, lambda: None, 7, 3, scored=True)._tree([1, 2], guesses, torch.device("cpu"))  # type: ignore[arg-type,return-value]
     assert draft.tree.nodes == nodes

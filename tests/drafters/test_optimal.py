@@ -24,10 +24,13 @@ def every_tree(nodes: int, depth: int, ranks: int) -> Iterator[Choices]:
 
 @pytest.mark.quick("5-2-3-any", "5-2-3-falling", "4-3-2-any", "4-3-2-falling")
 @pytest.mark.parametrize("falling", [True, False], ids=["falling", "any"])
-@pytest.mark.parametrize(("nodes", "depth", "ranks"), [(2, 3, 2), (4, 3, 2), (5, 2, 3), (6, 3, 2), (4, 2, 4), (3, 1, 4)])
+@pytest.mark.parametrize(
+    ("nodes", "depth", "ranks"), [(2, 3, 2), (4, 3, 2), (5, 2, 3), (6, 3, 2), (4, 2, 4), (3, 1, 4)]
+)
 def test_no_tree_is_better(nodes: int, depth: int, ranks: int, falling: bool) -> None:
-    """Guards the dynamic program: its tree is worth as much as the best of all. Rates that do not fall with the rank, as counts of few
-    cycles do, defeat taking the best node again and again. Brute force: no odds."""
+    """Guards the dynamic program: its tree is worth as much as the best of all. Rates that do not
+    fall with the rank, as counts of few cycles do, defeat taking the best node again and again.
+    Brute force: no odds."""
     dice = random.Random(nodes * 100 + depth * 10 + ranks)
     for _ in range(4):
         rates = []
@@ -38,7 +41,9 @@ def test_no_tree_is_better(nodes: int, depth: int, ranks: int, falling: bool) ->
         found = optimal_choices(rates, nodes + 1, depth)
         assert len(found) == nodes
         assert max(map(len, found)) <= depth
-        assert tree_value(found, rates) == pytest.approx(max(tree_value(tree, rates) for tree in every_tree(nodes, depth, ranks)))
+        assert tree_value(found, rates) == pytest.approx(
+            max(tree_value(tree, rates) for tree in every_tree(nodes, depth, ranks))
+        )
 
 
 def test_edges() -> None:
@@ -54,7 +59,8 @@ def test_edges() -> None:
 
 
 def test_counting() -> None:
-    """Guards what counts as reached: parents with all their children, whose own acceptance does not count. Deterministic."""
+    """Guards what counts as reached: parents with all their children, whose own acceptance does not
+    count. Deterministic."""
     parents = [-1, 0, 0, 1, 1, 2]
     counts = count_ranks([(parents, [0, 1, 4]), (parents, [0, 2]), (parents, [0]), (parents, [0, 1])], 3, 2)
     assert counts == ([4, 2, 0], [[2, 1], [0, 1], [0, 0]])  # node 2 has one child only

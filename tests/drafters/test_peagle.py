@@ -1,4 +1,5 @@
-"""P-EAGLE, and EAGLE-3's net with several layers: against transformers' own layers, training against drafting, a short training."""
+"""P-EAGLE, and EAGLE-3's net with several layers: against transformers' own layers, training
+against drafting, a short training."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def made(name: str, target: Target, kind: str = "random", **options: Any) -> Any
 
 
 def by_transformers(drafter: Any, hidden_ND: Tensor, embeddings_ND: Tensor) -> Tensor:
-    """The net's output [N, D] at N inputs, each of which sees those before it, by transformers' LLaMA layers. The first one is changed as
-    the speculators library changes it: its projections read the normed embedding beside the normed hidden, its residual is the hidden."""
+    """The net's output [N, D] at N inputs, each of which sees those before it, by transformers'
+    LLaMA layers. The first one is changed as the speculators library changes it: its projections
+    read the normed embedding beside the normed hidden, its residual is the hidden."""
     net, shape = drafter.net, drafter.shape
     config = LlamaConfig(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_attention_heads=shape.num_heads,
@@ -51,7 +53,9 @@ def by_transformers(drafter: Any, hidden_ND: Tensor, embeddings_ND: Tensor) -> T
             x_1ND = theirs(x_1ND, **given)
             continue
         for x in "qkv":
-            getattr(theirs.self_attn, f"{x}_proj").weight = torch.nn.Parameter(weights.pop(f"self_attn.{x}_proj.weight"))
+            getattr(theirs.self_attn, f"{x}_proj").weight = torch.nn.Parameter(
+                weights.pop(f"self_attn.{x}_proj.weight")
+            )
         theirs.load_state_dict(weights, strict=False)
         joined = torch.cat([ours.embed_norm(embeddings_ND), ours.hidden_norm(hidden_ND)], dim=-1)[None]
         after = x_1ND + theirs.self_attn(hidden_states=joined, **given)[0]
@@ -61,8 +65,8 @@ def by_transformers(drafter: Any, hidden_ND: Tensor, embeddings_ND: Tensor) -> T
 
 @torch.no_grad()
 def test_masks_behind_every_slot(target: Target) -> None:
-    """Guards layers, positions, masks and their order, in training: from each slot, the pairs up to it and the masks behind it are one
-    causal text."""
+    """Guards layers, positions, masks and their order, in training: from each slot, the pairs up to
+    it and the masks behind it are one causal text."""
     drafter, levels = made("peagle", target, **{"head.mask_token": 7}), 4
     ids_N = torch.randint(target.vocab_size, (11,), generator=torch.Generator().manual_seed(1))
     lengths, rows_M = (7, 4), torch.tensor([0, 2, 5, 8])
@@ -83,8 +87,8 @@ def test_masks_behind_every_slot(target: Target) -> None:
 @pytest.mark.parametrize("cycles", [1, 4])
 @torch.no_grad()
 def test_drafting_sees_the_whole_text(name: str, cycles: int, target: Target) -> None:
-    """Guards prompts in chunks, commits and the cache of each layer: after some cycles the net's output at the newest pair, and at the
-    masks behind it, is that over the whole text."""
+    """Guards prompts in chunks, commits and the cache of each layer: after some cycles the net's
+    output at the newest pair, and at the masks behind it, is that over the whole text."""
     drafter = made(name, target, **{"tree.depth": 4, "tree.nodes": 9, "tree.branch": 2})
     outputs: list[Tensor] = []
     drafter.net.register_forward_hook(lambda module, args, out: outputs.append(out[0]))
@@ -106,7 +110,8 @@ def test_drafting_sees_the_whole_text(name: str, cycles: int, target: Target) ->
         embeddings_ND = torch.cat([embeddings_ND, mask_D.expand(masks, -1)])
     expected = by_transformers(drafter, fused_ND, embeddings_ND)[-1 - masks :]
     assert len(outputs) == (1 if masks else 4), "P-EAGLE runs its net once in a cycle, EAGLE-3 once for each level"
-    found = torch.cat([outputs[0][:1], outputs[0][len(outputs[0]) - masks :]])  # one pair is pending: the random head accepts nothing
+    # one pair is pending: the random head accepts nothing
+    found = torch.cat([outputs[0][:1], outputs[0][len(outputs[0]) - masks :]])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -150,9 +155,12 @@ def test_heads_of_others(target: Target, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
-    """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are accepted, and it is read back."""
+    """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are
+    accepted, and it is read back."""
     kind: Any = drafters.find(name)
-    options = build_options(kind.Options, {**SMALL, "head.depth": 2, **({"head.levels": 3} if name == "peagle" else {"ttt.steps": 3})})
+    options = build_options(
+        kind.Options, {**SMALL, "head.depth": 2, **({"head.levels": 3} if name == "peagle" else {"ttt.steps": 3})}
+    )
     drafter = kind.init_for_training(target, options, 1)
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)

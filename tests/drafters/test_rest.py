@@ -52,12 +52,15 @@ def test_the_heaviest_nodes_of_the_trie() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1)])
 def test_a_datastore_that_knows_the_answer(sampling: Sampling) -> None:
-    """Guards the whole way: what the target will say stands in the datastore, so nearly all of it is accepted, in rows of any age; a chat's
-    row that is cut back and goes on looks up the right tokens."""
+    """Guards the whole way: what the target will say stands in the datastore, so nearly all of it
+    is accepted, in rows of any age; a chat's row that is cut back and goes on looks up the right
+    tokens."""
     target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
     requests = [Request(tuple(dice.randrange(100) for _ in range(5 + 3 * i)), 30, sampling) for i in range(5)]
     answers = [plain_decode(target.model, request) for request in requests]
-    store = Datastore.of([[*request.prompt, *answer] for request, answer in zip(requests, answers, strict=True)], target.vocab_size)
+    store = Datastore.of(
+        [[*request.prompt, *answer] for request, answer in zip(requests, answers, strict=True)], target.vocab_size
+    )
     drafter = Method(target, Options(), store)
     for rows, reuse in ((1, False), (3, False), (1, True)):
         tokens, steps = run(Decoder(target, drafter, rows, reuse), requests)
@@ -73,7 +76,11 @@ def test_nothing_found() -> None:
     """Guards a text that the datastore does not know, an empty one, and a tree that is the root alone."""
     target = Target(zoo.FAMILIES["llama"]())
     request = Request((5, 6, 7), 8, Sampling())
-    for store, options in (([[150] * 4], {}), ([[5, 6, 7] * 9], {"rest.nodes": 1}), ([[5]], {"rest.longest": 30, "rest.depth": 30})):
+    for store, options in (
+        ([[150] * 4], {}),
+        ([[5, 6, 7] * 9], {"rest.nodes": 1}),
+        ([[5]], {"rest.longest": 30, "rest.depth": 30}),
+    ):
         drafter = Method(target, build_options(Options, options), Datastore.of(store, 160))
         assert run(Decoder(target, drafter), [request])[0] == [plain_decode(target.model, request)]
 

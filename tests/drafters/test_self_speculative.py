@@ -1,4 +1,5 @@
-"""self_speculative: views without layers leave the model alone, say what the model without those layers says, and are found by a search."""
+"""self_speculative: views without layers leave the model alone, say what the model without those
+layers says, and are found by a search."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def make(target: Target, **options: Any) -> Method:
 @pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_view_is_the_model_without_those_parts(family: str) -> None:
-    """Guards masks by layer, layer numbers and sublayers of every family, against hooks that zero what the parts put out; and the model,
-    which must be as it was."""
+    """Guards masks by layer, layer numbers and sublayers of every family, against hooks that zero
+    what the parts put out; and the model, which must be as it was."""
     model = zoo.FAMILIES[family]()
     target, ids = Target(model), torch.arange(3, 30)[None]
     if target.family.shares_keys:
@@ -70,7 +71,9 @@ def test_a_view_is_the_model_without_those_parts(family: str) -> None:
     assert not torch.allclose(expected, logits, atol=1e-2)
     assert torch.equal(model(ids, use_cache=False).logits, logits)
     assert model.config.to_dict() == config
-    assert [(name, id(module)) for name, module in modules] == [(name, id(module)) for name, module in model.named_modules()]
+    assert [(name, id(module)) for name, module in modules] == [
+        (name, id(module)) for name, module in model.named_modules()
+    ]
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -109,7 +112,8 @@ def test_the_search_finds_them() -> None:
 
 @pytest.mark.slow
 def test_the_target_s_own_text() -> None:
-    """Guards the text of the search: rows differ, are drawn from the target, and with numbers that no request reads."""
+    """Guards the text of the search: rows differ, are drawn from the target, and with numbers that
+    no request reads."""
     target = idle()
     text_RT = own_text(target, 3, 12, seed=4)
     assert len({tuple(row) for row in text_RT.tolist()}) == 3
@@ -124,7 +128,8 @@ def test_the_target_s_own_text() -> None:
 
 @pytest.mark.slow
 def test_a_search_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the cache: one search for a target, none for the same one again, another for another; a broken file is no obstacle."""
+    """Guards the cache: one search for a target, none for the same one again, another for another;
+    a broken file is no obstacle."""
     searched: list[Target] = []
 
     def with_cpu_kernels(target: Target, text: torch.Tensor) -> Found:

@@ -1,4 +1,5 @@
-"""small_model: its own cache beside the target's, vocabularies, what it drafts, and how it is loaded and trained."""
+"""small_model: its own cache beside the target's, vocabularies, what it drafts, and how it is
+loaded and trained."""
 
 from __future__ import annotations
 
@@ -47,8 +48,9 @@ def taus(drafter: Drafter, law: Sampling) -> list[int]:
 @pytest.mark.parametrize("law", SAMPLINGS)
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_draft_that_is_the_target_is_always_right(verification: str, law: Sampling, target: Target) -> None:
-    """Guards positions, masks and the catching up of the draft's cache, and q, which must be processed as p is: with p = q nothing may be
-    refused, cycle after cycle. No false alarms: acceptance is then certain, up to rounding, and the run is seeded."""
+    """Guards positions, masks and the catching up of the draft's cache, and q, which must be
+    processed as p is: with p = q nothing may be refused, cycle after cycle. No false alarms:
+    acceptance is then certain, up to rounding, and the run is seeded."""
     draft = Target(zoo.tiny("llama"))
     assert set(taus(make(target, draft, depth=3, verification=verification), law)) == {4}
 
@@ -56,7 +58,8 @@ def test_a_draft_that_is_the_target_is_always_right(verification: str, law: Samp
 @pytest.mark.quick("mistral")
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2"])
 def test_families_that_draft(family: str, target: Target) -> None:
-    """The same with windows, masks by layer and learned positions, for a static tree grown level by level."""
+    """The same with windows, masks by layer and learned positions, for a static tree grown level by
+    level."""
     twins = [Target(zoo.FAMILIES[family]()) for _ in range(2)]
     drafter = make(*twins, **{"tree.choices": "reference"})
     assert set(taus(drafter, Sampling())) == {6}
@@ -77,14 +80,17 @@ TREES: tuple[dict[str, Any], ...] = (
 def test_chosen_trees_give_the_ids_of_plain_decoding(options: dict[str, Any], target: Target) -> None:
     """Guards every shape at any temperature, in a batch whose rows are of different ages."""
     requests = [Request(prompt(4 + 7 * i, i), 14 - i, SAMPLINGS[i % 3]) for i in range(4)]
-    tokens, _ = run(Decoder(target, make(target, Target(zoo.tiny("llama", seed=0, num_hidden_layers=2)), **options), 2), requests)
+    tokens, _ = run(
+        Decoder(target, make(target, Target(zoo.tiny("llama", seed=0, num_hidden_layers=2)), **options), 2), requests
+    )
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
 
 @pytest.mark.slow
 def test_a_drawn_chain_keeps_the_law() -> None:
-    """Guards the law of sampled text: of the second and third tokens of 1,500 seeds, against the exact law of a model of 9 tokens.
-    Pearson's statistic has 8 degrees of freedom; a false alarm has odds of 1e-5, and none with these seeds."""
+    """Guards the law of sampled text: of the second and third tokens of 1,500 seeds, against the
+    exact law of a model of 9 tokens. Pearson's statistic has 8 degrees of freedom; a false alarm
+    has odds of 1e-5, and none with these seeds."""
     target = Target(zoo.tiny("llama", vocab_size=9))
     drafter = make(target, Target(zoo.tiny("llama", vocab_size=9, seed=5)), depth=2)
     requests = [Request((1, 4, 2), 3, Sampling(1.0, seed=seed)) for seed in range(1500)]
@@ -104,7 +110,8 @@ def test_a_drawn_chain_keeps_the_law() -> None:
 
 @pytest.mark.slow
 def test_confidence_ends_a_row_alone(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the threshold: nothing stands behind a token that the draft gave less, and when no row goes on, the model is not asked."""
+    """Guards the threshold: nothing stands behind a token that the draft gave less, and when no row
+    goes on, the model is not asked."""
     drafter = make(target, Target(zoo.tiny("llama", seed=5)), depth=5, confidence=0.25)
     _, steps = run(Decoder(target, drafter), [Request(prompt(9), 20)])
     ended = 0
@@ -118,7 +125,9 @@ def test_confidence_ends_a_row_alone(target: Target, monkeypatch: pytest.MonkeyP
         ended += first < 5
     assert ended
     session, calls = drafter.open(1), list[int]()
-    monkeypatch.setattr(session.model, "extend", lambda tokens, *rest, to=session.model.extend: (calls.append(1), to(tokens, *rest))[1])
+    monkeypatch.setattr(
+        session.model, "extend", lambda tokens, *rest, to=session.model.extend: (calls.append(1), to(tokens, *rest))[1]
+    )
     monkeypatch.setattr(drafter, "open", lambda rows: session)
     _, steps = run(Decoder(target, drafter), [Request(prompt(9), 20)])
     assert len(calls) < 5 * sum(not step.prefill for step in steps)
@@ -126,7 +135,8 @@ def test_confidence_ends_a_row_alone(target: Target, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_a_chat_goes_on_where_the_draft_stands(target: Target) -> None:
-    """Guards rows that are used again: the draft keeps what it has read of the shared prefix, and is right from there on."""
+    """Guards rows that are used again: the draft keeps what it has read of the shared prefix, and
+    is right from there on."""
     drafter = make(target, Target(zoo.tiny("llama")), depth=3)
     decoder, history = Decoder(target, drafter, reuse=True), list(prompt(20))
     for turn in range(4):
@@ -150,8 +160,9 @@ def folder_of(path: Path, size: int, tokenizer: Any, **more: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mine", "theirs"), [(0, 10), (10, 0)])
 def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
-    """Guards matrices that are padded to different sizes, either way: what only one of the two has is not drafted, and is read without an
-    index error; ids stay those of the target, sampled too."""
+    """Guards matrices that are padded to different sizes, either way: what only one of the two has
+    is not drafted, and is read without an index error; ids stay those of the target, sampled
+    too."""
     target = Target.load(folder_of(tmp_path / "target", VOCAB + mine, byte_tokenizer()))
     draft = folder_of(tmp_path / "draft", VOCAB + theirs, byte_tokenizer(), num_hidden_layers=1)
     for options in ({"depth": 3}, {"depth": 3, "dynamic.nodes": 9}):
@@ -163,7 +174,9 @@ def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
         tokens, steps = run(Decoder(target, drafter, 2), requests)
         chosen = tokens if "dynamic.nodes" in options else tokens[:1]
         assert chosen == [plain_decode(target.model, r) for r in requests][: len(chosen)]
-        drafted: list[Tensor] = [s.draft.tokens_BN[:, 1:][s.draft.tree.candidate_BN[:, 1:]] for s in steps if s.draft is not None]
+        drafted: list[Tensor] = [
+            s.draft.tokens_BN[:, 1:][s.draft.tree.candidate_BN[:, 1:]] for s in steps if s.draft is not None
+        ]
         assert max(int(t.max()) for t in drafted if len(t)) < VOCAB
 
 
@@ -172,14 +185,19 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     target = Target.load(folder_of(tmp_path / "target", VOCAB, byte_tokenizer()))
     other = byte_tokenizer()
     other.add_tokens(["one more"])
-    Method.from_pretrained(folder_of(tmp_path / "more", VOCAB + 1, other), target)  # the target does not know it: never drafted
+    # the target does not know it: never drafted
+    Method.from_pretrained(folder_of(tmp_path / "more", VOCAB + 1, other), target)
     swapped = tmp_path / "swapped"
     folder_of(swapped, VOCAB, byte_tokenizer())
     file = swapped / "tokenizer.json"
     file.write_text(file.read_text().replace('"a": ', '"A-": ', 1))
-    with pytest.raises(CheckpointError, match=r"another vocabulary than the target: token \d+ is 'A-' there and 'a' in the target"):
+    with pytest.raises(
+        CheckpointError, match=r"another vocabulary than the target: token \d+ is 'A-' there and 'a' in the target"
+    ):
         Method.from_pretrained(swapped, target)
-    with pytest.raises(CheckpointError, match="vocabulary of 300 tokens, the target one of 262, and without both tokenizers"):
+    with pytest.raises(
+        CheckpointError, match="vocabulary of 300 tokens, the target one of 262, and without both tokenizers"
+    ):
         Method.from_pretrained(folder_of(tmp_path / "without", 300, None), target)
 
 
@@ -219,7 +237,8 @@ def test_weights_come_back(target: Target) -> None:
 
 
 def test_several_models_draft_together(tmp_path: Path) -> None:
-    """Guards merged trees: the ids of plain decoding at any temperature, and one model's luck helps where the other has none."""
+    """Guards merged trees: the ids of plain decoding at any temperature, and one model's luck helps
+    where the other has none."""
     model = zoo.tiny("llama")
     model.save_pretrained(tmp_path / "same")
     zoo.tiny("llama", seed=5).save_pretrained(tmp_path / "other")
@@ -239,7 +258,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two trees": ({"dynamic.nodes": 8, "tree.choices": "reference"}, "a dynamic tree needs"),
     "half a dynamic tree": ({"dynamic.branch": 3}, r"a dynamic tree needs dynamic\.nodes"),
     "a dynamic tree of nothing": ({"dynamic.nodes": 0}, r"tree\.nodes must be"),
-    "a block that is a tree": ({"verification": "block", "tree.choices": "reference"}, "verification block is for a whole sampled chain"),
+    "a block that is a tree": (
+        {"verification": "block", "tree.choices": "reference"},
+        "verification block is for a whole sampled chain",
+    ),
     "net": ({"net.width": 100}, "multiple of 32"),
 }
 
@@ -268,7 +290,8 @@ def batch(target: Target) -> Batch:
 
 
 def test_the_loss_is_the_plain_formula(target: Target) -> None:
-    """Guards packing and shifting: against documents one by one, with the logits of both models' own forwards."""
+    """Guards packing and shifting: against documents one by one, with the logits of both models'
+    own forwards."""
     drafter, given = make(target), batch(target)
     expected, count = 0.0, 0
     for ids, counted in zip(given.tokens_N.split([9, 4, 6]), given.counted_N.split([9, 4, 6]), strict=True):

@@ -1,4 +1,5 @@
-"""Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing grows with the text."""
+"""Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing
+grows with the text."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ SHAPE = LayerShape(8, 8, 2, 2, 4)
 
 
 def make(target: Target, method: str = "seagle", **options: Any) -> Drafter:
-    chosen = {"tree.nodes": 8, "tree.depth": 3, "tree.branch": 2, **({} if "1" in method or "2" in method else {"head.layers": "0,1,2"})}
+    chosen = {
+        "tree.nodes": 8,
+        "tree.depth": 3,
+        "tree.branch": 2,
+        **({} if "1" in method or "2" in method else {"head.layers": "0,1,2"}),
+    }
     kind = drafters.find(method)
     return kind.random(target, build_options(kind.Options, {**chosen, **options}), seed=1)
 
@@ -36,7 +42,8 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("sink", [0, 2])
 def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int) -> None:
-    """Against keys and values kept apart: three rows, of which one is below the window, one exactly there, one beyond it."""
+    """Against keys and values kept apart: three rows, of which one is below the window, one exactly
+    there, one beyond it."""
     size, generator = 5, torch.Generator().manual_seed(0)
     cache = WindowCache(2, 4, 3, torch.float32, torch.device("cpu"), (sink, size))
     frequency, T = rope_frequencies(SHAPE), 12
@@ -56,18 +63,25 @@ def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int)
 
 
 def trees(drafter: Drafter, request: Request) -> list[list[int]]:
-    return [s.draft.tokens_BN[0].tolist() for s in run(Decoder(drafter.target, drafter), [request])[1] if s.draft is not None]
+    return [
+        s.draft.tokens_BN[0].tolist()
+        for s in run(Decoder(drafter.target, drafter), [request])[1]
+        if s.draft is not None
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
-    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other trees in one of 6."""
+    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other
+    trees in one of 6."""
     plain, options = make(target, method) if method != "eagle1" else drafters.find(method).random(target, seed=1), {}
     request = Request(prompt(14), 16)
     if method == "eagle1":
         kind = drafters.find(method)
-        wide, narrow = (kind.random(target, build_options(kind.Options, {"window.size": size}), seed=1) for size in (40, 6))
+        wide, narrow = (
+            kind.random(target, build_options(kind.Options, {"window.size": size}), seed=1) for size in (40, 6)
+        )
     else:
         wide, narrow = (make(target, method, **{"window.size": size}, **options) for size in (40, 6))
     assert trees(wide, request) == trees(plain, request)
@@ -78,7 +92,8 @@ def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_ids_stay_those_of_the_target(crop: str, sink: int, target: Target) -> None:
-    """Rows of prompts shorter and far longer than the window, together; the prompts go through several chunks of prefill."""
+    """Rows of prompts shorter and far longer than the window, together; the prompts go through
+    several chunks of prefill."""
     drafter = make(target, **{"window.size": 7, "window.sink": sink, "window.crop": crop})
     requests = [Request(prompt(n, n), 12) for n in (3, 60, 17)]
     tokens, _ = run(Decoder(target, drafter, 2), requests)
@@ -86,7 +101,8 @@ def test_ids_stay_those_of_the_target(crop: str, sink: int, target: Target) -> N
 
 
 def session_after(target: Target, length: int, crop: str, chunk: int, size: int = 8, sink: int = 2) -> EagleSession:
-    """A session that has read a prompt in chunks; its cache's un-rotated keys tell which pairs it holds."""
+    """A session that has read a prompt in chunks; its cache's un-rotated keys tell which pairs it
+    holds."""
     drafter = make(target, **{"window.size": size, "window.sink": sink, "window.crop": crop})
     session, ids = drafter.open(1), torch.tensor(prompt(length))
     features = target.encode(ids[None], drafter.feature_layers)[0]
@@ -110,7 +126,8 @@ def pairs_held(session: EagleSession, target: Target, length: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [4, 7, 100])
 def test_what_is_read_of_a_long_prompt(chunk: int, target: Target) -> None:
-    """Window of 2 + 8, prompt of 50 tokens: 49 pairs are complete, pair 49 waits for the root. However the prompt is cut into chunks."""
+    """Window of 2 + 8, prompt of 50 tokens: 49 pairs are complete, pair 49 waits for the root.
+    However the prompt is cut into chunks."""
     expected = {
         "halves": [0, 1, 2, 3, 4, 45, 46, 47, 48],  # the first 5, and with the waiting one the last 5
         "last": [40, 41, 42, 43, 44, 45, 46, 47, 48],
@@ -136,7 +153,8 @@ def test_memory_does_not_grow_with_the_prompt(crop: str, target: Target) -> None
 
 @pytest.mark.slow
 def test_a_chat_goes_on_within_the_window(target: Target) -> None:
-    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay those of the target."""
+    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay
+    those of the target."""
     drafter = make(target, **{"window.size": 9, "window.sink": 2})
     decoder, history = Decoder(target, drafter, reuse=True), list(prompt(20))
     for turn in range(4):
@@ -181,20 +199,29 @@ def test_bad_windows(options: dict[str, Any], message: str, target: Target) -> N
 
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_flags_without_a_window_are_refused(method: str, target: Target) -> None:
-    """They would be taken and do nothing. What the default says is no flag; seagle brings a window; a trained one has no sinks."""
+    """They would be taken and do nothing. What the default says is no flag; seagle brings a window;
+    a trained one has no sinks."""
     kind = drafters.find(method)
     own = {"head.layers": "0,1,2"} if method == "eagle3" else {}
 
     def random(**given: Any) -> Drafter:
-        return kind.random(target, build_options(kind.Options, {**own, **{f"window.{name}": value for name, value in given.items()}}))
+        return kind.random(
+            target, build_options(kind.Options, {**own, **{f"window.{name}": value for name, value in given.items()}})
+        )
 
     def load(trained: int | None = None, **given: Any) -> Drafter:
         head = random()
         head.trained_window = trained  # type: ignore[attr-defined]
-        return kind.load(head.weights(), target, build_options(kind.Options, {f"window.{name}": value for name, value in given.items()}))
+        return kind.load(
+            head.weights(),
+            target,
+            build_options(kind.Options, {f"window.{name}": value for name, value in given.items()}),
+        )
 
     for make_it in (load, random):
-        with pytest.raises(OptionError, match=r"window\.sink: this draft sees everything; give --window\.size too, or leave it out"):
+        with pytest.raises(
+            OptionError, match=r"window\.sink: this draft sees everything; give --window\.size too, or leave it out"
+        ):
             make_it(sink=2)
         with pytest.raises(OptionError, match=r"window\.sink and window\.crop: this draft .* leave them out"):
             make_it(sink=0, crop="last")
@@ -202,13 +229,16 @@ def test_flags_without_a_window_are_refused(method: str, target: Target) -> None
         assert make_it(sink=2, crop="last", size=9).window() == (2, 9)
     if method == "eagle3":
         assert load(12, crop="last").window() == (0, 12)
-        with pytest.raises(OptionError, match=r"window\.sink: this head was trained with a window of 12, without sinks; give"):
+        with pytest.raises(
+            OptionError, match=r"window\.sink: this head was trained with a window of 12, without sinks; give"
+        ):
             load(12, sink=2)
         assert make(target, "seagle", **{"window.sink": 2, "window.crop": "last"}).options.window.sink == 2
 
 
 def test_positions_never_leave_the_window(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's catching up."""
+    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's
+    catching up."""
     drafter = make(target, **{"window.size": 10, "window.sink": 2})
     seen: list[int] = []
     forward = drafter.net.forward

@@ -1,4 +1,5 @@
-"""The Triton attention kernels by Triton's interpreter, and their reference, both against torch's attention with a mask."""
+"""The Triton attention kernels by Triton's interpreter, and their reference, both against torch's
+attention with a mask."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Inputs(NamedTuple):
 
 
 def inputs(case: Case) -> Inputs:
-    """Random heads; nodes that see themselves and, by lot, nodes before them. The slots behind a row's nodes hold NaN."""
+    """Random heads; nodes that see themselves and, by lot, nodes before them. The slots behind a
+    row's nodes hold NaN."""
     die = torch.Generator().manual_seed(sum(case.lengths) + case.nodes + case.width)
     R, T = len(case.lengths), case.nodes + case.earlier
     W = max(case.lengths) + T + 9
@@ -69,7 +71,9 @@ def by_torch(case: Case, x: Inputs) -> Tensor:
         near = (x.position[..., None] - slot < case.window) | (slot < case.sink) | (slot >= x.length[:, None, None])
         allowed = allowed & near
     key, value = (y.double().nan_to_num().repeat_interleave(case.heads // case.kv_heads, 1) for y in (x.key, x.value))
-    return F.scaled_dot_product_attention(x.q.double().transpose(1, 2), key, value, attn_mask=allowed[:, None]).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        x.q.double().transpose(1, 2), key, value, attn_mask=allowed[:, None]
+    ).transpose(1, 2)
 
 
 def by_kernels(case: Case, x: Inputs) -> Tensor:
@@ -107,7 +111,15 @@ CASES = {
 }
 
 
-IN_BFLOAT16 = ("one node", "nothing committed", "sixty nodes", "a prompt", "heads of 96", "groups of eight", "a window with sinks")
+IN_BFLOAT16 = (
+    "one node",
+    "nothing committed",
+    "sixty nodes",
+    "a prompt",
+    "heads of 96",
+    "groups of eight",
+    "a window with sinks",
+)
 
 
 @pytest.mark.slow
@@ -117,8 +129,9 @@ IN_BFLOAT16 = ("one node", "nothing committed", "sixty nodes", "a prompt", "head
     ids=[*(f"{name}-float32" for name in CASES), *(f"{name}-bfloat16" for name in IN_BFLOAT16)],
 )
 def test_kernels_are_attention(name: str, dtype: torch.dtype) -> None:
-    """Guards the ends of rows, blocks and parts, the tree's mask, groups of heads and windows. Slots that are not in use hold NaN, so one
-    that is read shows. bfloat16 rounds weights and results to 8 bits."""
+    """Guards the ends of rows, blocks and parts, the tree's mask, groups of heads and windows.
+    Slots that are not in use hold NaN, so one that is read shows. bfloat16 rounds weights and
+    results to 8 bits."""
     case = CASES[name]._replace(dtype=dtype)
     x = inputs(case)
     if dtype == torch.bfloat16:
@@ -144,7 +157,8 @@ def test_reference_is_attention(name: str) -> None:
 
 @pytest.mark.slow
 def test_views_of_a_cache_are_read_in_place() -> None:
-    """Guards strides: queries that are part of a wider matrix, keys that are a layer's part of a cache of several rows."""
+    """Guards strides: queries that are part of a wider matrix, keys that are a layer's part of a
+    cache of several rows."""
     case = Case(lengths=(70, 3, 40))
     x = inputs(case)
     wide_q = torch.randn(3, case.nodes, case.heads * case.width + 32)
@@ -158,7 +172,10 @@ def test_views_of_a_cache_are_read_in_place() -> None:
     torch.testing.assert_close(found.double(), by_torch(case, x._replace(visible=visible)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("blocks", "width", "parts"), [(8, 1024, 16), (8, 16384, 33), (32, 1024, 8), (32, 64, 1), (256, 4096, 1)])
+@pytest.mark.parametrize(
+    ("blocks", "width", "parts"), [(8, 1024, 16), (8, 16384, 33), (32, 1024, 8), (32, 64, 1), (256, 4096, 1)]
+)
 def test_parts_fill_the_processors(blocks: int, width: int, parts: int) -> None:
-    """Guards the number of parts: about two blocks for each of 132 processors, none shorter than 64 keys."""
+    """Guards the number of parts: about two blocks for each of 132 processors, none shorter than 64
+    keys."""
     assert splits_of(blocks, width, torch.device("cpu")) == parts

@@ -32,10 +32,27 @@ def attention(block_m: int, single: bool, windowed: bool) -> Kernel:
     return Kernel(
         "_attention_kernels",
         "_parts_kernel",
-        {"q": BF16, "key": BF16, "value": BF16, "length": "*i64", "visible": "*u8", "position": "*i64", "out": BF16 if single else "*fp32"}
+        {
+            "q": BF16,
+            "key": BF16,
+            "value": BF16,
+            "length": "*i64",
+            "visible": "*u8",
+            "position": "*i64",
+            "out": BF16 if single else "*fp32",
+        }
         | {"lse": "*fp32"},
         f"Q T splits window sink {STRIDES} m_r m_q m_t",
-        {"GROUP": 4, "HEADS": 32, "WIDTH": 128, "SINGLE": single, "WINDOWED": windowed, "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_H": 128},
+        {
+            "GROUP": 4,
+            "HEADS": 32,
+            "WIDTH": 128,
+            "SINGLE": single,
+            "WINDOWED": windowed,
+            "BLOCK_M": block_m,
+            "BLOCK_N": 64,
+            "BLOCK_H": 128,
+        },
         8 if single else 4,
         3 if block_m == 16 else 2,
     )
@@ -134,18 +151,22 @@ KERNELS = {
 }  # fmt: skip
 
 
-# Products of matrices, and fp8, are other instructions on each of the two; the rest is compiled for one of them, by turns.
+# Products of matrices, and fp8, are other instructions on each of the two; the rest is compiled for
+# one of them, by turns.
 TARGETS = [
     (name, capability)
     for turn, (name, kernel) in enumerate(KERNELS.items())
-    for capability in ((80, 90) if kernel.module == "_attention_kernels" else (90,) if name == "rounding" else ((80, 90)[turn % 2],))
+    for capability in (
+        (80, 90) if kernel.module == "_attention_kernels" else (90,) if name == "rounding" else ((80, 90)[turn % 2],)
+    )
 ]
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("name", "capability"), TARGETS)
 def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what the interpreter lets pass: types within loops, shapes of blocks, shared memory, and registers that do not suffice."""
+    """Guards what the interpreter lets pass: types within loops, shapes of blocks, shared memory,
+    and registers that do not suffice."""
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
@@ -155,7 +176,12 @@ def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch
     kernel = KERNELS[name]
     function = getattr(import_module(f"eyas.gpu.{kernel.module}"), kernel.name)
     names, floats = function.arg_names, dict.fromkeys(FLOATS, "fp32")
-    types = floats | kernel.pointers | dict.fromkeys(kernel.scalars.split(), "i32") | dict.fromkeys(kernel.constants, "constexpr")
+    types = (
+        floats
+        | kernel.pointers
+        | dict.fromkeys(kernel.scalars.split(), "i32")
+        | dict.fromkeys(kernel.constants, "constexpr")
+    )
     aligned = [*kernel.pointers, *(name for name in kernel.scalars.split() if name in STRIDES.split())]
     source = ASTSource(
         function,

@@ -1,4 +1,5 @@
-"""The Triton kernels of verification and of dynamic trees, by Triton's interpreter, against `core` and `drafters._grow`."""
+"""The Triton kernels of verification and of dynamic trees, by Triton's interpreter, against `core`
+and `drafters._grow`."""
 
 from __future__ import annotations
 
@@ -57,8 +58,9 @@ def noise_of(*temperatures: float) -> GumbelNoise:
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (1.0, 1.0), (0.0, 0.7)])
 @pytest.mark.parametrize("vocab", [50, 2500])
 def test_draws(temperatures: tuple[float, float], vocab: int) -> None:
-    """Guards noise (SplitMix64 and two logarithms, bit by bit), blocks of the vocabulary, excluded tokens, ties and mixed rows: the draws
-    of the reference, whose rounding differs in one draw of a million."""
+    """Guards noise (SplitMix64 and two logarithms, bit by bit), blocks of the vocabulary, excluded
+    tokens, ties and mixed rows: the draws of the reference, whose rounding differs in one draw of a
+    million."""
     noise, position = noise_of(*temperatures), torch.tensor([11, 2**20])
     scores = 2 * torch.randn(2, 7, vocab, generator=torch.Generator().manual_seed(vocab))
     scores[:, :, ::3] = -math.inf
@@ -76,7 +78,8 @@ def test_draws(temperatures: tuple[float, float], vocab: int) -> None:
 
 @pytest.mark.slow
 def test_paths() -> None:
-    """Guards the descent: every prefix of a path, a drawn token that no child has, children that may not be accepted; NaN; one node."""
+    """Guards the descent: every prefix of a path, a drawn token that no child has, children that
+    may not be accepted; NaN; one node."""
     die = torch.Generator().manual_seed(0)
     for _ in range(12):
         tokens = torch.randint(0, 4, (2, 7), generator=die)
@@ -86,9 +89,16 @@ def test_paths() -> None:
         tree = Tree(TREE.parents_BN, candidate, TREE.depth_BN, TREE.mask_BNN, TREE.max_depth)
         drawn = torch.randint(0, 5, (2, 7), generator=die)
         draft = Draft(tree, tokens)
-        if len({(b, int(p), int(t)) for b in range(2) for p, t in zip(TREE.parents_BN[b], tokens[b], strict=True)}) < 14:
+        if (
+            len({(b, int(p), int(t)) for b in range(2) for p, t in zip(TREE.parents_BN[b], tokens[b], strict=True)})
+            < 14
+        ):
             continue
-        scores, noise, position = torch.nn.functional.one_hot(drawn, 60).float(), noise_of(0.0, 0.0), torch.tensor([11, 2**20])
+        scores, noise, position = (
+            torch.nn.functional.one_hot(drawn, 60).float(),
+            noise_of(0.0, 0.0),
+            torch.tensor([11, 2**20]),
+        )
         same_verdict(draft, scores, position, noise)
         scores[1, 3, 40] = math.nan
         found = OPS.choose(draft, scores, position, noise)
@@ -110,11 +120,13 @@ FILTERS = [
 
 @pytest.mark.quick("options4-dtype4")
 @pytest.mark.parametrize(
-    ("options", "dtype"), [*((options, torch.bfloat16) for options in FILTERS), (FILTERS[1], torch.float32), (FILTERS[5], torch.float32)]
+    ("options", "dtype"),
+    [*((options, torch.bfloat16) for options in FILTERS), (FILTERS[1], torch.float32), (FILTERS[5], torch.float32)],
 )
 def test_filters(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards thresholds that are found bit by bit: negative logits, ties (bfloat16 has many; the reference excludes the first of those at
-    the border), excluded tokens, several blocks; a row that is nearly certain, and one with NaN."""
+    """Guards thresholds that are found bit by bit: negative logits, ties (bfloat16 has many; the
+    reference excludes the first of those at the border), excluded tokens, several blocks; a row
+    that is nearly certain, and one with NaN."""
     logits = (3 * torch.randn(2, 3, 2100, generator=torch.Generator().manual_seed(1)) - 4).to(dtype)
     logits[0, 0, ::3] = -math.inf
     logits[0, 1, 2099] = 30.0
@@ -129,7 +141,8 @@ def test_filters(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_paths_by_lot() -> None:
-    """Guards simulated acceptance by its kernel: the paths of the reference, whose lots depend on position and root."""
+    """Guards simulated acceptance by its kernel: the paths of the reference, whose lots depend on
+    position and root."""
     decide, die, lengths = simulated((0.9, 0.6, 0.8), seed=3), torch.Generator().manual_seed(0), set()
     for turn in range(12):
         candidate = torch.rand(2, 7, generator=die) < 0.8
@@ -165,7 +178,9 @@ def decoded(name: str, options: dict[str, object], ops: Ops, sampling: Sampling)
     target, kind = Target(zoo.tiny("llama", num_hidden_layers=7)), drafters.find(name)
     target = target.run_with(GraphRunner(target, captured_without_gpu, fused=FusedLayers(target, joins=True), ops=ops))
     ids = torch.arange(3, zoo.VOCAB, 2) if name == "eagle3" else None
-    drafter = kind.random(target, build_options(kind.Options, options), seed=1, **({} if ids is None else {"draft_ids_v": ids}))
+    drafter = kind.random(
+        target, build_options(kind.Options, options), seed=1, **({} if ids is None else {"draft_ids_v": ids})
+    )
     requests = [Request(tuple(range(5, 5 + n)), 3, sampling) for n in (9, 30)]
     tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
     return [list(t) for t in tokens], [s.draft for s in steps if s.draft is not None]
@@ -195,7 +210,8 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     ids=["greedy", "sampled", "as in the paper", "expanded nodes", "stopped", "stopped, sampled", "a window"],
 )
 def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
-    """Guards trees grown by kernels: the nodes, tokens, values and masks of `grow_dynamic`, and the text of plain decoding."""
+    """Guards trees grown by kernels: the nodes, tokens, values and masks of `grow_dynamic`, and the
+    text of plain decoding."""
     options = {"tree.nodes": 12, "tree.depth": 3, "tree.branch": 3, **options}
     name = "eagle2" if "tree.stop" in options else "eagle3"
     if name == "eagle2" and not sampling.greedy:
@@ -240,7 +256,9 @@ def wrong_paths(*inputs: Any) -> None:
         ("cycle_kernels", "draw", lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_wrong_kernels_are_found(module: str, name: str, kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernels_are_found(
+    module: str, name: str, kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards texts: a kernel that a compiler breaks, or that does not compile, is not used."""
     real = getattr(_cycle_ops, module)()
     monkeypatch.setattr(_cycle_ops, module, lambda: SimpleNamespace(**{**vars(real), name: kernel}))

@@ -1,4 +1,5 @@
-"""Structured output through `LLM` and the engine: the ids are those of plain decoding under the same masks, for every method."""
+"""Structured output through `LLM` and the engine: the ids are those of plain decoding under the
+same masks, for every method."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ EOS = 1
 MOST = 40  # tokens of an answer
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "kind": {"enum": ["cat", "dog"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "kind": {"enum": ["cat", "dog"]},
+    },
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
@@ -73,8 +78,9 @@ def plain(number: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method(name: str, rows: int) -> None:
-    """Guards masks at every node of every method's trees, rows that join and leave, and the cut where nothing may follow: greedy and seeded
-    ids are those of plain decoding under the same masks. Children that are sampled keep the distribution only, and valid texts."""
+    """Guards masks at every node of every method's trees, rows that join and leave, and the cut
+    where nothing may follow: greedy and seeded ids are those of plain decoding under the same
+    masks. Children that are sampled keep the distribution only, and valid texts."""
     requests = [request(number) for number in range(6 if rows > 1 else 3)]
     tokens, _ = run(Decoder(target(), make(name, target()), rows), requests)
     for number, (one, new) in enumerate(zip(requests, tokens, strict=True)):
@@ -104,7 +110,8 @@ def embedded() -> eyas.LLM:
 @pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 def test_json_of_the_embedded_model(keywords: dict[str, Any]) -> None:
-    """Guards the whole way from a schema to a text: it parses, it validates, and it is that of plain decoding; streamed and not."""
+    """Guards the whole way from a schema to a text: it parses, it validates, and it is that of
+    plain decoding; streamed and not."""
     asked = {"response_format": FORMAT, "max_new_tokens": 80, **keywords}
     prompt = "I want to book a table for two in San Jose tonight."
     result = embedded().generate(prompt, **asked)

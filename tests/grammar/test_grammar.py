@@ -1,4 +1,5 @@
-"""Constraints by both libraries: their masks against an independent matcher, over trees, tokenizers and the ends of texts."""
+"""Constraints by both libraries: their masks against an independent matcher, over trees, tokenizers
+and the ends of texts."""
 
 from __future__ import annotations
 
@@ -68,27 +69,38 @@ def texts() -> list[str]:
 
 
 def words(made: GrammarConstraint, seed: int, most: int, ascii_only: bool = False) -> Iterator[list[int]]:
-    """The text so far, one more random token of the mask each time, until the text has ended. Every third one closes something if it can:
-    random strings would never end."""
+    """The text so far, one more random token of the mask each time, until the text has ended. Every
+    third one closes something if it can: random strings would never end."""
     rng, ids = random.Random(seed), list[int]()
     while not made.finished and len(ids) < most:
         yield ids
         allowed = root_mask(made).nonzero().flatten().tolist()
         closing = [token for token in allowed if texts()[token] in ('"', "}", "]")] if rng.random() < 0.3 else []
-        ids.append(rng.choice(closing or [token for token in allowed if not ascii_only or token < 6 or texts()[token].isascii()]))
+        ids.append(
+            rng.choice(
+                closing or [token for token in allowed if not ascii_only or token < 6 or texts()[token].isascii()]
+            )
+        )
         made.accept(ids[-1:])
     yield ids
 
 
-EXPRESSIONS = [r"[0-9]{3}-[0-9]{4}", r"(the |a )?(cat|dog)s? (sat|ran)\.", r"\w+@\w+\.(com|org)", r"a.b|x\d*y", r"[^a-z]{2,5}!"]
+EXPRESSIONS = [
+    r"[0-9]{3}-[0-9]{4}",
+    r"(the |a )?(cat|dog)s? (sat|ran)\.",
+    r"\w+@\w+\.(com|org)",
+    r"a.b|x\d*y",
+    r"[^a-z]{2,5}!",
+]
 
 
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_masks_are_those_of_another_matcher(library: str, expression: str) -> None:
-    """Guards every mask bit: a token is allowed if and only if the package `regex` finds that the text may still become a match (ASCII
-    tokens; \\w and \\d of ASCII), the end if the text matches, and special and padding ids never."""
+    """Guards every mask bit: a token is allowed if and only if the package `regex` finds that the
+    text may still become a match (ASCII tokens; \\w and \\d of ASCII), the end if the text matches,
+    and special and padding ids never."""
     whole = regex.compile(expression, regex.ASCII)
     for seed in range(2):
         made = constraint(library, regex=expression)
@@ -110,7 +122,9 @@ def test_masks_are_those_of_another_matcher(library: str, expression: str) -> No
     "keywords",
     [
         json_format(PERSON),
-        json_format({"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "minItems": 1, "maxItems": 3}),
+        json_format(
+            {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "minItems": 1, "maxItems": 3}
+        ),
         json_format({"type": "array", "items": {"type": "number"}, "minItems": 2}),
         json_format({"$ref": "#/$defs/node", "$defs": {"node": {"enum": ["left", 3, None]}}}),
         {"regex": EXPRESSIONS[1]},
@@ -121,8 +135,9 @@ def test_masks_are_those_of_another_matcher(library: str, expression: str) -> No
     ids=["object", "array", "numbers", "ref", "regex", "choice", "ebnf", "lark"],
 )
 def test_both_libraries_have_the_same_masks(keywords: dict[str, Any]) -> None:
-    """Guards the promise that installing xgrammar changes speed, and no text but rare escapes in strings and -0, for what `serves`
-    says that it follows. (In strings, llguidance forbids the control character DEL, which JSON allows.)"""
+    """Guards the promise that installing xgrammar changes speed, and no text but rare escapes in
+    strings and -0, for what `serves` says that it follows. (In strings, llguidance forbids the
+    control character DEL, which JSON allows.)"""
     delete = texts().index("\x7f")
     for seed in range(4):
         first, second = (constraint(library, **keywords) for library in LIBRARIES)
@@ -142,11 +157,14 @@ def test_both_libraries_have_the_same_masks(keywords: dict[str, Any]) -> None:
 @both
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
 def test_masks_of_a_tree_are_those_of_its_paths(library: str, nodes: int) -> None:
-    """Guards the walk: a rollback too few or too many, a sibling lost, a mask in another node's row. Forbidden nodes, those below them and
-    those behind the end are all True; the constraint stands afterwards where it stood."""
+    """Guards the walk: a rollback too few or too many, a sibling lost, a mask in another node's
+    row. Forbidden nodes, those below them and those behind the end are all True; the constraint
+    stands afterwards where it stood."""
     for seed in range(6):
         rng = random.Random(seed)
-        begun = [t for ids in words(constraint(library, **json_format(PERSON)), seed, rng.randrange(12)) for t in ids[-1:]]
+        begun = [
+            t for ids in words(constraint(library, **json_format(PERSON)), seed, rng.randrange(12)) for t in ids[-1:]
+        ]
         made = constraint(library, **json_format(PERSON))
         made.accept(begun)
         if made.finished:
@@ -172,8 +190,8 @@ def test_masks_of_a_tree_are_those_of_its_paths(library: str, nodes: int) -> Non
 
 @both
 def test_an_end_inside_a_tree(library: str) -> None:
-    """Guards against a matcher that is asked for tokens behind the end: draft nodes below an EOS, and below the token that completes the
-    text."""
+    """Guards against a matcher that is asked for tokens behind the end: draft nodes below an EOS,
+    and below the token that completes the text."""
     made = constraint(library, choice=["ab", "abc"])
     a, b, c = (texts().index(letter) for letter in "abc")
     parents, tokens = [-1, 0, 1, 2, 3, 2, 5], [0, a, b, c, a, EOS, a]
@@ -186,8 +204,9 @@ def test_an_end_inside_a_tree(library: str) -> None:
 @both
 @pytest.mark.parametrize("eos", [(), (EOS,), (EOS, 5, SIZE - 1)], ids=["none", "one", "several"])
 def test_ends(library: str, eos: tuple[int, ...]) -> None:
-    """Guards texts without an end-of-sequence id, and with several: the end is allowed where the grammar is complete and nowhere else, and
-    a text to which nothing can be added is finished at once."""
+    """Guards texts without an end-of-sequence id, and with several: the end is allowed where the
+    grammar is complete and nowhere else, and a text to which nothing can be added is finished at
+    once."""
     made = constraint(library, eos, regex="ab?")
     a, b = texts().index("a"), texts().index("b")
     assert not root_mask(made)[list(eos)].any()
@@ -203,7 +222,8 @@ def test_ends(library: str, eos: tuple[int, ...]) -> None:
 
 @both
 def test_stop_tokens_that_are_text(library: str) -> None:
-    """Guards requests whose stop tokens are ordinary text: the grammar reads them as text, wherever they stand."""
+    """Guards requests whose stop tokens are ordinary text: the grammar reads them as text, wherever
+    they stand."""
     b = texts().index("b")
     made = constraint(library, (b,), regex="ab*")
     assert not root_mask(made)[b]
@@ -213,9 +233,12 @@ def test_stop_tokens_that_are_text(library: str) -> None:
 
 @pytest.mark.slow
 @both
-@pytest.mark.parametrize("keywords", [json_format(PERSON), json_format({"type": "object"}), {"response_format": {"type": "json_object"}}])
+@pytest.mark.parametrize(
+    "keywords", [json_format(PERSON), json_format({"type": "object"}), {"response_format": {"type": "json_object"}}]
+)
 def test_random_texts_validate(library: str, keywords: dict[str, Any]) -> None:
-    """Guards the whole chain, from schema to bytes: what random tokens of the masks say is JSON of the schema."""
+    """Guards the whole chain, from schema to bytes: what random tokens of the masks say is JSON of
+    the schema."""
     ended = 0
     schema = keywords["response_format"].get("json_schema", {}).get("schema", {"type": "object"})
     for seed in range(12):
@@ -234,25 +257,31 @@ KINDS = ["byte_level", "llama", "gemma", "metaspace_bytes", "unigram", "toy"]
 @both
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizers(library: str, kind: str) -> None:
-    """Guards the bytes of tokens for every kind of fast tokenizer: random texts of the masks match, and the split of forced text is it."""
+    """Guards the bytes of tokens for every kind of fast tokenizer: random texts of the masks match,
+    and the split of forced text is it."""
     tokenizer: Any = byte_tokenizer() if kind == "toy" else TOKENIZERS[kind]
     size = len(tokenizer) + 7
     made_by = Grammars(tokenizer, size, library)
     for seed in range(10):
         rng, ids = random.Random(seed), list[int]()
-        made = made_by.constraint(structure(regex="(I|you) (like|see) the [a-z]{1,3}, (1|2|3)!"), (tokenizer.eos_token_id,))
+        made = made_by.constraint(
+            structure(regex="(I|you) (like|see) the [a-z]{1,3}, (1|2|3)!"), (tokenizer.eos_token_id,)
+        )
         while not made.finished and len(ids) < 60:
             forced = made.forced(8)
             for step, token in enumerate(forced):
                 assert made_by.constraint(structure(regex=".*"), ()).mask([-1], [0])[0, token], step
             ids.append(rng.choice(made.mask([-1], [0])[0].nonzero().flatten().tolist()))
             made.accept(ids[-1:])
-        assert regex.fullmatch("(I|you) (like|see) the [a-z]{1,3}, [123]!", tokenizer.decode(ids, skip_special_tokens=True).strip())
+        assert regex.fullmatch(
+            "(I|you) (like|see) the [a-z]{1,3}, [123]!", tokenizer.decode(ids, skip_special_tokens=True).strip()
+        )
 
 
 @both
 def test_forced_text(library: str) -> None:
-    """Guards drafts of forced text: they are what must come, cut to the limit, and never the last token, which text may still extend."""
+    """Guards drafts of forced text: they are what must come, cut to the limit, and never the last
+    token, which text may still extend."""
     tokenizer = tiny.tokenizer()
     made = constraint(library, **json_format(PERSON))
     assert tokenizer.decode(made.forced(50)) == '{"name":'
@@ -295,7 +324,9 @@ WRONG: list[tuple[type[EyasError], str, dict[str, Any]]] = [
 
 
 @both
-@pytest.mark.parametrize(("kind", "part", "keywords"), WRONG, ids=[f"{i}-{part[:20]}" for i, (_, part, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("kind", "part", "keywords"), WRONG, ids=[f"{i}-{part[:20]}" for i, (_, part, _) in enumerate(WRONG)]
+)
 def test_mistakes_are_one_line(library: str, kind: type[EyasError], part: str, keywords: dict[str, Any]) -> None:
     """Guards the messages: one line that names what is wrong, whatever the library."""
     with pytest.raises(kind) as caught:
@@ -305,9 +336,12 @@ def test_mistakes_are_one_line(library: str, kind: type[EyasError], part: str, k
 
 
 @both
-@pytest.mark.parametrize("expression", ["(((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000})b", "(a?){500}(a{500}|b*)*c", "(x+x+)+y"])
+@pytest.mark.parametrize(
+    "expression", ["(((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000})b", "(a?){500}(a{500}|b*)*c", "(x+x+)+y"]
+)
 def test_expressions_that_would_explode(library: str, expression: str) -> None:
-    """Guards a server against one request: such an expression is refused, or serves its masks within bounds."""
+    """Guards a server against one request: such an expression is refused, or serves its masks
+    within bounds."""
     try:
         made = constraint(library, regex=expression)
         for _ in words(made, 0, 5):
@@ -324,11 +358,16 @@ def test_unknown_libraries() -> None:
 
 @pytest.mark.skipif(len(LIBRARIES) < 2, reason="xgrammar is not installed")
 def test_schemas_that_xgrammar_does_not_follow_are_left_to_llguidance() -> None:
-    """Guards against schema keywords that are silently ignored: xgrammar leaves out what it does not know."""
+    """Guards against schema keywords that are silently ignored: xgrammar leaves out what it does
+    not know."""
     from eyas.grammar._xgrammar import XGMatcher
 
     grammars_ = grammars("auto")
-    for schema, served in ((PERSON, True), ({"type": "number", "multipleOf": 0.5}, False), ({"type": "integer", "minimum": 3}, False)):
+    for schema, served in (
+        (PERSON, True),
+        ({"type": "number", "multipleOf": 0.5}, False),
+        ({"type": "integer", "minimum": 3}, False),
+    ):
         made = grammars_.constraint(structure(**json_format(schema)), (EOS,))
         assert isinstance(made._matcher, XGMatcher) == served
     made = grammars_.constraint(structure(grammar='start: "a" b\nb: %json {"type": "object"}'), (EOS,))

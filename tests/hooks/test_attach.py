@@ -1,4 +1,5 @@
-"""`eyas.attach` and the folder of a head: `generate` for everybody, and the model as it was afterwards."""
+"""`eyas.attach` and the folder of a head: `generate` for everybody, and the model as it was
+afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from hooks.conftest import padded
 from toy_tokenizer import VOCAB, byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-needs_weights = pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout")
+needs_weights = pytest.mark.skipif(
+    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
+)
 ASKED: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 
 
@@ -46,7 +49,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.slow
 def test_a_model_is_as_before_after_detach(model: PreTrainedModel) -> None:
     """Whatever else were changed on a user's model would change what it does without us."""
-    before, weights, config = dict(model.__dict__), {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict()
+    before, weights, config = (
+        dict(model.__dict__),
+        {k: v.clone() for k, v in model.state_dict().items()},
+        model.config.to_dict(),
+    )
     kind, expected = dict(type(model).__dict__), model.generate(**padded(), **ASKED)
     attachment = eyas.attach(model, "suffix", tree="fixed")
     assert attachment.stats == ()
@@ -87,7 +94,8 @@ def test_attachments_replace_each_other(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_loaded_twice(model: PreTrainedModel, loads: list[Any]) -> None:
-    """Loading or packing the target for each call would cost more than drafts gain; weights that changed need it."""
+    """Loading or packing the target for each call would cost more than drafts gain; weights that
+    changed need it."""
     for _ in range(2):
         model.generate(**padded(), **ASKED, custom_generate=eyas.hf("suffix", tree="fixed"))
     with eyas.attach(model, "suffix", tree="fixed"):
@@ -165,7 +173,8 @@ def test_a_generate_of_somebody_else_stays(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_pipelines_and_arguments_by_position(model: PreTrainedModel) -> None:
-    """A pipeline calls `model.generate` with its own mixture of arguments; stop strings bring the tokenizer along."""
+    """A pipeline calls `model.generate` with its own mixture of arguments; stop strings bring the
+    tokenizer along."""
     tokenizer = byte_tokenizer(template=None)
     tokenizer.padding_side = "left"
     answer = pipeline("text-generation", model=model, tokenizer=tokenizer)

@@ -1,4 +1,5 @@
-"""`custom_generate=eyas.hf(...)`: whatever generate is asked for, it returns and tells what it does without eyas, or eyas refuses."""
+"""`custom_generate=eyas.hf(...)`: whatever generate is asked for, it returns and tells what it does
+without eyas, or eyas refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def by_eyas(**options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_of_five_families(family: str) -> None:
-    """Padding counted as text, a law applied in another order, or a cut at the wrong token changes an id."""
+    """Padding counted as text, a law applied in another order, or a cut at the wrong token changes
+    an id."""
     model, batch = zoo.FAMILIES[family](), padded()
     prompts = [tuple(row[mask.bool()].tolist()) for row, mask in zip(*batch.values(), strict=True)]
     for settings in SETTINGS if family == "llama" else SETTINGS[:3]:
@@ -55,7 +57,8 @@ def test_greedy_ids_of_five_families(family: str) -> None:
 
 @pytest.mark.slow
 def test_lengths_and_defaults_of_the_model(model: PreTrainedModel) -> None:
-    """The model's own generation config holds; without any length there are 20 new tokens; max_length counts padding."""
+    """The model's own generation config holds; without any length there are 20 new tokens;
+    max_length counts padding."""
     batch = padded()
     model.generation_config = GenerationConfig(repetition_penalty=1.4, eos_token_id=[17, 18], pad_token_id=PAD)
     for asked in (
@@ -83,7 +86,8 @@ class Recorder(BaseStreamer):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_streamers_are_told_the_same(model: PreTrainedModel, rows: int) -> None:
-    """transformers itself drops the streamer of a custom_generate and never ends it: whoever waits for its text waits for ever."""
+    """transformers itself drops the streamer of a custom_generate and never ends it: whoever waits
+    for its text waits for ever."""
     batch = {name: value[:rows] for name, value in padded().items()}
     told = []
     for given, custom in ({}, None), ({}, by_eyas()), ({"inside": True}, None):
@@ -100,24 +104,30 @@ def test_streamers_are_told_the_same(model: PreTrainedModel, rows: int) -> None:
 
 
 class Recording(StoppingCriteria):
-    """Ends each row at its own length; keeps what it is called with. It asks for the whole batch, as those of lm-eval do."""
+    """Ends each row at its own length; keeps what it is called with. It asks for the whole batch,
+    as those of lm-eval do."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths, self.seen = lengths, list[Any]()
 
     def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
         self.seen.append((input_ids.tolist(), scores is None))
-        return torch.tensor([input_ids.shape[1] - 9 >= length for length, _ in zip(self.lengths, input_ids, strict=True)])
+        return torch.tensor(
+            [input_ids.shape[1] - 9 >= length for length, _ in zip(self.lengths, input_ids, strict=True)]
+        )
 
 
 @pytest.mark.parametrize("eos", [None, 19])
 def test_criteria_are_called_as_transformers_calls_them(model: PreTrainedModel, eos: int | None) -> None:
-    """Rows run ahead of each other here; a criterion sees the batch token by token all the same. Without an EOS ended rows go on."""
+    """Rows run ahead of each other here; a criterion sees the batch token by token all the same.
+    Without an EOS ended rows go on."""
     model.generation_config = GenerationConfig(pad_token_id=PAD, max_new_tokens=16)
     seen, answers = [], []
     for custom in (None, by_eyas()):
         criterion = Recording([3, 9, 5])
-        answers.append(model.generate(**padded(), eos_token_id=eos, stopping_criteria=[criterion], custom_generate=custom))
+        answers.append(
+            model.generate(**padded(), eos_token_id=eos, stopping_criteria=[criterion], custom_generate=custom)
+        )
         seen.append(criterion.seen)
     assert torch.equal(*answers)
     assert seen[0] == seen[1]
@@ -135,7 +145,8 @@ def test_stop_strings(model: PreTrainedModel) -> None:
     expected = model.generate(**batch, max_new_tokens=12, stop_strings=strings, tokenizer=tokenizer)
     assert expected.shape[1] < 21
     assert torch.equal(
-        model.generate(**batch, max_new_tokens=12, custom_generate=by_eyas(stop_strings=strings, tokenizer=tokenizer)), expected
+        model.generate(**batch, max_new_tokens=12, custom_generate=by_eyas(stop_strings=strings, tokenizer=tokenizer)),
+        expected,
     )
     with pytest.raises(EyasError, match="tokenizer"):
         eyas.hf(stop_strings=strings)
@@ -144,7 +155,8 @@ def test_stop_strings(model: PreTrainedModel) -> None:
 @pytest.mark.quick("settings2")
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, SETTINGS[2]])
 def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """Raw and processed scores belong to the tokens that they stand beside, though several tokens come from one forward."""
+    """Raw and processed scores belong to the tokens that they stand beside, though several tokens
+    come from one forward."""
     asked = {
         "max_new_tokens": 12,
         "pad_token_id": PAD,
@@ -177,17 +189,27 @@ def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> 
 
 @pytest.mark.slow
 def test_sampled_texts_have_transformers_law(model: PreTrainedModel) -> None:
-    """Pairs of tokens against their exact probabilities. Seeded; at twice the temperature the p-value is 5e-27, at 1.4 times it 2e-4."""
+    """Pairs of tokens against their exact probabilities. Seeded; at twice the temperature the
+    p-value is 5e-27, at 1.4 times it 2e-4."""
     prompt, temperature, kept, count = padded()["input_ids"][:1], 1.4, 4, 600
     torch.manual_seed(3)
-    asked = {"do_sample": True, "temperature": temperature, "top_k": kept, "max_new_tokens": 2, "num_return_sequences": count}
+    asked = {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": kept,
+        "max_new_tokens": 2,
+        "num_return_sequences": count,
+    }
     pairs = model.generate(prompt, **asked, custom_generate=by_eyas(batch_size=100))[:, 9:].tolist()
     expected: dict[tuple[int, int], float] = {}
     with torch.no_grad():
         first_V = _law(model(prompt).logits[0, -1], temperature, kept)
         for first in first_V.nonzero()[:, 0].tolist():
             second_V = _law(model(torch.cat([prompt, torch.tensor([[first]])], 1)).logits[0, -1], temperature, kept)
-            expected |= {(first, second): float(first_V[first] * second_V[second]) for second in second_V.nonzero()[:, 0].tolist()}
+            expected |= {
+                (first, second): float(first_V[first] * second_V[second])
+                for second in second_V.nonzero()[:, 0].tolist()
+            }
     drawn = {pair: 0 for pair in expected}
     for first, second in pairs:
         drawn[first, second] += 1
@@ -206,7 +228,8 @@ def _law(logits_V: Tensor, temperature: float, kept: int) -> Tensor:
 
 @pytest.mark.slow
 def test_seeds_come_from_torch(model: PreTrainedModel) -> None:
-    """`torch.manual_seed` decides; rows of one prompt differ; greedy calls leave torch's generator alone."""
+    """`torch.manual_seed` decides; rows of one prompt differ; greedy calls leave torch's generator
+    alone."""
     asked = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "custom_generate": by_eyas()}
     made = []
     for seed in (1, 1, 2):
@@ -223,8 +246,12 @@ def test_seeds_come_from_torch(model: PreTrainedModel) -> None:
 
 def test_a_prompt_of_several_answers_is_read_once(model: PreTrainedModel) -> None:
     custom = by_eyas()
-    model.generate(padded()["input_ids"][:1], do_sample=True, num_return_sequences=3, max_new_tokens=2, custom_generate=custom)
-    assert [stats.cached_tokens for stats in custom.stats] == [0, 8, 8], "all but the last token, whose logits are wanted"
+    model.generate(
+        padded()["input_ids"][:1], do_sample=True, num_return_sequences=3, max_new_tokens=2, custom_generate=custom
+    )
+    assert [stats.cached_tokens for stats in custom.stats] == [0, 8, 8], (
+        "all but the last token, whose logits are wanted"
+    )
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -258,7 +285,9 @@ def test_what_cannot_be_kept_is_refused_by_name(model: PreTrainedModel, name: st
 def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> None:
     """transformers drops an assistant_model without a word; dropout would change every text."""
     with pytest.raises(EyasError, match="assistant_model"):
-        model.generate(padded()["input_ids"][:1], assistant_model=zoo.tiny("llama", vocab_size=VOCAB), custom_generate=by_eyas())
+        model.generate(
+            padded()["input_ids"][:1], assistant_model=zoo.tiny("llama", vocab_size=VOCAB), custom_generate=by_eyas()
+        )
     custom = by_eyas()
     model.generate(padded()["input_ids"][:1], max_new_tokens=2, custom_generate=custom)
     model.train()
@@ -275,18 +304,24 @@ def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> Non
 
 @pytest.mark.slow
 def test_threads_take_turns(model: PreTrainedModel) -> None:
-    """Two calls for one model at the same time, and a streamer that is read elsewhere, as users of TextIteratorStreamer do."""
+    """Two calls for one model at the same time, and a streamer that is read elsewhere, as users of
+    TextIteratorStreamer do."""
     tokenizer, custom = byte_tokenizer(), by_eyas()
     prompts = [row[None] for row in padded()["input_ids"]]
     expected = [model.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=PAD) for prompt in prompts]
     answers: dict[int, Tensor] = {}
 
     def answer(row: int) -> None:
-        answers[row] = model.generate(prompts[row], max_new_tokens=24, do_sample=False, pad_token_id=PAD, custom_generate=custom)
+        answers[row] = model.generate(
+            prompts[row], max_new_tokens=24, do_sample=False, pad_token_id=PAD, custom_generate=custom
+        )
 
     streamer = TextIteratorStreamer(tokenizer, timeout=60)
     asked = {"inputs": prompts[0], "max_new_tokens": 8, "streamer": streamer, "custom_generate": custom}
-    threads = [*(threading.Thread(target=answer, args=(row,)) for row in range(3)), threading.Thread(target=model.generate, kwargs=asked)]
+    threads = [
+        *(threading.Thread(target=answer, args=(row,)) for row in range(3)),
+        threading.Thread(target=model.generate, kwargs=asked),
+    ]
     for thread in threads:
         thread.start()
     told = "".join(streamer)
@@ -298,7 +333,8 @@ def test_threads_take_turns(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_a_call_waits_for_the_one_before(model: PreTrainedModel) -> None:
-    """Hooks on the model's layers read features: those of a forward of another call would be read, too."""
+    """Hooks on the model's layers read features: those of a forward of another call would be read,
+    too."""
     ids, told = padded()["input_ids"][:1], list[str]()
 
     class Told(Recorder):
@@ -320,7 +356,8 @@ def test_a_call_waits_for_the_one_before(model: PreTrainedModel) -> None:
 
 
 def test_contexts_and_dtypes(model: PreTrainedModel) -> None:
-    """Results are ordinary tensors inside and outside of inference_mode; half precision and int32 ids work."""
+    """Results are ordinary tensors inside and outside of inference_mode; half precision and int32
+    ids work."""
     ids = padded()["input_ids"][:1]
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     with torch.inference_mode():

@@ -15,7 +15,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout")
+@pytest.mark.skipif(
+    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """A newcomer copies it from top to bottom."""

@@ -1,4 +1,5 @@
-"""The engine's scores for a list of processors are those of the list itself, in any order and on any text."""
+"""The engine's scores for a list of processors are those of the list itself, in any order and on
+any text."""
 
 from __future__ import annotations
 
@@ -28,21 +29,31 @@ from hooks.conftest import padded
 
 LENGTH, EOS = 30, (2, 11)
 ORDERS: dict[str, tuple[dict[str, Any], int]] = {  # settings of generate -> processors that run once for each node
-    "all native": ({"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "min_new_tokens": 8}, 0),
+    "all native": (
+        {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "min_new_tokens": 8},
+        0,
+    ),
     "nothing": ({"top_k": 0}, 0),
     "typical after top-p": ({"temperature": 0.7, "top_k": 0, "top_p": 0.9, "typical_p": 0.8}, 3),
     "cut-offs": ({"temperature": 1.7, "top_k": 40, "epsilon_cutoff": 0.01, "eta_cutoff": 0.02}, 4),
     "top-h": ({"temperature": 1.3, "top_h": 0.4, "top_k": 0, "min_p": 0.1}, 2),
     "bias before penalty": ({"sequence_bias": [[[7], 9.0]], "repetition_penalty": 1.7, "top_k": 20}, 2),
-    "penalty, n-grams, length": ({"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 12, "top_k": 20}, 2),
-    "a watermark": ({"watermarking_config": {"bias": 3.0, "seeding_scheme": "selfhash"}, "temperature": 0.5, "top_k": 20}, 3),
+    "penalty, n-grams, length": (
+        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 12, "top_k": 20},
+        2,
+    ),
+    "a watermark": (
+        {"watermarking_config": {"bias": 3.0, "seeding_scheme": "selfhash"}, "temperature": 0.5, "top_k": 20},
+        3,
+    ),
 }
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("row", [0, 1])
 def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: int) -> None:
-    """A step that is moved before another one, a penalty on padding, a length counted without it: each changes a score."""
+    """A step that is moved before another one, a penalty on padding, a length counted without it:
+    each changes a score."""
     settings, slow = ORDERS[order]
     inputs = padded()
     config = GenerationConfig(do_sample=True, eos_token_id=list(EOS), max_length=LENGTH, **settings)
@@ -52,7 +63,8 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
     criteria = StoppingCriteriaList([MaxLengthCriteria(LENGTH), EosTokenCriteria(torch.tensor(EOS))])
     law = Law.of(Batch.of(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria)
     if not any(type(one) is RepetitionPenaltyLogitsProcessor and one.prompt_ignore_length is None for one in made):
-        assert len(law.processors) == slow  # up to transformers 5.18 or so the penalty counts padding, and is run as it is
+        # up to transformers 5.18 or so the penalty counts padding, and is run as it is
+        assert len(law.processors) == slow
     request = law.request(row, logits=False)
     generator = torch.Generator().manual_seed(row)
     for emitted in (0, 2, 5, 9):
@@ -88,4 +100,6 @@ def test_code_that_tells_rows_apart(model: PreTrainedModel) -> None:
 
     for asked in ({"prefix_allowed_tokens_fn": allowed}, {"logits_processor": [OfRows()]}):
         asked |= {**padded(), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(model.generate(**asked, custom_generate=eyas.hf("suffix", tree="fixed")), model.generate(**asked))
+        assert torch.equal(
+            model.generate(**asked, custom_generate=eyas.hf("suffix", tree="fixed")), model.generate(**asked)
+        )

@@ -1,8 +1,9 @@
 """Engines of others, in environments of their own, with heads that `eyas export` wrote for them.
 
-`make interop` makes the environments (.venv-interop: vLLM's CPU build and speculators; .venv-openvino) and runs these tests. Elsewhere
-they are skipped, and so is each engine that cannot be installed. llama.cpp is compiled, which takes long: LLAMA_CPP names a folder with
-its sources, whose build is there too. An engine is a process that knows nothing of eyas but the folders.
+`make interop` makes the environments (.venv-interop: vLLM's CPU build and speculators;
+.venv-openvino) and runs these tests. Elsewhere they are skipped, and so is each engine that cannot
+be installed. llama.cpp is compiled, which takes long: LLAMA_CPP names a folder with its sources,
+whose build is there too. An engine is a process that knows nothing of eyas but the folders.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def known(llm: eyas.LLM, folder: Path) -> checkpoints.ExportTarget:
 
 @pytest.fixture(scope="session")
 def heads(llm: eyas.LLM, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Heads of the embedded model by name: its own, and two made of its EAGLE-3 head: with a second layer, and for drafting in parallel."""
+    """Heads of the embedded model by name: its own, and two made of its EAGLE-3 head: with a second
+    layer, and for drafting in parallel."""
     folder, head = tmp_path_factory.mktemp("made"), checkpoints.load(tiny.HEADS["eagle3"])
     made = {"eagle3 of two layers": with_second_layer(head), "peagle": with_mask(head, llm.target, prompts)}
     for name, weights in made.items():
@@ -78,7 +80,8 @@ def heads(llm: eyas.LLM, prompts: list[list[int]], tmp_path_factory: pytest.Temp
 
 
 def with_second_layer(head: checkpoints.Weights) -> checkpoints.Weights:
-    """The head with a second layer of random weights, small enough that much is still accepted, and large enough that it matters."""
+    """The head with a second layer of random weights, small enough that much is still accepted, and
+    large enough that it matters."""
     noise = torch.Generator().manual_seed(0)
     tensors = dict(head.tensors)
     for name, tensor in head.tensors.items():

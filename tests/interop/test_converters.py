@@ -1,6 +1,8 @@
-"""llama.cpp and OpenVINO GenAI run our EAGLE-3 head as their own converters make it from an export: equal texts, and as much accepted.
+"""llama.cpp and OpenVINO GenAI run our EAGLE-3 head as their own converters make it from an export:
+equal texts, and as much accepted.
 
-llama.cpp is compiled, which takes long: LLAMA_CPP names its sources, LLAMA_CPP_BUILD its build (default: `build` in them).
+llama.cpp is compiled, which takes long: LLAMA_CPP names its sources, LLAMA_CPP_BUILD its build
+(default: `build` in them).
 """
 
 from __future__ import annotations
@@ -41,22 +43,31 @@ def answers(ask: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_llama_cpp(workshop: Workshop, prompts: list[list[int]], expected: tuple[list[list[int]], float]) -> None:
-    """Guards against an export that the converter takes and the runner computes otherwise. False alarm: near-ties in drafts; 4 %."""
+    """Guards against an export that the converter takes and the runner computes otherwise. False
+    alarm: near-ties in drafts; 4 %."""
     if workshop.llama_build is None or not (workshop.llama_build / "bin/llama-server").exists():
         pytest.skip("no llama.cpp was named: make interop LLAMA_CPP=FOLDER, with its sources and their build")
     with workshop.llama_server("f32", drafting=True) as ask:
         found, length = answers(ask, prompts[:12]), mean_length(ask("counts"))
-    print(f"llama.cpp: {sum(map(list.__eq__, found, expected[0]))} of 12 texts equal; mean length {length}, eyas {expected[1]:.3f}")
+    print(
+        f"llama.cpp: {sum(map(list.__eq__, found, expected[0]))} of 12 texts equal; mean length {length}, eyas {expected[1]:.3f}"
+    )
     assert found == expected[0]
     assert length == pytest.approx(expected[1], rel=0.04)
 
 
 def test_openvino(workshop: Workshop, prompts: list[list[int]], expected: tuple[list[list[int]], float]) -> None:
-    """Guards against an export that the converter takes and the runner computes otherwise. False alarm: near-ties in drafts; 6 %."""
+    """Guards against an export that the converter takes and the runner computes otherwise. False
+    alarm: near-ties in drafts; 6 %."""
     python = python_of(".venv-openvino")
-    models = {"target": workshop.openvino(workshop.target(), "fp32"), "head": workshop.openvino(workshop.openvino_head(), "fp32")}
+    models = {
+        "target": workshop.openvino(workshop.target(), "fp32"),
+        "head": workshop.openvino(workshop.openvino_head(), "fp32"),
+    }
     with workshop.program(python, "with_openvino.py", "openvino", tokens=DRAFTS, **models) as ask:
         found, length = answers(ask, prompts[:12]), mean_length(ask("counts"))
-    print(f"OpenVINO GenAI: {sum(map(list.__eq__, found, expected[0]))} of 12 texts equal; mean length {length}, eyas {expected[1]:.3f}")
+    print(
+        f"OpenVINO GenAI: {sum(map(list.__eq__, found, expected[0]))} of 12 texts equal; mean length {length}, eyas {expected[1]:.3f}"
+    )
     assert found == expected[0]
     assert length == pytest.approx(expected[1], rel=0.06)

@@ -1,4 +1,5 @@
-"""SafeAILab's own EAGLE-1 code (their package eagle-llm) runs our EAGLE-1 head: equal texts, and drafts that are accepted."""
+"""SafeAILab's own EAGLE-1 code (their package eagle-llm) runs our EAGLE-1 head: equal texts, and
+drafts that are accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PROMPTS = 6
 
 
 def test_reference(prompts: list[list[int]], heads: dict[str, Path], tmp_path: Path) -> None:
-    """Guards against an export that their code computes otherwise than eyas, and an adapter that measures something else."""
+    """Guards against an export that their code computes otherwise than eyas, and an adapter that
+    measures something else."""
     python = python_of(".venv-reference")
     expected, _ = ours(prompts[:PROMPTS], heads["eagle3"], "eagle3", DRAFTS, LIMIT)
     workshop = Workshop(tmp_path, 1, None, None)

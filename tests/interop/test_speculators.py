@@ -1,4 +1,5 @@
-"""The speculators library's own EAGLE-3 class computes our logits, in every setting that an export has."""
+"""The speculators library's own EAGLE-3 class computes our logits, in every setting that an export
+has."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_logits(
     interop: Path, llm: eyas.LLM, known: checkpoints.ExportTarget, exported: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """Guards against a setting that the library reads otherwise: layers by their outputs, a norm left out, a residual that is normed;
-    and against a tensor that it fills itself, as it did with absent embeddings.
+    """Guards against a setting that the library reads otherwise: layers by their outputs, a norm
+    left out, a residual that is normed; and against a tensor that it fills itself, as it did with
+    absent embeddings.
 
     No false alarms: equal arithmetic in another order differs by 1e-4 of logits whose deviation is 2.
     """
@@ -62,13 +64,19 @@ def test_logits(
         ours_INV = logits(method, target, tokens_N, features[name])
         for step in range(STEPS):
             known_slots = len(tokens_N) - 1 - step  # behind them the next token is not known
-            torch.testing.assert_close(theirs_INV[step, :known_slots], ours_INV[step, :known_slots], rtol=1e-3, atol=1e-3, msg=name)
-        print(f"{name}: largest difference {(theirs_INV - ours_INV)[:, :-STEPS].abs().max():.1e}, deviation {ours_INV.std():.1f}")
+            torch.testing.assert_close(
+                theirs_INV[step, :known_slots], ours_INV[step, :known_slots], rtol=1e-3, atol=1e-3, msg=name
+            )
+        print(
+            f"{name}: largest difference {(theirs_INV - ours_INV)[:, :-STEPS].abs().max():.1e}, deviation {ours_INV.std():.1f}"
+        )
 
 
 def logits(method: Any, target: Any, tokens_N: Tensor, features_NF: Tensor) -> Tensor:
     """Our logits [steps, N, V']."""
     rows_N, documents = torch.arange(len(tokens_N)), Documents((len(tokens_N),))
     with torch.no_grad():
-        hidden = method.net.training_time_test(features_NF, lambda i: target.embed(tokens_N[i]), rows_N, documents, STEPS)
+        hidden = method.net.training_time_test(
+            features_NF, lambda i: target.embed(tokens_N[i]), rows_N, documents, STEPS
+        )
         return torch.stack([method.head(hidden_ND) for hidden_ND in hidden])

@@ -1,6 +1,8 @@
-"""vLLM's CPU build serves the embedded model with our heads: the texts are those of plain decoding, and as much is accepted as in eyas.
+"""vLLM's CPU build serves the embedded model with our heads: the texts are those of plain decoding,
+and as much is accepted as in eyas.
 
-Loading proves little: vLLM leaves tensors that it does not find as they are, and a head that computes something else only makes it slow.
+Loading proves little: vLLM leaves tensors that it does not find as they are, and a head that
+computes something else only makes it slow.
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ def test_texts_and_acceptance(
     exported: Callable[[str, str], Path],
     expected: Callable[[str], tuple[list[list[int]], float]],
 ) -> None:
-    """Guards against a head that vLLM loads and computes otherwise: without `"bias": false` nothing of EAGLE-1 is accepted.
+    """Guards against a head that vLLM loads and computes otherwise: without `"bias": false` nothing
+    of EAGLE-1 is accepted.
 
-    False alarm: batches round otherwise, so a near-tie may turn one answer; none of 24 does with these versions, and the mean lengths are
-    equal to the last digit. 1 % leaves room for a near-tie in a draft.
+    False alarm: batches round otherwise, so a near-tie may turn one answer; none of 24 does with
+    these versions, and the mean lengths are equal to the last digit. 1 % leaves room for a near-tie
+    in a draft.
     """
     ids, mean = expected(head)
     kind = {"eagle1": "eagle", "peagle": "eagle3"}.get(method_of(head), method_of(head))
@@ -60,6 +64,8 @@ def test_texts_and_acceptance(
     found = asked("vllm_texts.py", interop, {**question, "tokens": TOKENS, "max_tokens": LIMIT, "prompts": prompts})
     equal = sum(one == other for one, other in zip(found["ids"], ids, strict=True))
     length = 1 + found["accepted"] / found["drafts"]
-    print(f"{head} as {name}: {equal} of {len(ids)} texts equal; mean acceptance length {length:.4f}, eyas {mean:.4f}; {found['versions']}")
+    print(
+        f"{head} as {name}: {equal} of {len(ids)} texts equal; mean acceptance length {length:.4f}, eyas {mean:.4f}; {found['versions']}"
+    )
     assert equal == len(ids)
     assert length == pytest.approx(mean, rel=0.01)

@@ -1,4 +1,5 @@
-"""Attention without copies of keys and values: the numbers of sdpa, for every family, and a model that is put back as it was."""
+"""Attention without copies of keys and values: the numbers of sdpa, for every family, and a model
+that is put back as it was."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ GROUPED = ("llama", "mistral", "qwen3", "gemma3", "phi3", "olmo2", "granite", "c
 @pytest.mark.quick("llama", "gpt2")
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_the_numbers_of_sdpa(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the order of heads within their groups, masks and windows, rows of different ages; and that it is used at all where heads
-    share keys, with no more key-value heads than the model has."""
+    """Guards the order of heads within their groups, masks and windows, rows of different ages; and
+    that it is used at all where heads share keys, with no more key-value heads than the model
+    has."""
     target = Target(zoo.FAMILIES[family]())
     session = target.open(2, (1,))
     session.prefill(0, list(range(5, 25)))
@@ -44,7 +46,8 @@ def test_the_numbers_of_sdpa(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_model_is_put_back_as_it_was() -> None:
-    """Guards users' models: neither a fault inside nor another kind of attention changes what they were loaded with."""
+    """Guards users' models: neither a fault inside nor another kind of attention changes what they
+    were loaded with."""
     for family, before in (("llama", "sdpa"), ("gemma2", "eager")):
         target = Target(zoo.FAMILIES[family]())
         config = target.model.config

@@ -1,4 +1,5 @@
-"""The runner that a target gets on a GPU by default: proven graphs and kernels, or the model's own forward. Tried on a CPU."""
+"""The runner that a target gets on a GPU by default: proven graphs and kernels, or the model's own
+forward. Tried on a CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_graphs_and_kernels_by_default() -> None:
 
 
 def test_a_graph_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a driver that refuses something ends every answer, although the model's own forward would serve."""
+    """Bug: a driver that refuses something ends every answer, although the model's own forward
+    would serve."""
 
     def wrong(work: Any, undo: Any) -> Any:
         output, replay = captured_without_gpu(work, undo)
@@ -70,7 +72,8 @@ def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 def test_loading_decodes_a_little(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards the first answer: what it needs has been recorded, and compiled, before it. A line says how long that took."""
+    """Guards the first answer: what it needs has been recorded, and compiled, before it. A line
+    says how long that took."""
     counts = list[int]()
 
     def counted(work: Any, undo: Any) -> Any:
@@ -89,7 +92,8 @@ def test_loading_decodes_a_little(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_growing_positions_have_no_graphs() -> None:
-    """Guards models whose frequencies depend on the length: silent by default, said where graphs were asked for."""
+    """Guards models whose frequencies depend on the length: silent by default, said where graphs
+    were asked for."""
     target = Target(zoo.llama_dynamic())
     assert runners._by_graphs(target, "auto", own=True) is target
     with pytest.warns(UserWarning, match="no CUDA graphs"):

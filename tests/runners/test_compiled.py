@@ -53,9 +53,9 @@ def prompt(length: int) -> tuple[int, ...]:
 
 
 def test_compilations_do_not_grow_with_layers() -> None:
-    """Guards against a layer's number in what is traced: each layer would be compiled for itself, and from the 64th on none would be.
-    Twelve layers: more than the compilations that are allowed. Passes of one node, of few, of many; one row and two; short texts and
-    longer ones."""
+    """Guards against a layer's number in what is traced: each layer would be compiled for itself,
+    and from the 64th on none would be. Twelve layers: more than the compilations that are allowed.
+    Passes of one node, of few, of many; one row and two; short texts and longer ones."""
     target, counter = Target(zoo.tiny("llama", num_hidden_layers=12)), CompileCounter()
     with_cpu_kernels = compiled(target, counter)
     largest = 0.0
@@ -76,13 +76,18 @@ def test_compilations_do_not_grow_with_layers() -> None:
     assert largest < 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "cohere2", "gpt2", "gpt_oss"])  # unlike in what is traced
+# unlike in what is traced
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "cohere2", "gpt2", "gpt_oss"])
 def test_compiled_layers_are_lossless(family: str) -> None:
-    """Guards each family's layers: how they get their part of the cache, features on the way, and that nothing breaks what is traced."""
+    """Guards each family's layers: how they get their part of the cache, features on the way, and
+    that nothing breaks what is traced."""
     model, counter = zoo.FAMILIES[family](), CompileCounter()
     target = compiled(Target(model), counter)
     before = [dict(layer.__dict__) for layer in target.family.layers]
-    requests = [Request(prompt(n), 12, Sampling(temperature, seed=n)) for n, temperature in ((7, 0.0), (BUCKET - 9, 0.8), (30, 0.0))]
+    requests = [
+        Request(prompt(n), 12, Sampling(temperature, seed=n))
+        for n, temperature in ((7, 0.0), (BUCKET - 9, 0.8), (30, 0.0))
+    ]
     tokens, _ = run(Decoder(target, drafter_of("medusa", target), 2), requests)
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
     assert 0 < counter.frame_count <= 8
@@ -91,13 +96,26 @@ def test_compiled_layers_are_lossless(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["eagle1", "seagle"])
 def test_compiled_drafts(name: str) -> None:
-    """Guards draft nets, of which each level is compiled: the same trees as without, few compilations, windows too."""
+    """Guards draft nets, of which each level is compiled: the same trees as without, few
+    compilations, windows too."""
     target, found, counter = Target(zoo.FAMILIES["llama"]()), [], CompileCounter()
     for with_cpu_kernels in (False, True):
-        used = compiled(target, counter) if with_cpu_kernels else target.run_with(GraphRunner(target, captured_without_gpu))
-        steps = run(Decoder(used, drafter := drafter_of(name, used), 2), [Request(prompt(n), 12, Sampling()) for n in (7, 40)])[1]
+        used = (
+            compiled(target, counter)
+            if with_cpu_kernels
+            else target.run_with(GraphRunner(target, captured_without_gpu))
+        )
+        steps = run(
+            Decoder(used, drafter := drafter_of(name, used), 2), [Request(prompt(n), 12, Sampling()) for n in (7, 40)]
+        )[1]
         assert (drafter.compiled is not None) == with_cpu_kernels
-        found.append([(s.draft.tokens_BN[s.row].tolist(), s.draft.tree.parents_BN[s.row].tolist()) for s in steps if s.draft is not None])
+        found.append(
+            [
+                (s.draft.tokens_BN[s.row].tolist(), s.draft.tree.parents_BN[s.row].tolist())
+                for s in steps
+                if s.draft is not None
+            ]
+        )
     assert found[0] == found[1]
     assert drafter.compiled is not None
     assert not drafter.compiled.failed
@@ -105,7 +123,8 @@ def test_compiled_drafts(name: str) -> None:
 
 
 def test_layers_that_are_left_out_leave_the_others_their_keys() -> None:
-    """Bug: layers get their part of the cache by their place in a list, which is another one's where a draft skips layers."""
+    """Bug: layers get their part of the cache by their place in a list, which is another one's
+    where a draft skips layers."""
     target, found = Target(zoo.FAMILIES["llama"]()), []
     kind = drafters.find("self_speculative")
     for backend in (None, "eager"):
@@ -140,7 +159,8 @@ def test_by_inductor() -> None:
 
 
 def test_what_cannot_be_compiled_runs_as_it_is() -> None:
-    """Guards backends that fail (no compiler on the machine) and layers that look at values: one warning, and the right text."""
+    """Guards backends that fail (no compiler on the machine) and layers that look at values: one
+    warning, and the right text."""
 
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler")

@@ -1,4 +1,5 @@
-"""The target by compiled kernels: the model's own numbers, the same bits in every shape of pass, and losslessness over every method."""
+"""The target by compiled kernels: the model's own numbers, the same bits in every shape of pass,
+and losslessness over every method."""
 
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_models_own_numbers(family: str) -> None:
-    """Guards what the kernels compute: norms, biases, rotary positions, windows shorter than the prompt and than one chunk of it, trees,
-    features in any order. 90 tokens against a window of 16."""
+    """Guards what the kernels compute: norms, biases, rotary positions, windows shorter than the
+    prompt and than one chunk of it, trees, features in any order. 90 tokens against a window of
+    16."""
     plain, tree = Target(model(family)), Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2, 5]]), 3)
     found = []
     for target in (plain, with_cpu_kernels(family)):
@@ -62,7 +64,11 @@ def test_the_models_own_numbers(family: str) -> None:
         first = session.prefill(0, ids(90))
         found.append((first, session.forward(torch.tensor([ids(7, 1)]), tree)))
     (first, seen), (own_first, own_seen) = found
-    for ours, own in ((first, own_first), (seen.logits_BNV, own_seen.logits_BNV), (seen.features_BNF, own_seen.features_BNF)):
+    for ours, own in (
+        (first, own_first),
+        (seen.logits_BNV, own_seen.logits_BNV),
+        (seen.features_BNF, own_seen.features_BNF),
+    ):
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=2e-5)
 
 
@@ -81,8 +87,9 @@ def test_short_contexts(context: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_has_plain_decodings_bits(family: str) -> None:
-    """Guards the promise beyond float32's: the logits of every node of a tree, in a batch of rows of different lengths and with another
-    number of threads, are those of decoding its path token by token, to the last bit."""
+    """Guards the promise beyond float32's: the logits of every node of a tree, in a batch of rows
+    of different lengths and with another number of threads, are those of decoding its path token by
+    token, to the last bit."""
     target, prompts = with_cpu_kernels(family), [ids(n, n) for n in (33, 5, 61)]
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 6]]).expand(3, 8).contiguous(), 5)
     tokens_BN = torch.tensor([ids(8, 100 + b) for b in range(3)])
@@ -109,8 +116,8 @@ def test_a_tree_has_plain_decodings_bits(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_is_lossless_by_kernels(name: str) -> None:
-    """Guards the loop with this runner, and the drafts' nets that are run by kernels too: ids equal those of the model's own forward;
-    drawn trees: their own single run."""
+    """Guards the loop with this runner, and the drafts' nets that are run by kernels too: ids equal
+    those of the model's own forward; drawn trees: their own single run."""
     kind, target = drafters.find(name), with_cpu_kernels("llama")
     drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
     requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40, 3, 17, 31), LAWS * 2, strict=True)]
@@ -123,8 +130,8 @@ def test_every_method_is_lossless_by_kernels(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1, eagle3, mtp and hydra++ are those of the
-    modules."""
+    """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1,
+    eagle3, mtp and hydra++ are those of the modules."""
     from eyas.nn import with_cpu_kernels as make_quick
     from eyas.runners import cpu_ops
 
@@ -139,12 +146,17 @@ def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [{}, {"tree.rerank": False}, {"tree.expand": "confidence"}, {"tree.stop": 0.02}, {"tree.noise": "none"}])
+@pytest.mark.parametrize(
+    "rule", [{}, {"tree.rerank": False}, {"tree.expand": "confidence"}, {"tree.stop": 0.02}, {"tree.noise": "none"}]
+)
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "mtp"])
-def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the second writing of the dynamic tree: tokens, parents, depths, masks, candidates and scores of every cycle, with rows of
-    different ages, greedy and sampled ones, and shapes that keep fewer nodes than they draft, or more. A tie of two values would be a
-    false alarm; none is near on these seeds."""
+def test_trees_grown_at_once_are_those_grown_level_by_level(
+    name: str, rule: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the second writing of the dynamic tree: tokens, parents, depths, masks, candidates and
+    scores of every cycle, with rows of different ages, greedy and sampled ones, and shapes that
+    keep fewer nodes than they draft, or more. A tie of two values would be a false alarm; none is
+    near on these seeds."""
     from eyas.nn import with_cpu_kernels as make_quick
     from eyas.runners import cpu_ops
 
@@ -166,7 +178,8 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dic
             tokens, steps = run(Decoder(target, drafter, 2), requests)
             found.append((tokens, [(s.draft, s.row) for s in steps if s.draft is not None]))
         assert found[0][0] == found[1][0]
-        for (one, b), (other, _) in zip(found[0][1], found[1][1], strict=True):  # rows that are empty draft what they like
+        # rows that are empty draft what they like
+        for (one, b), (other, _) in zip(found[0][1], found[1][1], strict=True):
             assert torch.equal(one.tokens_BN[b], other.tokens_BN[b])
             for field in ("parents_BN", "depth_BN", "mask_BNN", "candidate_BN"):
                 assert torch.equal(getattr(one.tree, field)[b], getattr(other.tree, field)[b]), field
@@ -180,7 +193,8 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(name: str, rule: dic
 
 
 def test_what_does_not_suit_is_left_to_the_model() -> None:
-    """Guards the registry: other families, dtypes and devices run by the model's own forward, and `on` says why."""
+    """Guards the registry: other families, dtypes and devices run by the model's own forward, and
+    `on` says why."""
     for refused, reason in (
         (zoo.FAMILIES["gemma2"](), "family gemma2"),
         (zoo.FAMILIES["llama"](), "heads of width"),
@@ -198,7 +212,8 @@ def test_what_does_not_suit_is_left_to_the_model() -> None:
 
 
 def test_other_numbers_are_noticed() -> None:
-    """Guards against a model that calls itself llama and computes something else: the comparison must refuse it."""
+    """Guards against a model that calls itself llama and computes something else: the comparison
+    must refuse it."""
     changed = zoo.tiny("llama", **SIZES)
     changed.model.layers[1].mlp.act_fn = torch.nn.GELU()
     with pytest.raises(UnsuitedError, match="gives other numbers"):
@@ -207,8 +222,8 @@ def test_other_numbers_are_noticed() -> None:
 
 @pytest.mark.slow
 def test_python_threads_may_share_a_target() -> None:
-    """Guards the room that a pass works in: a call of the kernels lets other Python threads run, and two of them decode with one runner
-    and one head. A race would show in most runs."""
+    """Guards the room that a pass works in: a call of the kernels lets other Python threads run,
+    and two of them decode with one runner and one head. A race would show in most runs."""
     target, kind = with_cpu_kernels("llama"), drafters.find("eagle2")
     drafter = kind.random(target, build_options(kind.Options, OPTIONS["eagle2"]), seed=1)
     requests = [Request(tuple(ids(n, n)), 40, Sampling()) for n in range(20, 28)]
@@ -220,16 +235,23 @@ def test_python_threads_may_share_a_target() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "activations"),
-    [*((w, a) for w in ("int8", "int4") for a in ("exact", "int16", "int8")), ("bfloat16", "exact"), ("bfloat16", "bfloat16")],
+    [
+        *((w, a) for w in ("int8", "int4") for a in ("exact", "int16", "int8")),
+        ("bfloat16", "exact"),
+        ("bfloat16", "bfloat16"),
+    ],
 )
 def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any) -> None:
-    """Guards rounded weights and activations: other logits, near the model's; every method says what its plain decoding says."""
+    """Guards rounded weights and activations: other logits, near the model's; every method says
+    what its plain decoding says."""
     if (weights == "int4" or activations.startswith("int")) and not kernels.has_vnni():
         pytest.skip("a CPU without VNNI")
     if activations == "bfloat16" and not kernels.has_avx512_bf16():
         pytest.skip("a CPU without AVX-512 BF16")
     target = Target(model("llama"))
-    rounded = runners.prepared(target, weights=weights, activations=activations, draft_weights="int4" if weights == "int4" else "exact")
+    rounded = runners.prepared(
+        target, weights=weights, activations=activations, draft_weights="int4" if weights == "int4" else "exact"
+    )
     assert rounded.run.form == kernels.WeightFormat(weights, activations)
     assert with_cpu_kernels("llama").run.form.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
@@ -238,7 +260,9 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
     session.prefill(0, ids(20))
     together_NV = session.forward(torch.tensor([more]), Tree.chain(1, 13)).logits_BNV[0]
     for k in (0, 5, 12):
-        assert torch.equal(rounded.open(1).prefill(0, [*ids(20), *more[: k + 1]]), together_NV[k]), "the same bits in every pass"
+        assert torch.equal(rounded.open(1).prefill(0, [*ids(20), *more[: k + 1]]), together_NV[k]), (
+            "the same bits in every pass"
+        )
     requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40), LAWS, strict=True)]
     said = run(Decoder(rounded, drafters.find("vanilla").load(None, rounded), 1), requests)[0]
     for name in ("eagle2", "eagle3", "suffix"):
@@ -248,7 +272,8 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
 
 
 def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the one line that says why: no kernels, wider weights, a CPU without the instructions, another word."""
+    """Guards the one line that says why: no kernels, wider weights, a CPU without the instructions,
+    another word."""
     target = Target(model("llama"))
     with pytest.raises(OptionError, match="family gemma2"):
         runners.prepared(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
@@ -262,12 +287,15 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     with pytest.raises(OptionError, match=r"activations int8 are for .* these are kept as float32: take weights int8$"):
         runners.prepared(target, activations="int8")
     with pytest.raises(
-        OptionError, match=r"activations int8 are for .* these are kept as bfloat16: take weights int8, or activations bfloat16$"
+        OptionError,
+        match=r"activations int8 are for .* these are kept as bfloat16: take weights int8, or activations bfloat16$",
     ):
         runners.prepared(target, weights="bfloat16", activations="int8")
     monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: True)
     for weights, kept in (("exact", "float32"), ("int8", "int8"), ("int4", "int4")):
-        with pytest.raises(OptionError, match=rf"activations bfloat16 are for .* these are kept as {kept}: take weights bfloat16"):
+        with pytest.raises(
+            OptionError, match=rf"activations bfloat16 are for .* these are kept as {kept}: take weights bfloat16"
+        ):
             runners.prepared(target, weights=weights, activations="bfloat16")
     monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: False)
     with pytest.raises(OptionError, match="does not add up products of bfloat16"):
@@ -296,8 +324,9 @@ def test_the_model_stays_as_it_was() -> None:
 @pytest.mark.quick("exit:2")
 @pytest.mark.parametrize("skip", ["0m", "2m", "0a", "1a,2m", "0", "exit:2"])
 def test_drafts_that_leave_parts_of_layers_out(skip: str) -> None:
-    """Guards self-speculation on a target that runs by kernels: a view whose layer has no MLP once ended in an AttributeError, also where
-    `--skip auto` had chosen it. Views of whole layers run by kernels, others by the model's own forward; the text is plain decoding's."""
+    """Guards self-speculation on a target that runs by kernels: a view whose layer has no MLP once
+    ended in an AttributeError, also where `--skip auto` had chosen it. Views of whole layers run by
+    kernels, others by the model's own forward; the text is plain decoding's."""
     target = with_cpu_kernels("llama")
     kind = drafters.find("self_speculative")
     drafter = kind.load(None, target, build_options(kind.Options, {"skip": skip, "depth": 3}))

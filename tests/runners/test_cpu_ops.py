@@ -1,4 +1,5 @@
-"""The seam of fast operations: who uses the kernels', and that they compute what the reference computes."""
+"""The seam of fast operations: who uses the kernels', and that they compute what the reference
+computes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_off_is_off(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs
 def test_a_family_without_kernels_draws_by_them_unless_off() -> None:
-    """Guards the choice, which is made once, by the runner: models that the kernels do not run still draw, follow and commit by them."""
+    """Guards the choice, which is made once, by the runner: models that the kernels do not run
+    still draw, follow and commit by them."""
     model = zoo.FAMILIES["gpt_neox"]()
     assert isinstance(prepared(Target(model), kernels="auto").run.ops, CycleKernels)
     assert isinstance(prepared(Target(model), kernels="auto", own=False).run.ops, CycleKernels)
@@ -49,7 +51,8 @@ def test_a_family_without_kernels_draws_by_them_unless_off() -> None:
 
 @needs
 def test_kernels_follow_and_commit_as_the_reference() -> None:
-    """Random trees of 1 to 12 nodes, 40 times: the same path, tokens, lengths and bonus; the same slots after the commit."""
+    """Random trees of 1 to 12 nodes, 40 times: the same path, tokens, lengths and bonus; the same
+    slots after the commit."""
     generator = torch.Generator().manual_seed(0)
     fast = CycleKernels()
     for turn in range(40):

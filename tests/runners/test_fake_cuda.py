@@ -1,4 +1,5 @@
-"""Recorded cycles on a GPU that is not there: nothing of the host in them, and no more launches than docs/gpu.md says."""
+"""Recorded cycles on a GPU that is not there: nothing of the host in them, and no more launches
+than docs/gpu.md says."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("method", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra"])
 def test_cycles_launch_what_the_page_says(counts: Any, method: str) -> None:
-    """Bugs: a `.item()`, a mask or a number from the host inside a recorded cycle, which no graph can hold; an attention mask of an odd
-    width, which is padded at every level; an operation more a layer or a level, which nobody notices on a CPU.
-    Mended by: python runs/gpu_counts.py --write."""
+    """Bugs: a `.item()`, a mask or a number from the host inside a recorded cycle, which no graph
+    can hold; an attention mask of an odd width, which is padded at every level; an operation more a
+    layer or a level, which nobody notices on a CPU. Mended by: python runs/gpu_counts.py
+    --write."""
     page = counts.written(counts.PAGE.read_text(encoding="utf-8"))
     rows = [counts.row(case) for case in counts.CASES if case.method == method]
     assert rows
@@ -68,10 +70,15 @@ def test_faults_are_seen(fake: Any) -> None:
 
     def odd_mask(x: Any) -> Any:
         q = torch.zeros(1, 2, 4, 8, device=x.device)
-        return torch.nn.functional.scaled_dot_product_attention(q, q[:, :, :3], q[:, :, :3], attn_mask=x[None, None, :, :3])
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, q[:, :, :3], q[:, :, :3], attn_mask=x[None, None, :, :3]
+        )
 
     assert faults(fake, sound) == []
-    assert any("torch.tensor of [2]" in fault for fault in faults(fake, lambda x: x[:2, 0] + torch.tensor([1, 2], device=x.device)))
+    assert any(
+        "torch.tensor of [2]" in fault
+        for fault in faults(fake, lambda x: x[:2, 0] + torch.tensor([1, 2], device=x.device))
+    )
     assert any("moved from cpu to cuda" in fault for fault in faults(fake, lambda x: x + torch.ones(6).to(x.device)))
     assert any("cpu[6]" in fault for fault in faults(fake, lambda x: (torch.ones(6) + 1, x)[1]))
     assert faults(fake, odd_mask) == ["rest: a mask of width 3, which is padded"]
@@ -80,7 +87,8 @@ def test_faults_are_seen(fake: Any) -> None:
 
 
 def test_launches_are_counted(fake: Any) -> None:
-    """A test of the test: views launch nothing; bytes are those that are read and written, repeated ones once."""
+    """A test of the test: views launch nothing; bytes are those that are read and written, repeated
+    ones once."""
 
     def work(x: Any) -> Any:
         view = x[1:].t().expand(2, 6, 3)
@@ -89,4 +97,8 @@ def test_launches_are_counted(fake: Any) -> None:
     with fake.fake_cuda() as mode, fake.logged_by_stage(mode) as capture:
         capture(lambda: work(torch.empty(4, 6, device="cuda")), lambda: None)
         launches = [(launch.name, launch.bytes, launch.product) for launch in capture.logs[0].launches]
-    assert launches == [("mul", 4 * (18 + 36), False), ("linear", 4 * (24 + 24 + 16), True), ("add", 4 * (36 + 1 + 36), False)]
+    assert launches == [
+        ("mul", 4 * (18 + 36), False),
+        ("linear", 4 * (24 + 24 + 16), True),
+        ("add", 4 * (36 + 1 + 36), False),
+    ]

@@ -1,4 +1,5 @@
-"""Layers by few kernels: the same text for every family that they suit, how many kernels, and what becomes of the model's weights.
+"""Layers by few kernels: the same text for every family that they suit, how many kernels, and what
+becomes of the model's weights.
 
 On a CPU the kernels' references run in their place (tests/gpu has the kernels themselves).
 """
@@ -45,7 +46,8 @@ def prompt(length: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", ["vanilla", "eagle3", "medusa", "suffix"])
 @pytest.mark.parametrize("family", SUITED)
 def test_fused_layers_are_lossless(family: str, name: str) -> None:
-    """Guards rows of unlike length, windows of 16, biases, norms of heads, experts, features for drafts; within graphs and in prefill."""
+    """Guards rows of unlike length, windows of 16, biases, norms of heads, experts, features for
+    drafts; within graphs and in prefill."""
     model = zoo.FAMILIES[family]()
     target, kind = Target(model), drafters.find(name)
     target = target.run_with(GraphRunner(target, captured_without_gpu, fused=FusedLayers(target, joins=False)))
@@ -59,7 +61,8 @@ def test_fused_layers_are_lossless(family: str, name: str) -> None:
 @pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", sorted(zoo.FAMILIES))
 def test_other_layers_are_refused(family: str) -> None:
-    """Guards families with other operations: seen from their modules, or, as with Granite's multipliers, from their numbers."""
+    """Guards families with other operations: seen from their modules, or, as with Granite's
+    multipliers, from their numbers."""
     target = Target(zoo.FAMILIES[family]())
     if family in SUITED:
         check(FusedLayers(target, joins=False))
@@ -71,7 +74,8 @@ def test_other_layers_are_refused(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_layers_by_the_kernels_themselves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards how layers call the kernels (Triton's interpreter runs them here): strides, slots, shapes of results."""
+    """Guards how layers call the kernels (Triton's interpreter runs them here): strides, slots,
+    shapes of results."""
     pytest.importorskip("triton")
     attending, between = interpreted("eyas.gpu._attention_kernels"), interpreted("eyas.gpu._layer_kernels")
 
@@ -115,7 +119,8 @@ class Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize(("joins", "kernels_a_layer"), [(True, 10), (False, 13)])
 def test_kernels_a_layer(joins: bool, kernels_a_layer: int) -> None:
-    """Guards the number of launches: two depths tell what a layer costs. More show as milliseconds on a GPU."""
+    """Guards the number of launches: two depths tell what a layer costs. More show as milliseconds
+    on a GPU."""
     counts = []
     for layers in (2, 5):
         target = Target(zoo.tiny("llama", num_hidden_layers=layers))
@@ -130,7 +135,8 @@ def test_kernels_a_layer(joins: bool, kernels_a_layer: int) -> None:
 
 @pytest.mark.parametrize("family", SUITED)
 def test_joined_matrices_are_stored_once(family: str) -> None:
-    """Guards the memory: parameters are views of the joined matrices, with the values they had. Bug: a second copy of most weights."""
+    """Guards the memory: parameters are views of the joined matrices, with the values they had.
+    Bug: a second copy of most weights."""
     model = zoo.FAMILIES[family]()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     layers = FusedLayers(Target(model), joins=True)

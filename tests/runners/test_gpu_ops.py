@@ -1,4 +1,5 @@
-"""The operations around the target's forward by GPU kernels: the same trees, draws and texts as by the reference.
+"""The operations around the target's forward by GPU kernels: the same trees, draws and texts as by
+the reference.
 
 On a CPU the kernels' references run in their place (tests/gpu has the kernels themselves).
 """
@@ -36,7 +37,9 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
-def decoded(name: str, ops: Ops, requests: list[Request], draft_weights: str = "exact") -> tuple[list[list[int]], Drawn, Drafter]:
+def decoded(
+    name: str, ops: Ops, requests: list[Request], draft_weights: str = "exact"
+) -> tuple[list[list[int]], Drawn, Drafter]:
     """Texts; tokens and parents of every tree; the drafter."""
     target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find(name)
     target.draft_weights = draft_weights
@@ -50,7 +53,8 @@ def decoded(name: str, ops: Ops, requests: list[Request], draft_weights: str = "
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "hydra", "medusa", "suffix", "dflash", "dspark", "peagle"]
+    "name",
+    ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "hydra", "medusa", "suffix", "dflash", "dspark", "peagle"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_same_trees_and_texts(name: str, temperature: float) -> None:
@@ -68,7 +72,9 @@ def test_the_same_trees_and_texts(name: str, temperature: float) -> None:
 def test_drafts_in_fp8(name: str) -> None:
     """Guards rounded drafts: other guesses, the same text."""
     requests = [Request(prompt(n), 20, Sampling()) for n in (7, 30)]
-    (text, trees, _), (rounded_text, rounded_trees, drafter) = (decoded(name, GpuOps(), requests, form) for form in ("exact", "fp8"))
+    (text, trees, _), (rounded_text, rounded_trees, drafter) = (
+        decoded(name, GpuOps(), requests, form) for form in ("exact", "fp8")
+    )
     assert rounded_text == text
     assert rounded_trees != trees
     assert any(isinstance(module, Fp8Linear) for module in drafter.decoding_net.modules())

@@ -1,5 +1,5 @@
-"""Cycles and passes as graphs: their fixed inputs and state, tried on a CPU with a capture that runs the work again; and operations that
-no graph can hold."""
+"""Cycles and passes as graphs: their fixed inputs and state, tried on a CPU with a capture that
+runs the work again; and operations that no graph can hold."""
 
 from __future__ import annotations
 
@@ -57,14 +57,16 @@ def prompt(length: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "suffix", "small_model"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None:
-    """Guards the static inputs: rows of different ages, windows, texts that grow over a bucket's edge, whose cache then lies elsewhere."""
+    """Guards the static inputs: rows of different ages, windows, texts that grow over a bucket's
+    edge, whose cache then lies elsewhere."""
     model = zoo.FAMILIES[family]()
     target = Target(model)
     graphs = GraphRunner(target, captured_without_gpu)
     drafter = drafter_of(name, target.run_with(graphs))
     requests = [Request(prompt(n), 20, Sampling(temperature, seed=n)) for n in (7, BUCKET - 9, 30)]
     tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
-    if temperature and drafter.samples_children:  # the seed's text is a matter of the trees, and cycles are not recorded
+    # the seed's text is a matter of the trees, and cycles are not recorded
+    if temperature and drafter.samples_children:
         return
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
     assert isinstance(decoder.cycle, CycleReplay)
@@ -75,7 +77,8 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
 @pytest.mark.parametrize("name", ["vanilla", "eagle3", "seagle", "small_model"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_aligned_widths_are_lossless(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the widths of a GPU, multiples of 64: masks, keys and the slots that are reserved agree, with recordings and without."""
+    """Guards the widths of a GPU, multiples of 64: masks, keys and the slots that are reserved
+    agree, with recordings and without."""
     monkeypatch.setattr(KVCache, "aligned", lambda cache, width: -(-width // ALIGNED) * ALIGNED)
     model = zoo.FAMILIES["llama"]()
     target = Target(model)
@@ -116,8 +119,9 @@ def address(tensor: Tensor) -> int:
 
 
 class Strangers(TorchDispatchMode):
-    """Notes what no graph can hold: values that the host reads, shapes that depend on values, and tensors that were made from the host's
-    numbers, i.e. that no operation made and that were not there before."""
+    """Notes what no graph can hold: values that the host reads, shapes that depend on values, and
+    tensors that were made from the host's numbers, i.e. that no operation made and that were not
+    there before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +145,8 @@ class Strangers(TorchDispatchMode):
 
 
 def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[str], list[bool]]:
-    """Returns the operations on foreign tensors in a recorded cycle of the method, and for each recording whether it holds its draft."""
+    """Returns the operations on foreign tensors in a recorded cycle of the method, and for each
+    recording whether it holds its draft."""
     target, found = Target(zoo.FAMILIES["llama"]()), list[str]()
 
     def watched(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
@@ -163,9 +168,12 @@ def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WITH_ITS_DRAFT, "suffix", "small_model"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)], ids=["greedy", "sampled"]
+)
 def test_no_graph_waits_for_the_host(name: str, sampling: Sampling) -> None:
-    """Guards the capture: one `.item()`, one index from a list, and nothing can be captured on a GPU. Which methods are recorded whole."""
+    """Guards the capture: one `.item()`, one index from a list, and nothing can be captured on a
+    GPU. Which methods are recorded whole."""
     if name in ("eagle1", "small_model") and sampling.temperature:
         pytest.skip("its children are drawn: judged on the host")
     found, whole = operations(name, sampling)
@@ -194,7 +202,8 @@ def test_strangers_are_noticed(how: str) -> None:
 
 @pytest.mark.slow
 def test_recordings_serve_every_request() -> None:
-    """Guards the keys: requests that differ in prompt, length and seed share recordings, and a decoder that goes on records nothing new."""
+    """Guards the keys: requests that differ in prompt, length and seed share recordings, and a
+    decoder that goes on records nothing new."""
     target = Target(zoo.FAMILIES["llama"]())
     drafter = drafter_of("eagle2", target.run_with(GraphRunner(target, captured_without_gpu)))
     decoder = Decoder(drafter.target, drafter, 1)
@@ -223,8 +232,9 @@ class Moods(Policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "seagle", "medusa", "eagle1"])
 def test_sleep_over_graphs(name: str) -> None:
-    """Guards sessions that sleep, wake and are relieved by another method, whose cycles are recorded from the draft on: every change
-    between these leaves the state where the next recording looks for it, in a shape that it knows. A draft that is right in loops."""
+    """Guards sessions that sleep, wake and are relieved by another method, whose cycles are
+    recorded from the draft on: every change between these leaves the state where the next recording
+    looks for it, in a shape that it knows. A draft that is right in loops."""
     model = zoo.FAMILIES["llama"]()
     target = Target(model)
     drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu)))
@@ -248,7 +258,8 @@ def test_sleep_over_graphs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
 def test_drafts_in_fp8(name: str) -> None:
-    """Guards `draft_weights="fp8"`, as far as a CPU can: other guesses, the same text, and nothing that a graph cannot hold."""
+    """Guards `draft_weights="fp8"`, as far as a CPU can: other guesses, the same text, and nothing
+    that a graph cannot hold."""
     model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
     target, drafts, rounded = Target(model), [], 0
     for draft_weights in ("exact", "fp8"):
@@ -273,19 +284,25 @@ def test_fp8_is_refused_on_a_cpu() -> None:
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("window", [(2, 9), (0, 12), (4, BUCKET + 4)])
 def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:
-    """Guards SEAGLE's windows in recordings, which trim in every cycle or in none: the trees that are drafted without them, for texts that
-    fill a window before, within and never in a bucket; rows of different ages, and a second request in a used row."""
+    """Guards SEAGLE's windows in recordings, which trim in every cycle or in none: the trees that
+    are drafted without them, for texts that fill a window before, within and never in a bucket;
+    rows of different ages, and a second request in a used row."""
     target, found = Target(zoo.FAMILIES["llama"]()), []
     kind, (sink, size) = drafters.find("seagle"), window
-    options = build_options(kind.Options, {**OPTIONS["seagle"], "window.sink": sink, "window.size": size, "window.crop": crop})
+    options = build_options(
+        kind.Options, {**OPTIONS["seagle"], "window.sink": sink, "window.size": size, "window.crop": crop}
+    )
     for graphs in (False, True):
         used = target.run_with(GraphRunner(target, captured_without_gpu)) if graphs else target
         requests = [Request(prompt(n), 20, Sampling(0.7, seed=n)) for n in (7, BUCKET - 9, 30, BUCKET + 3)]
         tokens, steps = run(decoder := Decoder(used, kind.random(used, options, seed=1), 2), requests)
-        drafted = [(step.draft, step.row) for step in steps if step.draft is not None]  # what an idle row would draft is nobody's business
+        # what an idle row would draft is nobody's business
+        drafted = [(step.draft, step.row) for step in steps if step.draft is not None]
         found.append((tokens, [(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafted]))
     assert isinstance(decoder.cycle, CycleReplay)
-    assert True in {key[4] is None for key in decoder.cycle.recorder._recorded}, "cycles were recorded with their drafts"
+    assert True in {key[4] is None for key in decoder.cycle.recorder._recorded}, (
+        "cycles were recorded with their drafts"
+    )
     assert found[0] == found[1]
 
 
@@ -305,7 +322,8 @@ def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
 
 @pytest.mark.slow
 def test_two_decoders_by_turns() -> None:
-    """Guards what a cycle leaves for the next one: another decoder's replay may overwrite all that a recording left."""
+    """Guards what a cycle leaves for the next one: another decoder's replay may overwrite all that
+    a recording left."""
     model = zoo.FAMILIES["llama"]()
     target = Target(model)
     scratch = list[Any]()

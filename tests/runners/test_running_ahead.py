@@ -1,4 +1,5 @@
-"""The next cycle is launched before the last one is read: the same Steps as one cycle after the other, whatever ends meanwhile."""
+"""The next cycle is launched before the last one is read: the same Steps as one cycle after the
+other, whatever ends meanwhile."""
 
 from __future__ import annotations
 
@@ -65,8 +66,14 @@ def decoded(
 
 def essence(steps: list[Step]) -> list[Any]:
     """Everything in Steps but times; of the draft, this row's tree."""
-    trees = [None if s.draft is None else (s.draft.tokens_BN[s.row].tolist(), s.draft.tree.parents_BN[s.row].tolist()) for s in steps]
-    return [(s.tokens, s.accepted, s.finish, s.path, s.plan, s.cached_tokens, tree) for s, tree in zip(steps, trees, strict=True)]
+    trees = [
+        None if s.draft is None else (s.draft.tokens_BN[s.row].tolist(), s.draft.tree.parents_BN[s.row].tolist())
+        for s in steps
+    ]
+    return [
+        (s.tokens, s.accepted, s.finish, s.path, s.plan, s.cached_tokens, tree)
+        for s, tree in zip(steps, trees, strict=True)
+    ]
 
 
 def drafter_of(name: str) -> Drafter:
@@ -87,11 +94,12 @@ def prompt(length: int) -> tuple[int, ...]:
 
 @cache
 def ending(temperature: float) -> tuple[list[Request], list[list[int]]]:
-    """Requests that end by length, a stop token, a stop string (the third), by being cancelled (the fourth), and two that continue their
-    texts; and the texts of plain decoding."""
+    """Requests that end by length, a stop token, a stop string (the third), by being cancelled (the
+    fourth), and two that continue their texts; and the texts of plain decoding."""
     free = [Request(prompt(n), 24, Sampling(temperature, seed=n)) for n in (7, 30, 12, 9, 60)]
     texts = [plain_decode(zoo.FAMILIES["llama"](), request) for request in free]
-    last = [max(text.index(token) for token in text[:16]) for text in texts]  # where a token stands for the first time, a late one
+    # where a token stands for the first time, a late one
+    last = [max(text.index(token) for token in text[:16]) for text in texts]
     stops: Callable[[int], bool] = lambda token: token == texts[2][last[2]]  # noqa: E731
     ends = [free[0], replace(free[1], eos=frozenset([texts[1][last[1]]])), replace(free[2], stop=stops), *free[3:]]
     later = [replace(free[i], prompt=(*free[i].prompt, *texts[i][:8], 5)) for i in (1, 2)]
@@ -103,8 +111,9 @@ def ending(temperature: float) -> tuple[list[Request], list[list[int]]]:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_same_steps(name: str, temperature: float) -> None:
-    """Guards lengths, drafts and noise of rows that go on beside rows that ended, and of the requests that take their place and begin with
-    their texts: a cycle too many in a row that has ended must not be seen by anybody."""
+    """Guards lengths, drafts and noise of rows that go on beside rows that ended, and of the
+    requests that take their place and begin with their texts: a cycle too many in a row that has
+    ended must not be seen by anybody."""
     drafter, (requests, texts) = drafter_of(name), ending(temperature)
     (alone, none), (ahead, counts) = (decoded(drafter, requests, mode, {4: 3}) for mode in (False, True))
     assert (none.ahead, none.ignored) == (0, 0)

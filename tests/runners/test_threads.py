@@ -6,7 +6,8 @@ from eyas.runners._threads import LONGEST_REST, REST, Threads
 
 
 def passes(threads: Threads, clock: float, count: int, seconds: float, kind: int = 1) -> tuple[float, list[int]]:
-    """So many passes that take so long with all threads, and 5 ms with one; when they ended, and how many threads each had."""
+    """So many passes that take so long with all threads, and 5 ms with one; when they ended, and
+    how many threads each had."""
     used = []
     for _ in range(count):
         used.append(threads.next(clock))
@@ -17,7 +18,8 @@ def passes(threads: Threads, clock: float, count: int, seconds: float, kind: int
 
 
 def test_slow_passes_are_run_on_one_thread_for_a_while() -> None:
-    """Guards shared machines: with a core taken away passes of 3 ms take 200. Three are enough; later attempts cost less and less."""
+    """Guards shared machines: with a core taken away passes of 3 ms take 200. Three are enough;
+    later attempts cost less and less."""
     threads = Threads(2)
     clock, used = passes(threads, 0.0, 50, 0.003)
     assert used == [2] * 50
@@ -30,7 +32,8 @@ def test_slow_passes_are_run_on_one_thread_for_a_while() -> None:
 
 
 def test_one_hiccup_and_larger_passes_are_no_reason() -> None:
-    """Guards against giving threads up for nothing: a single slow pass, another kind of pass, texts that grow, a clock that slows down."""
+    """Guards against giving threads up for nothing: a single slow pass, another kind of pass, texts
+    that grow, a clock that slows down."""
     threads = Threads(4)
     clock, _ = passes(threads, 0.0, 20, 0.003)
     for _ in range(20):
@@ -46,8 +49,9 @@ def test_one_hiccup_and_larger_passes_are_no_reason() -> None:
 
 
 def test_more_threads_are_tried_where_fewer_were_chosen() -> None:
-    """Guards processes that were started on a busy machine: one thread was the fastest then, and need not be later. Where more are slower
-    they are tried once in a while and left, and what is computed beside a pass does not take part in trials."""
+    """Guards processes that were started on a busy machine: one thread was the fastest then, and
+    need not be later. Where more are slower they are tried once in a while and left, and what is
+    computed beside a pass does not take part in trials."""
     threads = Threads(1, ceiling=4)
     clock, used = passes(threads, 0.0, 400, 0.003)  # two are faster than one, four are not faster than two
     assert (threads.most, threads.now(clock)) == (2, 2)

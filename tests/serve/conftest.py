@@ -40,9 +40,12 @@ def _closed_clients(request: pytest.FixtureRequest) -> Iterator[None]:
 def chromium() -> Iterator[Any]:
     """A running Chromium, the system's own. Skips where there is none: nothing is downloaded.
 
-    While playwright's driver runs, this thread has a running event loop, and `asyncio.run` fails in it: so not for the session.
+    While playwright's driver runs, this thread has a running event loop, and `asyncio.run` fails in
+    it: so not for the session.
     """
-    playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright, which is not installed")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="the page is tested by playwright, which is not installed"
+    )
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         pytest.skip("the page is tested in a real Chromium, and there is none on the PATH")
@@ -54,7 +57,8 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens an address: `open_page(url, width=..., color_scheme=...)`. No test may leave an error in the console (`open_page.errors`)."""
+    """Opens an address: `open_page(url, width=..., color_scheme=...)`. No test may leave an error
+    in the console (`open_page.errors`)."""
     contexts, errors = [], list[str]()
 
     def note(message: Any) -> None:

@@ -1,4 +1,5 @@
-"""Adapters of PEFT as models of the server: clients choose one by `model`, beside each other in one load."""
+"""Adapters of PEFT as models of the server: clients choose one by `model`, beside each other in one
+load."""
 
 from __future__ import annotations
 
@@ -26,25 +27,34 @@ def adapter_folder(folder: Path, seed: int) -> str:
     """A random LoRA adapter of the embedded model, strong enough to change its texts."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, lora_alpha=4, init_lora_weights=False, task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            target_modules=["q_proj", "down_proj"], r=4, lora_alpha=4, init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         peft.get_peft_model(tiny.model(), config).save_pretrained(folder, save_embedding_layers=False)
     return str(folder)
 
 
 def test_requests_choose_by_model(tmp_path: Path) -> None:
-    """Guards the way from `model` to the adapter, with several in flight at once: each text is that of the same adapter merged or unmerged
-    and alone, the default is the base model, and an unknown name is refused with the names that there are."""
+    """Guards the way from `model` to the adapter, with several in flight at once: each text is that
+    of the same adapter merged or unmerged and alone, the default is the base model, and an unknown
+    name is refused with the names that there are."""
     folders = {name: adapter_folder(tmp_path / name, seed) for seed, name in enumerate(("poet", "clerk"))}
     llm = eyas.load(adapter=folders, tree=TREE)
     expected = {}
     for name in ("base", *folders):
         expected[name] = [llm.generate(prompt, adapter=name, max_new_tokens=16).text for prompt in PROMPTS]
-    assert expected["base"] == [eyas.load(kernels="off", tree=TREE).generate(prompt, max_new_tokens=16).text for prompt in PROMPTS]
+    assert expected["base"] == [
+        eyas.load(kernels="off", tree=TREE).generate(prompt, max_new_tokens=16).text for prompt in PROMPTS
+    ]
     assert len({tuple(texts) for texts in expected.values()}) == 3
     with running(llm) as server:
         client = server.client()
         listed = client.models.list().data
-        assert [(model.id, getattr(model, "parent", None)) for model in listed] == [("tiny", None), ("poet", "tiny"), ("clerk", "tiny")]
+        assert [(model.id, getattr(model, "parent", None)) for model in listed] == [
+            ("tiny", None),
+            ("poet", "tiny"),
+            ("clerk", "tiny"),
+        ]
         assert client.models.retrieve("clerk").id == "clerk"
 
         def ask(model: str, prompt: str) -> tuple[str, str | None]:
@@ -69,7 +79,8 @@ def test_requests_choose_by_model(tmp_path: Path) -> None:
 
 
 def test_one_adapter_is_merged(tmp_path: Path) -> None:
-    """Guards `--adapter FOLDER`: the merged weights run by kernels, where there are any, and the text is that of PEFT's own layers."""
+    """Guards `--adapter FOLDER`: the merged weights run by kernels, where there are any, and the
+    text is that of PEFT's own layers."""
     folder = adapter_folder(tmp_path / "poet", 0)
     merged, switched = eyas.load(adapter=folder, tree=TREE), eyas.load(adapter={"poet": folder}, tree=TREE)
     assert merged.adapters == ()

@@ -16,21 +16,32 @@ A, B, E1, E2, E3 = TOKENIZER("ab" + EURO)["input_ids"]  # a token is a byte
 
 
 def cycle(tokens: list[int], nodes: tuple[TraceNode, ...], path: tuple[int, ...], finish: str | None = None) -> Step:
-    """A cycle that emits `tokens`, of which all but those behind the path were drafted. Its nodes had other numbers in the draft."""
+    """A cycle that emits `tokens`, of which all but those behind the path were drafted. Its nodes
+    had other numbers in the draft."""
     trace = Trace(nodes, path, tokens[-1], finish or "no child")
     accepted = min(len(tokens), len(path) - 1)
     return Step(
-        1, tuple(tokens), accepted, False, finish, tuple(n + 7 * (n > 0) for n in path), seconds=0.5, parts={"draft": 0.1}, trace=trace
+        1,
+        tuple(tokens),
+        accepted,
+        False,
+        finish,
+        tuple(n + 7 * (n > 0) for n in path),
+        seconds=0.5,
+        parts={"draft": 0.1},
+        trace=trace,
     )
 
 
-def node(parent: int, token: int, depth: int, accepted: bool = True, p: float = 0.5, q: float | None = 0.25) -> TraceNode:
+def node(
+    parent: int, token: int, depth: int, accepted: bool = True, p: float = 0.5, q: float | None = 0.25
+) -> TraceNode:
     return TraceNode(parent, token, depth, q, p, accepted)
 
 
 def test_texts_of_a_character_in_pieces() -> None:
-    """A character of three bytes, drafted in two and completed by the target, comes with its last token; no half of it is shown as text.
-    The texts of the tokens are the answer's text."""
+    """A character of three bytes, drafted in two and completed by the target, comes with its last
+    token; no half of it is shown as text. The texts of the tokens are the answer's text."""
     writer = CycleWriter(TOKENIZER)
     first = writer.write(Step(1, (A,), 0, True, None, seconds=2.0))
     nodes = (node(-1, A, 0, q=None, p=1.0), node(0, E1, 1), node(0, A, 1, accepted=False), node(1, E2, 2))
@@ -45,8 +56,8 @@ def test_texts_of_a_character_in_pieces() -> None:
 
 
 def test_last_cycle_is_cut_and_lets_go_what_was_held_back() -> None:
-    """A text that ends inside a character shows a replacement character, as `decode` does; special tokens are no text, but have one
-    in the tree; a path that was cut emits drafted tokens only."""
+    """A text that ends inside a character shows a replacement character, as `decode` does; special
+    tokens are no text, but have one in the tree; a path that was cut emits drafted tokens only."""
     writer = CycleWriter(TOKENIZER)
     nodes = (node(-1, END, 0, q=None, p=1.0), node(0, E1, 1), node(1, END, 2), node(2, E1, 3))
     made = writer.write(cycle([E1, END], nodes, (0, 1, 2, 3), finish="stop"))
@@ -67,7 +78,8 @@ def test_json_of_broken_numbers_and_of_no_tokenizer() -> None:
 
 
 def test_step_without_a_trace() -> None:
-    """A client that asks for cycles of a server whose engine gives no trace still learns what was drafted."""
+    """A client that asks for cycles of a server whose engine gives no trace still learns what was
+    drafted."""
     made = CycleWriter(TOKENIZER).write(Step(1, (A, B), 1, False, None, (0, 4), seconds=0.1))
     assert [(t["text"], t["node"]) for t in made["tokens"]] == [("a", 4), ("b", None)]
     assert (made["nodes"], made["bonus"]) == ([], None)

@@ -54,7 +54,11 @@ def test_the_first_request_by_openai(
 
 def test_metrics_of_the_pages(embedded: Running) -> None:
     """The table and the dashboard name no metric that the server does not have."""
-    httpx2.post(f"{embedded.v1}/completions", json={"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}, timeout=60)
+    httpx2.post(
+        f"{embedded.v1}/completions",
+        json={"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0},
+        timeout=60,
+    )
     shown = httpx2.get(f"{embedded.url}/metrics").text
     known = {re.split(r"[{ ]", line)[0] for line in shown.splitlines() if line and line[0] != "#"}
     known |= {name.removesuffix("_count") for name in known}

@@ -55,7 +55,9 @@ def _nothing_is_left(small: Running) -> Iterator[None]:
     assert not engine._waiting
     assert all(not any(decoder.rows) and decoder.finished for decoder in engine._pool._decoders.values())
     assert not any(engine._pool._taken.values())
-    made = httpx2.post(f"{small.v1}/completions", json={"prompt": "Hello", "max_tokens": 8, "temperature": 0}, timeout=120).json()
+    made = httpx2.post(
+        f"{small.v1}/completions", json={"prompt": "Hello", "max_tokens": 8, "temperature": 0}, timeout=120
+    ).json()
     assert made["choices"][0]["text"] == engine.llm.generate("Hello", raw=True, max_new_tokens=8).text
 
 
@@ -73,7 +75,8 @@ def send(server: Running, content: bytes) -> socket.socket:
 
 
 def test_clients_that_hang_up(small: Running) -> None:
-    """Connections are closed at random moments: before the body is whole, in the queue, in the middle of a stream. Their rows come back."""
+    """Connections are closed at random moments: before the body is whole, in the queue, in the
+    middle of a stream. Their rows come back."""
     dice = random.Random(0)
     for i in range(40):
         content = body(stream=bool(i % 2))
@@ -90,7 +93,8 @@ def test_clients_that_hang_up(small: Running) -> None:
 
 
 def test_a_slow_reader_holds_up_nobody(small: Running, llm: eyas.LLM) -> None:
-    """A client that reads nothing of its stream does not keep others waiting, and later finds its answer whole."""
+    """A client that reads nothing of its stream does not keep others waiting, and later finds its
+    answer whole."""
     with send(small, body(stream=True)) as connection:
         quick = small.client().completions.create(model="tiny", prompt=PROMPTS[1], max_tokens=16, temperature=0)
         assert quick.choices[0].text == llm.generate(PROMPTS[1], raw=True, max_new_tokens=16).text
@@ -111,7 +115,9 @@ def test_keep_alive(small: Running) -> None:
     received = b""
     with small.client(max_retries=3) as client, ThreadPoolExecutor(3) as pool:
         for _ in range(20):
-            longer = [pool.submit(client.completions.create, model="tiny", prompt=PROMPTS[0], n=2, **LONG) for _ in range(2)]
+            longer = [
+                pool.submit(client.completions.create, model="tiny", prompt=PROMPTS[0], n=2, **LONG) for _ in range(2)
+            ]
             with send(small, body(stream=True)) as connection:
                 while b"[DONE]" not in received:
                     received += connection.recv(4096)
@@ -126,7 +132,8 @@ LONG = {"max_tokens": 64, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def test_a_queue_that_overflows(small: Running) -> None:
-    """Two rows, four places: of many requests at once some get 429 with Retry-After, which OpenAI's client obeys until all are served."""
+    """Two rows, four places: of many requests at once some get 429 with Retry-After, which OpenAI's
+    client obeys until all are served."""
 
     async def all_at_once(retries: int, count: int) -> list[Any]:
         async with small.async_client(max_retries=retries) as client:
@@ -144,9 +151,16 @@ def test_a_queue_that_overflows(small: Running) -> None:
 
 
 def test_a_deadline(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request gets 408, which the client is told not to repeat; a stream that has begun ends with an error."""
+    """A request gets 408, which the client is told not to repeat; a stream that has begun ends with
+    an error."""
     monkeypatch.setattr("eyas.serve.engine.LOOK_SECONDS", 0.0)
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "x", "n": 4, "max_tokens": 64, "extra_body": {"timeout": 1e-3, "ignore_eos": True}}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "x",
+        "n": 4,
+        "max_tokens": 64,
+        "extra_body": {"timeout": 1e-3, "ignore_eos": True},
+    }
     with pytest.raises(openai.APIStatusError) as caught:
         small.client(max_retries=5).completions.create(**asked)
     assert caught.value.status_code == 408
@@ -165,7 +179,8 @@ def raising(tokens: Tensor, scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("processor", [poison, raising])
 def test_a_poisoned_request(small: Running, llm: eyas.LLM, processor: Any) -> None:
-    """One of two requests in flight fails by its processor: it gets an error, the other its right answer."""
+    """One of two requests in flight fails by its processor: it gets an error, the other its right
+    answer."""
     engine = small.service.engine
 
     async def job(prompt: str, poisoned: bool) -> Totals:
@@ -236,7 +251,9 @@ CHAT_FIELDS = (
 
 
 @pytest.mark.parametrize(("path", "fields"), [(PATHS[0], FIELDS), (PATHS[1], CHAT_FIELDS)])
-def test_every_field_with_every_kind_of_value(small: Running, http: httpx2.Client, path: str, fields: tuple[str, ...]) -> None:
+def test_every_field_with_every_kind_of_value(
+    small: Running, http: httpx2.Client, path: str, fields: tuple[str, ...]
+) -> None:
     """A `speculation` of 10^30 reached torch and killed the engine, with every answer in it."""
     good = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "timeout": 20}
     for field in fields:
@@ -246,11 +263,20 @@ def test_every_field_with_every_kind_of_value(small: Running, http: httpx2.Clien
             assert response.status_code == 200 or response.json()["error"]["message"]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
 @given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3))
 def test_malformed_bodies(small: Running, http: httpx2.Client, path: str, changes: dict[str, Any]) -> None:
-    """A good body with some fields of any type and size: an answer or a refusal, in JSON or as events, never a fault of the server's."""
-    good = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "tokens": [5], "max_tokens": 3, "timeout": 20}
+    """A good body with some fields of any type and size: an answer or a refusal, in JSON or as
+    events, never a fault of the server's."""
+    good = {
+        "prompt": "Hi",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tokens": [5],
+        "max_tokens": 3,
+        "timeout": 20,
+    }
     response = http.post(small.url + path, content=json.dumps({**good, **changes}).encode(), headers=JSON)
     assert response.status_code in (200, 400, 404, 408), (response.status_code, response.text)
     if response.status_code != 200:
@@ -258,7 +284,10 @@ def test_malformed_bodies(small: Running, http: httpx2.Client, path: str, change
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(st.sampled_from(PATHS), st.binary(max_size=64) | st.text(max_size=64).map(lambda text: text.encode("utf-8", "surrogatepass")))
+@given(
+    st.sampled_from(PATHS),
+    st.binary(max_size=64) | st.text(max_size=64).map(lambda text: text.encode("utf-8", "surrogatepass")),
+)
 def test_bytes_that_are_no_body(small: Running, http: httpx2.Client, path: str, content: bytes) -> None:
     """Any bytes get status 400."""
     response = http.post(small.url + path, content=content, headers=JSON)
@@ -267,7 +296,8 @@ def test_bytes_that_are_no_body(small: Running, http: httpx2.Client, path: str, 
 
 
 def test_a_second_signal(llm: eyas.LLM) -> None:
-    """After the first signal an answer goes on; the second gives it up, with an error and not with a closed connection."""
+    """After the first signal an answer goes on; the second gives it up, with an error and not with
+    a closed connection."""
     with running(llm, rows=1, max_tokens=4096) as server, ThreadPoolExecutor(1) as pool:
         long = {"prompt": PROMPTS[0], "max_tokens": 4000, "ignore_eos": True}
         asked = pool.submit(httpx2.post, f"{server.v1}/completions", json=long, timeout=600)
@@ -282,7 +312,8 @@ def test_a_second_signal(llm: eyas.LLM) -> None:
 
 
 def test_an_engine_that_dies(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault in decoding fails what is in flight with an error, not with silence; then nothing is taken, and the server ends."""
+    """A fault in decoding fails what is in flight with an error, not with silence; then nothing is
+    taken, and the server ends."""
     with running(llm, rows=2) as server:
         engine = server.service.engine
 

@@ -1,4 +1,5 @@
-"""The bytes that the server sends, without a client library between: headers, errors, keys, events, small endpoints."""
+"""The bytes that the server sends, without a client library between: headers, errors, keys, events,
+small endpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def events(response: httpx2.Response) -> list[Any]:
 
 
 def test_a_stream_as_events(server: Running) -> None:
-    """Events end in [DONE]; proxies are told not to hold them back; with continuous usage every chunk counts."""
+    """Events end in [DONE]; proxies are told not to hold them back; with continuous usage every
+    chunk counts."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = post(server, "/v1/completions", {**BODY, "stream": True, "stream_options": options})
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -46,12 +48,17 @@ def test_a_stream_as_events(server: Running) -> None:
 
 @pytest.mark.slow
 def test_figures_of_speculation(server: Running) -> None:
-    """The figures fit the tokens: cycles emit their accepted tokens and one more each, but for the last, which may be cut."""
+    """The figures fit the tokens: cycles emit their accepted tokens and one more each, but for the
+    last, which may be cut."""
     made = post(server, "/v1/completions", {**BODY, "prompt": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}).json()
     figures, tokens = made["metrics"]["speculative_decoding"], made["usage"]["completion_tokens"]
     assert tokens == 40
     steps, accepted = figures["num_spec_steps"], figures["num_accepted_draft_tokens"]
-    assert accepted == sum(figures["per_step_accepted"]) == sum(i * count for i, count in enumerate(figures["acceptance_histogram"]))
+    assert (
+        accepted
+        == sum(figures["per_step_accepted"])
+        == sum(i * count for i, count in enumerate(figures["acceptance_histogram"]))
+    )
     assert steps == sum(figures["acceptance_histogram"]) == len(figures["per_step_drafted"])
     assert tokens <= 1 + steps + accepted <= tokens + 3
     assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
@@ -86,7 +93,9 @@ def test_figures_of_speculation(server: Running) -> None:
 )
 def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int, words: str) -> None:
     """Each gets one line in OpenAI's form."""
-    response = httpx2.post(f"{server.v1}/completions", content=content, headers={"content-type": "application/json"}, timeout=120)
+    response = httpx2.post(
+        f"{server.v1}/completions", content=content, headers={"content-type": "application/json"}, timeout=120
+    )
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -95,7 +104,8 @@ def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int
 
 
 def test_other_paths_and_methods(server: Running) -> None:
-    """A path that is not there and a method that is not taken get OpenAI's form too; a form of a web page is no JSON."""
+    """A path that is not there and a method that is not taken get OpenAI's form too; a form of a
+    web page is no JSON."""
     for response, status in (
         (httpx2.get(f"{server.v1}/nothing"), 404),
         (httpx2.get(f"{server.v1}/completions"), 405),
@@ -145,7 +155,8 @@ def counters(server: Running) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_metrics_under_the_names_of_vllm(server: Running) -> None:
-    """`vllm bench serve` sums these counters before and after; they must agree with the figures in the answer."""
+    """`vllm bench serve` sums these counters before and after; they must agree with the figures in
+    the answer."""
     before = counters(server)
     made = post(server, "/v1/completions", {**BODY, "prompt": PROMPTS[1], "max_tokens": 30, "ignore_eos": True}).json()
     after = counters(server)
@@ -172,7 +183,8 @@ def test_metrics_under_the_names_of_vllm(server: Running) -> None:
 
 @pytest.mark.slow
 def test_a_prefix_is_read_once(server: Running) -> None:
-    """The second of two prompts with a common beginning starts behind it: fewer tokens are read, and usage says how many."""
+    """The second of two prompts with a common beginning starts behind it: fewer tokens are read,
+    and usage says how many."""
     ids = list(range(100, 400))
     first = post(server, "/v1/completions", {"prompt": [*ids, 7], "max_tokens": 2, "temperature": 0}).json()
     second = post(server, "/v1/completions", {"prompt": [*ids, 8], "max_tokens": 2, "temperature": 0}).json()
@@ -182,11 +194,19 @@ def test_a_prefix_is_read_once(server: Running) -> None:
 
 @pytest.mark.slow
 def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
-    """OpenAI's predicted output drafts the text that is announced: fewer cycles, the same text, and usage counts what was of use."""
+    """OpenAI's predicted output drafts the text that is announced: fewer cycles, the same text, and
+    usage counts what was of use."""
     own = llm.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
-    chat = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    chat = {
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "max_tokens": 40,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     plain = post(server, "/v1/chat/completions", chat).json()
-    helped = post(server, "/v1/chat/completions", {**chat, "prediction": {"type": "content", "content": own.text}}).json()
+    helped = post(
+        server, "/v1/chat/completions", {**chat, "prediction": {"type": "content", "content": own.text}}
+    ).json()
     assert helped["choices"][0]["message"]["content"] == own.text == plain["choices"][0]["message"]["content"]
     details = helped["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 10
@@ -203,7 +223,10 @@ def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
 def test_a_switch_for_drafts(server: Running) -> None:
     """`speculation` turns drafts off or bounds them for one request; the text stays the same."""
     asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True}
-    made = {str(how): post(server, "/v1/completions", {**asked, "speculation": how}).json() for how in (None, "auto", False, 2, "suffix")}
+    made = {
+        str(how): post(server, "/v1/completions", {**asked, "speculation": how}).json()
+        for how in (None, "auto", False, 2, "suffix")
+    }
     assert len({one["choices"][0]["text"] for one in made.values()}) == 1
     figures = {how: one["metrics"]["speculative_decoding"] for how, one in made.items()}
     assert figures["False"]["num_draft_tokens"] == 0
@@ -215,7 +238,8 @@ def test_a_switch_for_drafts(server: Running) -> None:
 
 @pytest.mark.slow
 def test_tokens_that_end_an_answer(server: Running, llm: eyas.LLM) -> None:
-    """`stop_token_ids` end it and are named; `min_tokens` holds every end off until so many tokens are there."""
+    """`stop_token_ids` end it and are named; `min_tokens` holds every end off until so many tokens
+    are there."""
     ids = llm.generate(PROMPTS[0], raw=True, max_new_tokens=30, ignore_eos=True).token_ids
     asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True, "stop_token_ids": [ids[3]]}
     made = post(server, "/v1/completions", asked).json()
@@ -256,7 +280,10 @@ def test_other_origins(llm: eyas.LLM, server: Running) -> None:
     asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in httpx2.options(f"{server.v1}/models", headers=asks).headers
     with running(llm, origins=("http://page.example",), rows=1) as open_server:
-        assert httpx2.options(f"{open_server.v1}/models", headers=asks).headers["access-control-allow-origin"] == "http://page.example"
+        assert (
+            httpx2.options(f"{open_server.v1}/models", headers=asks).headers["access-control-allow-origin"]
+            == "http://page.example"
+        )
         other = httpx2.get(f"{open_server.v1}/models", headers={"origin": "http://other.example"})
         assert "access-control-allow-origin" not in other.headers
 

@@ -1,4 +1,5 @@
-"""A hybrid target behind the server: requests that come and go, share prefixes and are closed early get the texts that they get alone."""
+"""A hybrid target behind the server: requests that come and go, share prefixes and are closed early
+get the texts that they get alone."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ async def text_of(client: openai.AsyncOpenAI, prompt: str, stream: bool, delay: 
 async def close_early(client: openai.AsyncOpenAI, prompt: str, delay: float) -> None:
     await asyncio.sleep(delay)
     messages: Any = [{"role": "user", "content": prompt}]
-    chunks = await client.chat.completions.create(model="tiny", max_tokens=400, temperature=0.0, stream=True, messages=messages)
+    chunks = await client.chat.completions.create(
+        model="tiny", max_tokens=400, temperature=0.0, stream=True, messages=messages
+    )
     async for _ in chunks:
         break
     await chunks.close()
@@ -50,11 +53,18 @@ async def close_early(client: openai.AsyncOpenAI, prompt: str, delay: float) -> 
 
 def test_rows_come_and_go(llm: eyas.LLM) -> None:
     prompts = [*PROMPTS, *(f"{prompt} Please be quick." for prompt in PROMPTS)]
-    cases = [(prompt, sampling, llm.generate(prompt, max_new_tokens=NEW, **sampling).text) for prompt in prompts for sampling in SAMPLINGS]
+    cases = [
+        (prompt, sampling, llm.generate(prompt, max_new_tokens=NEW, **sampling).text)
+        for prompt in prompts
+        for sampling in SAMPLINGS
+    ]
 
     async def every(server: Running) -> list[str | None]:
         async with server.async_client() as client:
-            answers = [text_of(client, prompt, bool(i % 2), 0.02 * i, sampling) for i, (prompt, sampling, _) in enumerate(cases)]
+            answers = [
+                text_of(client, prompt, bool(i % 2), 0.02 * i, sampling)
+                for i, (prompt, sampling, _) in enumerate(cases)
+            ]
             closed = [close_early(client, prompt, 0.05 * i) for i, prompt in enumerate(PROMPTS)]
             return await asyncio.gather(*answers, *closed)
 

@@ -1,4 +1,5 @@
-"""Images in the messages of clients: the answers are those of `LLM.generate`, nothing is fetched, no file is read."""
+"""Images in the messages of clients: the answers are those of `LLM.generate`, nothing is fetched,
+no file is read."""
 
 from __future__ import annotations
 
@@ -55,12 +56,16 @@ def chat_of(image: Any) -> list[dict[str, Any]]:
 
 def asked(url: Any) -> list[dict[str, Any]]:
     """The same in OpenAI's form; the system message is a string, as clients write it."""
-    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "image_url", "image_url": url}, ASK]}]
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "image_url", "image_url": url}, ASK]},
+    ]
 
 
 @pytest.mark.slow
 def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
-    """Guards images against each other, in both forms of a URL, whole and streamed; a text after them; and the counts of tokens."""
+    """Guards images against each other, in both forms of a URL, whole and streamed; a text after
+    them; and the counts of tokens."""
     expected = []
     for seed in range(3):
         result = llm.generate(chat_of(picture(seed)), max_new_tokens=12, ignore_eos=True)
@@ -68,7 +73,9 @@ def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
         made = post(server, "/v1/chat/completions", {"messages": asked(url), **GREEDY}).json()
         assert made["choices"][0]["message"]["content"] == result.text
         assert made["usage"]["prompt_tokens"] == len(llm.request(chat_of(picture(seed)))[0].prompt)
-        stream = server.client().chat.completions.create(model=None, messages=asked(url), stream=True, temperature=0, max_tokens=12)  # type: ignore[call-overload]
+        stream = server.client().chat.completions.create(
+            model=None, messages=asked(url), stream=True, temperature=0, max_tokens=12
+        )  # type: ignore[call-overload]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) in result.text
         expected.append(result.text)
     assert len(set(expected)) == 3, "the images make a difference"
@@ -79,7 +86,14 @@ def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
 
 def test_samples_of_one_image(server: Running, llm: eyas.LLM) -> None:
     """Guards the image of a request with several samples."""
-    body = {"messages": asked(data_url(picture(1))), "n": 2, "seed": 5, "temperature": 1, "max_tokens": 10, "ignore_eos": True}
+    body = {
+        "messages": asked(data_url(picture(1))),
+        "n": 2,
+        "seed": 5,
+        "temperature": 1,
+        "max_tokens": 10,
+        "ignore_eos": True,
+    }
     choices = post(server, "/v1/chat/completions", body).json()["choices"]
     for sample, choice in enumerate(choices):
         one = llm.generate(chat_of(picture(1)), temperature=1, seed=5 + sample, max_new_tokens=10, ignore_eos=True)
@@ -89,9 +103,17 @@ def test_samples_of_one_image(server: Running, llm: eyas.LLM) -> None:
 def test_other_endpoints(server: Running, llm: eyas.LLM) -> None:
     """Guards /v1/responses and /tokenize."""
     parts = [{"type": "input_image", "image_url": data_url(picture(2))}, {"type": "input_text", "text": ASK["text"]}]
-    body = {"input": [{"role": "user", "content": parts}], "instructions": "Be brief.", "temperature": 0, "max_output_tokens": 12}
+    body = {
+        "input": [{"role": "user", "content": parts}],
+        "instructions": "Be brief.",
+        "temperature": 0,
+        "max_output_tokens": 12,
+    }
     made = post(server, "/v1/responses", {**body, "ignore_eos": True}).json()
-    assert made["output"][0]["content"][0]["text"] == llm.generate(chat_of(picture(2)), max_new_tokens=12, ignore_eos=True).text
+    assert (
+        made["output"][0]["content"][0]["text"]
+        == llm.generate(chat_of(picture(2)), max_new_tokens=12, ignore_eos=True).text
+    )
     counted = post(server, "/tokenize", {"messages": asked(data_url(picture(2)))}).json()
     assert tuple(counted["tokens"]) == llm.request(chat_of(picture(2)))[0].prompt
 
@@ -131,7 +153,13 @@ def test_what_is_refused(server: Running, part: dict[str, Any], words: str) -> N
 @pytest.mark.slow
 def test_variables_cannot_name_files(server: Running) -> None:
     """Guards the processor, which takes what the chat template does not know: `images` would be paths."""
-    for variables in ({"images": [__file__]}, {"chat_template": "{{ 1 }}"}, {"tokenize": False}, {"size": 10**9}, {"do_resize": False}):
+    for variables in (
+        {"images": [__file__]},
+        {"chat_template": "{{ 1 }}"},
+        {"tokenize": False},
+        {"size": 10**9},
+        {"do_resize": False},
+    ):
         body = {"messages": asked(data_url(picture(0))), "chat_template_kwargs": variables, **GREEDY}
         response = post(server, "/v1/chat/completions", body)
         assert response.status_code == 400
@@ -144,8 +172,15 @@ def test_huge_images(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: the pixels of all images count, before they are unpacked."""
     monkeypatch.setattr(images, "MOST_PIXELS", 2 * 240 - 1)
     one = {"type": "image_url", "image_url": data_url(picture(0))}
-    assert post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, ASK]}], **GREEDY}).status_code == 200
-    response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, one, ASK]}], **GREEDY})
+    assert (
+        post(
+            server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, ASK]}], **GREEDY}
+        ).status_code
+        == 200
+    )
+    response = post(
+        server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, one, ASK]}], **GREEDY}
+    )
     assert response.status_code == 400
     assert "send smaller ones" in response.json()["error"]["message"]
 
@@ -154,7 +189,9 @@ def test_many_images(server: Running) -> None:
     """Guards memory: a processor makes each tiny image as large as any other."""
     one = {"type": "image_url", "image_url": data_url(picture(0))}
     parts = [one] * (images.MOST_IMAGES + 1)
-    response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [*parts, ASK]}], **GREEDY})
+    response = post(
+        server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [*parts, ASK]}], **GREEDY}
+    )
     assert response.status_code == 400
     assert "send fewer" in response.json()["error"]["message"]
 
@@ -163,7 +200,9 @@ def test_a_prompt_that_the_model_refuses(server: Running) -> None:
     """Guards the other requests from one whose text holds a placeholder without its image."""
     question = {"type": "text", "text": "Is <image> an image?"}
     image = {"type": "image_url", "image_url": data_url(picture(0))}
-    response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [image, question]}], **GREEDY})
+    response = post(
+        server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [image, question]}], **GREEDY}
+    )
     assert response.status_code == 400
     assert post(server, "/v1/chat/completions", {"messages": asked(data_url(picture(0))), **GREEDY}).status_code == 200
 

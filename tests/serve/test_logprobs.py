@@ -26,7 +26,8 @@ def value(token: int, logprob: float, *top: tuple[int, float]) -> TokenLogprobs:
 
 
 def test_parts_of_a_character() -> None:
-    """A third of a euro sign has a byte, and a replacement character as text; special and missing tokens have a text too."""
+    """A third of a euro sign has a byte, and a replacement character as text; special and missing
+    tokens have a text too."""
     made = TEXTS.chat([value(E1, -1.0, (A, -0.5), (E1, -1.0))], 1)
     (entry,) = made["content"]
     assert entry["bytes"] == [0xE2]
@@ -38,9 +39,12 @@ def test_parts_of_a_character() -> None:
 
 
 def test_a_completion() -> None:
-    """Offsets count characters; the token itself is always among the top ones, as the same float; no value is infinite."""
+    """Offsets count characters; the token itself is always among the top ones, as the same float;
+    no value is infinite."""
     third = -1 / 3
-    made = TEXTS.completion([A, B, A], [None, value(B, third, (B, third), (A, -2.0)), value(A, float("-inf"), (B, -0.1))], offset=5)
+    made = TEXTS.completion(
+        [A, B, A], [None, value(B, third, (B, third), (A, -2.0)), value(A, float("-inf"), (B, -0.1))], offset=5
+    )
     assert made["tokens"] == ["a", "b", "a"]
     assert made["text_offset"] == [5, 6, 7]
     assert made["token_logprobs"] == [None, third, -9999.0]
@@ -58,7 +62,8 @@ def test_prompts_in_the_form_of_vllm() -> None:
 
 
 def test_a_stream_goes_on_where_it_was() -> None:
-    """Offsets of a stream's chunks follow each other, each sequence for itself; the prompt comes with the first chunk."""
+    """Offsets of a stream's chunks follow each other, each sequence for itself; the prompt comes
+    with the first chunk."""
     dialect = Completion(Job(((A, B), (B,)), {}), "m", "x", TEXTS, logprobs=True, echoes=["ab", "b"])
     first = Delta(0, "a", (A,), prefill=True, logprobs=(value(A, -1.0),), prompt_logprobs=(None, value(B, -2.0)))
     other = Delta(1, "b", (B,), prefill=True, logprobs=(value(B, -1.0),), prompt_logprobs=(None,))
@@ -85,7 +90,8 @@ def test_echo(server: Running, llm: eyas.LLM) -> None:
 
 
 def test_log_likelihoods_as_lm_eval_asks_for_them(server: Running, llm: eyas.LLM) -> None:
-    """Ids with echo and one token: the values are the model's log-softmax, and equality with the largest says what is greedy."""
+    """Ids with echo and one token: the values are the model's log-softmax, and equality with the
+    largest says what is greedy."""
     ids = list(llm.ids("The weather today is nice.", raw=True))
     made = post(server, prompt=[ids], max_tokens=1, logprobs=1, echo=True, seed=1234)["logprobs"]
     assert isinstance(made, dict)
@@ -100,7 +106,8 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(server: Running, llm: eyas.LLM
 
 
 def test_prompt_logprobs(server: Running) -> None:
-    """inspect-ai reads them at the top of a chat's response, vLLM's clients in the choice of a completion."""
+    """inspect-ai reads them at the top of a chat's response, vLLM's clients in the choice of a
+    completion."""
     choice = post(server, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=2)
     listed = choice["prompt_logprobs"]
     assert isinstance(listed, list)
@@ -112,7 +119,8 @@ def test_prompt_logprobs(server: Running) -> None:
 
 
 def test_logprobs_of_a_chat(server: Running) -> None:
-    """OpenAI's client reads them, whole and streamed, one entry for each token; greedy tokens are the most probable ones."""
+    """OpenAI's client reads them, whole and streamed, one entry for each token; greedy tokens are
+    the most probable ones."""
     options = {"model": "tiny", "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
     messages = [{"role": "user", "content": PROMPTS[0]}]
     whole = server.client().chat.completions.create(messages=messages, **options)  # type: ignore[call-overload]
@@ -121,5 +129,7 @@ def test_logprobs_of_a_chat(server: Running) -> None:
     assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].token == entry.token for entry in entries)
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
     chunks = server.client().chat.completions.create(messages=messages, stream=True, **options)  # type: ignore[call-overload]
-    streamed = [entry for chunk in chunks for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content]
+    streamed = [
+        entry for chunk in chunks for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content
+    ]
     assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in entries]

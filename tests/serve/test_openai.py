@@ -42,7 +42,8 @@ def test_a_chat_is_the_answer_of_generate(server: Running, llm: eyas.LLM) -> Non
 
 
 def test_a_streamed_chat(server: Running, llm: eyas.LLM) -> None:
-    """The role comes first, then content, then the reason of the end, then usage without choices; all chunks share an id."""
+    """The role comes first, then content, then the reason of the end, then usage without choices;
+    all chunks share an id."""
     own = llm.generate(PROMPTS[0], max_new_tokens=24)
     stream = server.client().chat.completions.create(
         messages=messages(PROMPTS[0]), stream=True, stream_options={"include_usage": True}, **GREEDY
@@ -62,7 +63,8 @@ def test_a_streamed_chat(server: Running, llm: eyas.LLM) -> None:
 
 @pytest.mark.slow
 def test_completions_of_every_kind_of_prompt(server: Running, llm: eyas.LLM) -> None:
-    """A text, texts, ids and lists of ids: lm-eval sends lists of ids even for one prompt, and sorts choices by their index."""
+    """A text, texts, ids and lists of ids: lm-eval sends lists of ids even for one prompt, and
+    sorts choices by their index."""
     texts = ["Once upon a time", "The weather today is"]
     ids = [list(llm.ids(text, raw=True)) for text in texts]
     own = [llm.generate(text, raw=True, max_new_tokens=12).text for text in texts]
@@ -75,7 +77,8 @@ def test_completions_of_every_kind_of_prompt(server: Running, llm: eyas.LLM) -> 
 
 @pytest.mark.slow
 def test_samples(server: Running, llm: eyas.LLM) -> None:
-    """Sample i has the seed `seed + i`, so it equals one request with that seed; every sample of a stream has its own index."""
+    """Sample i has the seed `seed + i`, so it equals one request with that seed; every sample of a
+    stream has its own index."""
     options = {"temperature": 1.0, "max_tokens": 16}
     own = [llm.generate(PROMPTS[3], temperature=1.0, max_new_tokens=16, seed=5 + i).text for i in range(3)]
     assert len(set(own)) > 1, "samples that are all the same prove nothing"
@@ -84,7 +87,9 @@ def test_samples(server: Running, llm: eyas.LLM) -> None:
     assert whole.usage is not None
     assert whole.usage.prompt_tokens == len(llm.ids(PROMPTS[3]))
     texts = ["", "", ""]
-    for chunk in server.client().chat.completions.create(model="tiny", messages=messages(PROMPTS[3]), n=3, seed=5, stream=True, **options):
+    for chunk in server.client().chat.completions.create(
+        model="tiny", messages=messages(PROMPTS[3]), n=3, seed=5, stream=True, **options
+    ):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == own
@@ -92,21 +97,31 @@ def test_samples(server: Running, llm: eyas.LLM) -> None:
 
 @pytest.mark.slow
 def test_without_a_seed_answers_differ(server: Running) -> None:
-    """Requests without a seed must not share one: 16 tokens at temperature 1.5 agree with a chance below 1e-6."""
+    """Requests without a seed must not share one: 16 tokens at temperature 1.5 agree with a chance
+    below 1e-6."""
     made = [
-        server.client().completions.create(model="tiny", prompt="Hello", max_tokens=16, temperature=1.5, extra_body={"ignore_eos": True})
+        server.client().completions.create(
+            model="tiny", prompt="Hello", max_tokens=16, temperature=1.5, extra_body={"ignore_eos": True}
+        )
         for _ in range(3)
     ]
     assert len({one.choices[0].text for one in made}) == 3
 
 
 def test_a_message_that_the_model_continues(server: Running, llm: eyas.LLM) -> None:
-    """vLLM's fields of the chat template: the answer begins within the last message, or a variable of the template is set."""
+    """vLLM's fields of the chat template: the answer begins within the last message, or a variable
+    of the template is set."""
     begun = [*messages(PROMPTS[0]), {"role": "assistant", "content": "What time"}]
-    fields = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"some_variable": 1}}
+    fields = {
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "chat_template_kwargs": {"some_variable": 1},
+    }
     made = server.client().chat.completions.create(messages=begun, extra_body=fields, **GREEDY)
     assert llm.tokenizer is not None
-    ids = llm.tokenizer.apply_chat_template(begun, continue_final_message=True, tokenize=True, return_dict=True)["input_ids"]
+    ids = llm.tokenizer.apply_chat_template(begun, continue_final_message=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
     assert made.choices[0].message.content == llm.generate(ids, max_new_tokens=24).text
     assert made.usage is not None
     assert made.usage.prompt_tokens == len(ids)
@@ -166,7 +181,9 @@ def test_many_at_once(server: Running, llm: eyas.LLM) -> None:
         ({"modalities": ["text", "audio"]}, openai.BadRequestError, None),
     ],
 )
-def test_errors(server: Running, change: dict[str, object], error: type[openai.APIStatusError], param: str | None) -> None:
+def test_errors(
+    server: Running, change: dict[str, object], error: type[openai.APIStatusError], param: str | None
+) -> None:
     """A bad value is refused in OpenAI's form; a field that is known but not served is named."""
     with pytest.raises(error) as caught:
         server.client().chat.completions.create(**{"messages": messages("Hi"), **GREEDY, **change})
@@ -174,7 +191,10 @@ def test_errors(server: Running, change: dict[str, object], error: type[openai.A
     assert isinstance(body, dict)
     assert body.keys() == {"message", "type", "param", "code"}
     assert body["param"] == param
-    refused = {"store", "modalities"} & change.keys() or change.get("extra_body", {}).keys() - {"speculation", "chat_template_kwargs"}
+    refused = {"store", "modalities"} & change.keys() or change.get("extra_body", {}).keys() - {
+        "speculation",
+        "chat_template_kwargs",
+    }
     assert all(name in body["message"] for name in refused)
 
 
@@ -194,7 +214,8 @@ def test_unknown_fields_are_listed(server: Running) -> None:
 
 
 def test_request_id(server: Running) -> None:
-    """The client's own id comes back and is part of the answer's; one that could break a log line does not."""
+    """The client's own id comes back and is part of the answer's; one that could break a log line
+    does not."""
     raw = server.client().chat.completions.with_raw_response.create(
         messages=messages("Hi"), extra_headers={"x-request-id": "abc-1"}, **GREEDY
     )

@@ -57,10 +57,17 @@ def fits(page: Any) -> bool:
 
 
 def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
-    """A second turn that forgets the first, or a control that is not sent, is noticed by nobody who looks at one answer."""
+    """A second turn that forgets the first, or a control that is not sent, is noticed by nobody who
+    looks at one answer."""
     page = open_page(address)
     page.get_by_text("Settings").click()
-    for label, value in {"System prompt": "Be brief.", "Temperature": "0.5", "Top k": "40", "Seed": "7", "Max tokens": "12"}.items():
+    for label, value in {
+        "System prompt": "Be brief.",
+        "Temperature": "0.5",
+        "Top k": "40",
+        "Seed": "7",
+        "Max tokens": "12",
+    }.items():
         page.get_by_label(label).fill(value)
     page.get_by_label("Drafts").select_option("suffix")
     ask(page, "Hello")
@@ -68,7 +75,14 @@ def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
     answer = page.locator(".answer").first
     assert answer.text_content() == "What time do you want?"
     kinds = answer.locator(".token").evaluate_all("spans => spans.map(s => [s.textContent, s.classList[1]])")
-    assert kinds == [["What", "prompt"], [" time", "drafted"], [" do", "drafted"], [" you", "own"], [" want", "drafted"], ["?", "own"]]
+    assert kinds == [
+        ["What", "prompt"],
+        [" time", "drafted"],
+        [" do", "drafted"],
+        [" you", "own"],
+        [" want", "drafted"],
+        ["?", "own"],
+    ]
     assert page.locator(".figures").first.text_content().startswith("6 tokens \u00b7 2 cycles \u00b7 tau 2.50")
     first, second = script.bodies
     settings = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_tokens": 12, "speculation": "suffix", "model": MODEL}
@@ -103,7 +117,8 @@ def test_impossible_setting_is_not_sent(open_page: Open, address: str, script: S
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
 def test_stop(open_page: Open, address: str, script: Script, how: str) -> None:
-    """Stopping must reach the server, or it goes on decoding for nobody; the text so far stays, and the chat goes on."""
+    """Stopping must reach the server, or it goes on decoding for nobody; the text so far stays, and
+    the chat goes on."""
     script.endless = True
     page = open_page(address)
     page.get_by_label("Message").fill("Count")
@@ -178,8 +193,9 @@ def test_errors_are_shown(open_page: Open, address: str, script: Script, late: b
 
 
 def test_text_that_comes_late_or_early(open_page: Open, address: str, script: Script) -> None:
-    """A server holds back what may become a stop string, and sends the first cycle's text with the prompt's token: every part must still
-    belong to its own cycle. A text that the server changed, or sends without a cycle, is not lost."""
+    """A server holds back what may become a stop string, and sends the first cycle's text with the
+    prompt's token: every part must still belong to its own cycle. A text that the server changed,
+    or sends without a cycle, is not lost."""
     script.turns = [
         [FIRST, chunk(" ti", SECOND), chunk("me do you want", THIRD), chunk("!", None)],
         [chunk("What time do you want", FIRST), chunk("", SECOND), chunk("? Yes", THIRD)],
@@ -202,7 +218,8 @@ def test_text_that_comes_late_or_early(open_page: Open, address: str, script: Sc
 
 
 def test_token_shows_its_cycle(open_page: Open, address: str) -> None:
-    """The tree with its texts, q and p; the accepted path; the reason; time, plan and tau: what the page is for."""
+    """The tree with its texts, q and p; the accepted path; the reason; time, plan and tau: what the
+    page is for."""
     page = open_page(address, reduced_motion="reduce")
     ask(page)
     panel = page.get_by_label("The selected cycle")
@@ -275,12 +292,15 @@ def test_keyboard_alone(open_page: Open, address: str) -> None:
     assert heading.text_content() == "The prompt"
     assert page.evaluate("document.activeElement !== document.body"), "the button is disabled now"
     page.keyboard.press("Escape")
-    assert page.get_by_label("The selected cycle").get_by_role("heading").text_content() == "Every cycle, token by token"
+    assert (
+        page.get_by_label("The selected cycle").get_by_role("heading").text_content() == "Every cycle, token by token"
+    )
     assert page.evaluate(focused) == "What"
 
 
 def test_zoom(open_page: Open, address: str, script: Script) -> None:
-    """A tree of 60 nodes is legible unasked, fits when asked, and stays at the chosen size from cycle to cycle."""
+    """A tree of 60 nodes is legible unasked, fits when asked, and stays at the chosen size from
+    cycle to cycle."""
     wide = cycle(1, "What", [f" word{n}" for n in range(9)], " end", refused=[f" other{n}" for n in range(50)])
     script.turns = [[FIRST, wide, {**wide, "number": 2}]]
     page = open_page(address)
@@ -303,13 +323,19 @@ def test_zoom(open_page: Open, address: str, script: Script) -> None:
 
 
 def test_layout_of_trees(open_page: Open, address: str) -> None:
-    """No two boxes of a tree overlap, children stand to the right of their parents, and the accepted path is a straight line."""
+    """No two boxes of a tree overlap, children stand to the right of their parents, and the
+    accepted path is a straight line."""
     nodes = [node(-1, "r", 0, None, 1.0, True)]
     parents = [0, 0, 0, 1, 1, 2, 5, 5, 3, 8, 8, 7, 10]
     nodes += [{**node(parent, f"n{n}" * (1 + n % 3), 0), "q": 1 / n} for n, parent in enumerate(parents, 1)]
     for item in nodes[1:]:
         item["depth"] = nodes[item["parent"]]["depth"] + 1
-    made = {"nodes": nodes, "path": [0, 1, 5, 7], "tokens": [{"text": "x", "token": 1, "node": None}], "bonus_text": "x"}
+    made = {
+        "nodes": nodes,
+        "path": [0, 1, 5, 7],
+        "tokens": [{"text": "x", "token": 1, "node": None}],
+        "bonus_text": "x",
+    }
     page = open_page(address)
     drawn, boxes = page.evaluate(
         """async (cycle) => {
@@ -322,7 +348,9 @@ def test_layout_of_trees(open_page: Open, address: str) -> None:
     assert len(drawn) == len(boxes) == 15
     for i, a in enumerate(boxes):
         assert all(a["y"] != b["y"] or a["x"] + a["width"] < b["x"] or b["x"] + b["width"] < a["x"] for b in boxes[:i])
-    assert all(boxes[n]["x"] > boxes[item["parent"]]["x"] + boxes[item["parent"]]["width"] for n, item in enumerate(drawn) if n)
+    assert all(
+        boxes[n]["x"] > boxes[item["parent"]]["x"] + boxes[item["parent"]]["width"] for n, item in enumerate(drawn) if n
+    )
     assert {boxes[n]["y"] for n in (0, 1, 5, 7, 14)} == {0}
 
 
@@ -335,7 +363,16 @@ def test_live_view(open_page: Open, address: str, script: Script) -> None:
     live = page.locator("#live-view")
     live.get_by_text("1,235").wait_for()
     text = live.inner_text()
-    for shown in ("3 running", "of 4 rows, 2 waiting", "3.21", "depth 3", ".25", "60 %", "up to 16 nodes", "nothing was drafted"):
+    for shown in (
+        "3 running",
+        "of 4 rows, 2 waiting",
+        "3.21",
+        "depth 3",
+        ".25",
+        "60 %",
+        "up to 16 nodes",
+        "nothing was drafted",
+    ):
         assert shown in text
     assert live.locator(".rows .used").count() == 3
     assert live.get_by_label("Throughput, 1,235 tokens per second").count() == 1
@@ -349,7 +386,14 @@ def test_live_view(open_page: Open, address: str, script: Script) -> None:
 
 
 def test_live_view_of_an_idle_server(open_page: Open, address: str, script: Script) -> None:
-    idle = {"tokens_per_second": 0, "cycles": 0, "tau": None, "mean_cycle_ms": None, "accepted_by_depth": [], "decisions": {}}
+    idle = {
+        "tokens_per_second": 0,
+        "cycles": 0,
+        "tau": None,
+        "mean_cycle_ms": None,
+        "accepted_by_depth": [],
+        "decisions": {},
+    }
     script.stats = {**STATS, "running": 0, "waiting": 0, "recent": idle}
     page = open_page(address + "/#live")
     page.get_by_text("Nothing was drafted lately.").wait_for()
@@ -382,7 +426,9 @@ def test_policy_of_the_served_page(open_page: Any, address: str) -> None:
     policy = response.headers["content-security-policy"]
     assert policy == page_files.SERVED_POLICY
     assert "unsafe" not in policy
-    assert page.evaluate("try { document.body.innerHTML = '<b>'; 'parsed' } catch (error) { error.name }") == "TypeError"
+    assert (
+        page.evaluate("try { document.body.innerHTML = '<b>'; 'parsed' } catch (error) { error.name }") == "TypeError"
+    )
     assert len(open_page.errors) == 1  # the browser's own complaint about it
     open_page.errors.clear()
     assert page.request.get(f"{address}/page/__init__.py").status == 404
@@ -449,9 +495,19 @@ def test_colour_scheme_can_be_chosen(open_page: Open, address: str) -> None:
 
 def view(tmp_path: Path, *cycles: dict[str, Any], text: str | None = None) -> str:
     """The address of a page about these cycles."""
-    data = {"prompt": EVIL, "system": None, "target": "tiny", "method": "eagle3", "tau": 2.5, "seconds": 0.25, "cycles": list(cycles)}
+    data = {
+        "prompt": EVIL,
+        "system": None,
+        "target": "tiny",
+        "method": "eagle3",
+        "tau": 2.5,
+        "seconds": 0.25,
+        "cycles": list(cycles),
+    }
     file = tmp_path / "view.html"
-    file.write_text(page_files.one_file({**data, "text": "".join(map(text_of, cycles)) if text is None else text}), encoding="utf-8")
+    file.write_text(
+        page_files.one_file({**data, "text": "".join(map(text_of, cycles)) if text is None else text}), encoding="utf-8"
+    )
     return file.as_uri()
 
 

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_chat_of_the_embedded_model(open_page: Callable[..., Any], server: Running, llm: eyas.LLM) -> None:
-    """The page shows the text of `LLM.generate`, each character in a token of a cycle, and as many cycles: what the server sends and
-    what the page reads fit together."""
+    """The page shows the text of `LLM.generate`, each character in a token of a cycle, and as many
+    cycles: what the server sends and what the page reads fit together."""
     page = open_page(server.url)
     page.get_by_text("Settings").click()
     page.get_by_label("Max tokens").fill("24")
@@ -38,7 +38,9 @@ def test_chat_of_the_embedded_model(open_page: Callable[..., Any], server: Runni
 
 def test_live_view_of_the_embedded_model(open_page: Callable[..., Any], server: Running) -> None:
     """The figures of a request that has just been served."""
-    server.client().chat.completions.create(model="tiny", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=24)
+    server.client().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=24
+    )
     page = open_page(f"{server.url}/#live")
     page.get_by_text("of 4 rows, 0 waiting").wait_for()
     page.get_by_text("depth 1").wait_for()

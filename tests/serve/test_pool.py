@@ -39,14 +39,16 @@ def test_where_empty_rows_cost_nothing_a_method_has_one_decoder(methods: Methods
 
 @pytest.mark.usefixtures("all_rows_cost")
 def test_a_decoder_fits_the_load(methods: Methods) -> None:
-    """One sequence has a Decoder of its own size; more of them share larger ones; every one finds a row up to the last."""
+    """One sequence has a Decoder of its own size; more of them share larger ones; every one finds a
+    row up to the last."""
     pool = DecoderPool(methods, 10, 16)
     assert [rows(pool, "vanilla", load) for load in range(1, 11)] == [1, 4, 4, 4, 10, 10, 10, 10, 10, 10]
 
 
 @pytest.mark.usefixtures("all_rows_cost")
 def test_after_a_rush(methods: Methods) -> None:
-    """While a large Decoder is busy, a load that fills much of it goes there; a single sequence does not: it would pay for empty rows."""
+    """While a large Decoder is busy, a load that fills much of it goes there; a single sequence
+    does not: it would pay for empty rows."""
     pool = DecoderPool(methods, 16, 16)
     large = pool.take("vanilla", 16)
     assert len(large.rows) == 16
@@ -56,7 +58,8 @@ def test_after_a_rush(methods: Methods) -> None:
 
 
 def test_methods_have_decoders_of_their_own(methods: Methods) -> None:
-    """Another method's sequence gets a row too; idle Decoders are used again, and closed when many are open."""
+    """Another method's sequence gets a row too; idle Decoders are used again, and closed when many
+    are open."""
     pool = DecoderPool(methods, 4, 16)
     first = pool.take("vanilla", 1)
     assert pool.take("suffix", 1) is not first

@@ -22,7 +22,9 @@ from eyas import tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"),
+    pytest.mark.skipif(
+        not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
+    ),
 ]
 SECRET = "a prompt that belongs in no log"
 
@@ -51,11 +53,27 @@ class Process:
 @contextmanager
 def served(tmp_path: Path, *options: object, **environment: str) -> Iterator[Process]:
     """`eyas serve` on a free port, once it listens."""
-    command = [sys.executable, "-m", "eyas", "serve", "--port", 0, "--kernels", "off", "--tree.nodes", 6, "--tree.depth", 3, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "eyas",
+        "serve",
+        "--port",
+        0,
+        "--kernels",
+        "off",
+        "--tree.nodes",
+        6,
+        "--tree.depth",
+        3,
+        *options,
+    ]
     log = tmp_path / "log"
     with (
         log.open("wb") as stderr,
-        processes.started(command, stderr=stderr, stdout=subprocess.PIPE, env=processes.environment(**environment)) as child,
+        processes.started(
+            command, stderr=stderr, stdout=subprocess.PIPE, env=processes.environment(**environment)
+        ) as child,
     ):
         made = Process(child, log)
         made.wait_for("serving")
@@ -68,13 +86,17 @@ def ask(url: str, key: str = "s3cret", **more: Any) -> httpx2.Response:
 
 
 def arrived(url: str) -> float:
-    """How many requests run, wait or have ended: a request that comes later than the signal is refused."""
+    """How many requests run, wait or have ended: a request that comes later than the signal is
+    refused."""
     kinds = "num_requests_running|num_requests_waiting|request_success_total"
-    return sum(map(float, re.findall(rf"^vllm:(?:{kinds}){{.*}} (\S+)$", httpx2.get(f"{url}/metrics").text, re.MULTILINE)))
+    return sum(
+        map(float, re.findall(rf"^vllm:(?:{kinds}){{.*}} (\S+)$", httpx2.get(f"{url}/metrics").text, re.MULTILINE))
+    )
 
 
 def test_sigterm_under_load(tmp_path: Path) -> None:
-    """Running answers end whole, new ones get 503 and the probe fails; then the process ends with status 0.
+    """Running answers end whole, new ones get 503 and the probe fails; then the process ends with
+    status 0.
 
     Every line of the log is JSON and names requests; no prompt and no key is in it.
     """
@@ -93,7 +115,8 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         assert answers[1].text.endswith("data: [DONE]\n\n")
         assert server.ended() == 0
         log = server.log.read_text()
-        lines = [json.loads(line) for line in log.splitlines() if not line.startswith("eyas: ")]  # notes from before it listens
+        # notes from before it listens
+        lines = [json.loads(line) for line in log.splitlines() if not line.startswith("eyas: ")]
         statuses = sorted(line["status"] for line in lines if line.get("path") == "/v1/completions")
         assert statuses == [200, 200, 200, 401, 503]
         assert SECRET not in log

@@ -1,7 +1,7 @@
 """Requests of clients that cannot be installed here, as their sources write them.
 
-`vllm bench serve` (vLLM 0.33, benchmarks/lib/endpoint_request_func.py and benchmarks/serve.py) needs vLLM itself: what it sends, and what
-it reads of the answer, is written down here.
+`vllm bench serve` (vLLM 0.33, benchmarks/lib/endpoint_request_func.py and benchmarks/serve.py)
+needs vLLM itself: what it sends, and what it reads of the answer, is written down here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ CHAT = {
 
 
 def events(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The stream as that client reads it: events end with an empty line, comments are left out, [DONE] is the last."""
-    with httpx2.stream("POST", server.v1 + path, json=body, headers={"x-request-id": "bench-0", "authorization": "Bearer EMPTY"}) as answer:
+    """The stream as that client reads it: events end with an empty line, comments are left out,
+    [DONE] is the last."""
+    with httpx2.stream(
+        "POST", server.v1 + path, json=body, headers={"x-request-id": "bench-0", "authorization": "Bearer EMPTY"}
+    ) as answer:
         assert answer.status_code == 200
         text = "".join(answer.iter_text())
     messages = [event.removeprefix("data: ") for event in text.split("\n\n") if event and not event.startswith(":")]

@@ -46,11 +46,17 @@ def test_a_conversation_with_instructions(server: Running, llm: eyas.LLM) -> Non
 
 @pytest.mark.slow
 def test_events(server: Running, llm: eyas.LLM) -> None:
-    """The events come in OpenAI's order with consecutive numbers; the deltas are the text; what is cut is incomplete."""
+    """The events come in OpenAI's order with consecutive numbers; the deltas are the text; what is
+    cut is incomplete."""
     own = llm.generate(PROMPTS[0], max_new_tokens=5)
     events = list(server.client().responses.create(input=PROMPTS[0], stream=True, **{**GREEDY, "max_output_tokens": 5}))
     kinds = [one.type for one in events]
-    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
     assert kinds[-4:] == [
         "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""A target whose layers lie on several devices, behind the server: the texts are those of the model on one device."""
+"""A target whose layers lie on several devices, behind the server: the texts are those of the model
+on one device."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_rows_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four requests share two rows. The devices are two names of the CPU, as those of `two_gpus` are known to one thread only."""
-    whole, tokenizer = zoo.tiny("llama", vocab_size=len(tiny.tokenizer()), max_position_embeddings=1024), tiny.tokenizer()
-    expected = [eyas.load(whole, "suffix", tokenizer=tokenizer, kernels="off").generate(p, max_new_tokens=12).text for p in PROMPTS]
+    """Four requests share two rows. The devices are two names of the CPU, as those of `two_gpus`
+    are known to one thread only."""
+    whole, tokenizer = (
+        zoo.tiny("llama", vocab_size=len(tiny.tokenizer()), max_position_embeddings=1024),
+        tiny.tokenizer(),
+    )
+    expected = [
+        eyas.load(whole, "suffix", tokenizer=tokenizer, kernels="off").generate(p, max_new_tokens=12).text
+        for p in PROMPTS
+    ]
     places = [torch.device("cpu", index) for index in range(2)]
     monkeypatch.setattr("eyas.core.target.check_layers", lambda layers: None)  # weights say "cpu", hooks "cpu:1"
     monkeypatch.setattr("eyas.core.target.devices_of", lambda cache: [places[k % 2] for k in range(len(cache.layers))])

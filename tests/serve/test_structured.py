@@ -23,7 +23,10 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 80}
 MESSAGES: Any = [{"role": "user", "content": PROMPTS[0]}]
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 10}, "people": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 10},
+        "people": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "people"],
     "additionalProperties": False,
 }
@@ -122,18 +125,26 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"day": "today"}}</tool_
 
 @pytest.fixture(scope="module")
 def tooled(llm: eyas.LLM) -> Iterator[Running]:
-    """A server whose chat template has a place for tools, and whose response template tells how calls are written."""
+    """A server whose chat template has a place for tools, and whose response template tells how
+    calls are written."""
     with running(tooled_llm(), rows=2) as one:
         yield one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"]
+)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_forced_calls(tooled: Running, choice: Any, stream: bool) -> None:
-    """Guards tool_choice required, and a function by name: one call, whose arguments are of the function's schema."""
+    """Guards tool_choice required, and a function by name: one call, whose arguments are of the
+    function's schema."""
     made = tooled.client().chat.completions.create(
-        messages=MESSAGES, tools=[WEATHER] if choice == "required" else [CLOCK, WEATHER], tool_choice=choice, stream=stream, **GREEDY
+        messages=MESSAGES,
+        tools=[WEATHER] if choice == "required" else [CLOCK, WEATHER],
+        tool_choice=choice,
+        stream=stream,
+        **GREEDY,
     )
     if stream:
         chunks = [chunk.choices[0] for chunk in made]
@@ -150,9 +161,16 @@ def test_forced_calls(tooled: Running, choice: Any, stream: bool) -> None:
 
 @pytest.mark.slow
 def test_calls_that_the_model_decides_on(tooled: Running) -> None:
-    """Guards tool_choice auto. The model is made to write what a model with tools writes: reasoning, words, two calls."""
+    """Guards tool_choice auto. The model is made to write what a model with tools writes:
+    reasoning, words, two calls."""
     text = f"<think>Hm.</think>Let me see.{CALL}{CALL}"
-    asked: dict[str, Any] = {"messages": MESSAGES, "tools": [WEATHER], "extra_body": {"choice": [text]}, **GREEDY, "max_tokens": 400}
+    asked: dict[str, Any] = {
+        "messages": MESSAGES,
+        "tools": [WEATHER],
+        "extra_body": {"choice": [text]},
+        **GREEDY,
+        "max_tokens": 400,
+    }
     choice = tooled.client().chat.completions.create(**asked).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."
@@ -169,15 +187,20 @@ def test_calls_that_the_model_decides_on(tooled: Running) -> None:
 
 @pytest.mark.slow
 def test_a_conversation_with_calls(tooled: Running) -> None:
-    """Guards the messages of earlier calls: content is null there, and arguments are text that templates read as an object."""
-    first = tooled.client().chat.completions.create(messages=MESSAGES, tools=[WEATHER], tool_choice="required", **GREEDY)
+    """Guards the messages of earlier calls: content is null there, and arguments are text that
+    templates read as an object."""
+    first = tooled.client().chat.completions.create(
+        messages=MESSAGES, tools=[WEATHER], tool_choice="required", **GREEDY
+    )
     call = (first.choices[0].message.tool_calls or [])[0]
     messages: Any = [
         *MESSAGES,
         first.choices[0].message.model_dump(exclude_none=False, include={"role", "content", "tool_calls"}),
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
     ]
-    second = tooled.client().chat.completions.create(messages=messages, tools=[WEATHER], tool_choice="none", **{**GREEDY, "max_tokens": 8})
+    second = tooled.client().chat.completions.create(
+        messages=messages, tools=[WEATHER], tool_choice="none", **{**GREEDY, "max_tokens": 8}
+    )
     assert second.choices[0].message.tool_calls is None
 
 
@@ -191,7 +214,8 @@ def test_parse_with_tools(tooled: Running) -> None:
 
 
 def test_broken_calls_are_content() -> None:
-    """Guards what a weak model writes: a call that is none, and a forced call that the length cut off, are text."""
+    """Guards what a weak model writes: a call that is none, and a forced call that the length cut
+    off, are text."""
     from transformers.utils.chat_parsing import ResponseParser
 
     reader = ParsedReader(ResponseParser(TOOL_RESPONSE, prefix=""), None, parallel=True)

@@ -1,4 +1,5 @@
-"""Through the server, texts equal those of `LLM.generate` byte by byte: alone and among others, streamed and not, for every method."""
+"""Through the server, texts equal those of `LLM.generate` byte by byte: alone and among others,
+streamed and not, for every method."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4},
     {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2, "seed": 5},
-    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"300": 2.0, "13": -100}, "seed": 6},
+    {
+        "temperature": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"300": 2.0, "13": -100},
+        "seed": 6,
+    },
 )
 OWN = ("top_k", "min_p", "repetition_penalty")  # names that OpenAI's client does not know
 
@@ -62,7 +69,10 @@ def compare(server: Running, cases: Sequence[Case], spread: float = 0.0, **extra
         async with server.async_client() as client:
             delays = [spread * i / len(cases) for i in range(len(cases))]
             return await asyncio.gather(
-                *(answered(client, c, bool(i % 2), d, **extra) for i, (c, d) in enumerate(zip(cases, delays, strict=True)))
+                *(
+                    answered(client, c, bool(i % 2), d, **extra)
+                    for i, (c, d) in enumerate(zip(cases, delays, strict=True))
+                )
             )
 
     for case, text in zip(cases, asyncio.run(every()), strict=True):
@@ -84,7 +94,8 @@ def test_alone(server: Running, cases: list[Case]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
-    """40 at once, and again while they come and go: rows, chunks of prompts, reused prefixes and neighbours change no text."""
+    """40 at once, and again while they come and go: rows, chunks of prompts, reused prefixes and
+    neighbours change no text."""
     with running(llm, rows=rows, prefill_budget=7) as server:
         compare(server, cases)
         compare(server, cases, spread=0.5)
@@ -92,16 +103,22 @@ def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
 
 @pytest.mark.slow
 def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None:
-    """The request chooses the method, and the text stays: all methods of the server at once, on the rows of one engine.
+    """The request chooses the method, and the text stays: all methods of the server at once, on the
+    rows of one engine.
 
-    Methods whose children are drawn at random give another sample of the same distribution: greedy requests only.
+    Methods whose children are drawn at random give another sample of the same distribution: greedy
+    requests only.
     """
     methods = Methods(llm)
     needs_more = {"rest"}  # a datastore
     for method in [*methods.names, False]:
         if method not in needs_more:
             drawn = isinstance(method, str) and methods.drafter(method).samples_children
-            compare(server, [case for case in cases[:5] if not drawn or case.sampling["temperature"] == 0], speculation=method)
+            compare(
+                server,
+                [case for case in cases[:5] if not drawn or case.sampling["temperature"] == 0],
+                speculation=method,
+            )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Real methods on a tiny llama, for tests of the training: what child processes run must stand in a module."""
+"""Real methods on a tiny llama, for tests of the training: what child processes run must stand in a
+module."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def batch(drafter: Drafter) -> Batch:
     return batch_of(Batches(language(8, 0), 256), range(8), drafter)
 
 
-def head_run(name: str, folder: str | Path, more: Any = None, drafter: Drafter | None = None, **options: Any) -> TrainResult:
+def head_run(
+    name: str, folder: str | Path, more: Any = None, drafter: Drafter | None = None, **options: Any
+) -> TrainResult:
     torch.set_num_threads(1)
     config = TrainConfig(**{**CONFIG, **options})
     return train(drafter or head(name), language(30, 0), language(6, 1), config, folder, progress=more)
@@ -61,7 +64,8 @@ def slow_head_run(name: str, folder: str, sleep: float) -> None:
 
 
 def stopped_run(name: str, folder: Path, stop: int = 0, **options: Any) -> dict[str, Any]:
-    """A run of the toy or of a real method, interrupted by a signal once step `stop` is over; the outcome and the net."""
+    """A run of the toy or of a real method, interrupted by a signal once step `stop` is over; the
+    outcome and the net."""
 
     def interrupt(now: Any) -> None:
         if now.step == stop and not now.note:

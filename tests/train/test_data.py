@@ -1,4 +1,5 @@
-"""Which tokens count, which lines are refused and how, and that batches are a function of (seed, epoch)."""
+"""Which tokens count, which lines are refused and how, and that batches are a function of (seed,
+epoch)."""
 
 from __future__ import annotations
 
@@ -64,18 +65,25 @@ def merging() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)
     tokenizer.decoder = decoders.ByteLevel()
     sentences = ["hello there, how are you today", "fine thanks and you", "user assistant system"] * 20
-    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(sentences, trainer)
     return tokenizer
 
 
 def metaspace() -> Tokenizer:
-    """Like a SentencePiece model: a space is put before the text, spaces belong to the word after them, text is normalised."""
+    """Like a SentencePiece model: a space is put before the text, spaces belong to the word after
+    them, text is normalised."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    sentences = ["hello there, how are you today?", "fine thanks and you! [INST] [/INST]", "user assistant\n system é ü"] * 20
+    sentences = [
+        "hello there, how are you today?",
+        "fine thanks and you! [INST] [/INST]",
+        "user assistant\n system é ü",
+    ] * 20
     trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
     tokenizer.train_from_iterator(sentences, trainer)
     return tokenizer
@@ -83,7 +91,9 @@ def metaspace() -> Tokenizer:
 
 def tokenizer_with(template: str | None, make: Any = byte_level) -> PreTrainedTokenizerFast:
     backend = make()
-    backend.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")])
+    backend.add_special_tokens(
+        [AddedToken(name, special=True) for name in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     return tokenizer
@@ -129,8 +139,9 @@ def counted_texts(tokenizer: Any, example: Example) -> list[str]:
 @pytest.mark.parametrize("make", [byte_level, merging, metaspace])
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_CONTENT, MARKED_NEWLINE, INSTRUCT])
 def test_exactly_the_replies_with_their_end_of_turn_count(tmp_path: Path, template: str, make: Any) -> None:
-    """Guards marks without the end-of-turn token (it would never be learnt), the newline after it (nobody generates it), counted headers,
-    and offsets that do not begin where a token's text begins (trimmed spaces, a space put before the text)."""
+    """Guards marks without the end-of-turn token (it would never be learnt), the newline after it
+    (nobody generates it), counted headers, and offsets that do not begin where a token's text
+    begins (trimmed spaces, a space put before the text)."""
     tokenizer = tokenizer_with(template, make)
     example = one(tmp_path, tokenizer, TWO)
     end = "</s>" if template is INSTRUCT else "<|im_end|>"
@@ -149,8 +160,8 @@ def test_marks_agree_with_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", [MARKED, MARKED_CONTENT, CHATML])
 @pytest.mark.parametrize("content", ["fine ", " fine", "fïne ☕", "a  b\n\n", "日本", "x"])
 def test_spaces_and_wide_characters_at_the_edges(tmp_path: Path, template: str, content: str) -> None:
-    """A reply that ends with a space once made everything after it count: its last character has no token of its own where offsets are
-    trimmed. Characters of several tokens share one offset."""
+    """A reply that ends with a space once made everything after it count: its last character has no
+    token of its own where offsets are trimmed. Characters of several tokens share one offset."""
     tokenizer = tokenizer_with(template, merging)
     texts = counted_texts(tokenizer, one(tmp_path, tokenizer, turns("hi", content, "hi", "ok")))
     assert len(texts) == 2
@@ -160,8 +171,9 @@ def test_spaces_and_wide_characters_at_the_edges(tmp_path: Path, template: str, 
 
 @pytest.mark.parametrize("template", [FORGETFUL, FORGETFUL_MARKED])
 def test_a_template_that_rewrites_earlier_turns_counts_the_last_reply_only(tmp_path: Path, template: str) -> None:
-    """In the whole text an earlier reply follows no reasoning; the model never generated it there. Seen per conversation: one without
-    reasoning is not rewritten and counts whole (with prefixes; those marks are on the last reply anyway)."""
+    """In the whole text an earlier reply follows no reasoning; the model never generated it there.
+    Seen per conversation: one without reasoning is not rewritten and counts whole (with prefixes;
+    those marks are on the last reply anyway)."""
     tokenizer = tokenizer_with(template)
     reasoned = turns("hi", "<think>greet</think>hello", "more", "<think>end</think>bye", "left over")
     data = read(write(tmp_path, {"messages": reasoned}), tokenizer)
@@ -176,18 +188,26 @@ def test_a_template_that_rewrites_earlier_turns_counts_the_last_reply_only(tmp_p
 
 
 def test_an_opening_that_replies_lack(tmp_path: Path) -> None:
-    """Openings of thinking models end with <think>: the reply still begins after the part of the opening that is there."""
+    """Openings of thinking models end with <think>: the reply still begins after the part of the
+    opening that is there."""
     tokenizer = tokenizer_with(THINKING)
     data = read(write(tmp_path, {"messages": TWO}, {"messages": TWO[:2]}), tokenizer, heldout=0)
-    assert [counted_texts(tokenizer, example) for example in data.train] == [["how are you<|im_end|>"], ["fine thanks<|im_end|>"]]
+    assert [counted_texts(tokenizer, example) for example in data.train] == [
+        ["how are you<|im_end|>"],
+        ["fine thanks<|im_end|>"],
+    ]
     assert data.report.last_only == 1
 
 
 def test_replies_in_a_row_and_a_reply_before_any_question(tmp_path: Path) -> None:
-    """With prefixes a reply that opens the conversation does not count: nothing says where its header ends."""
+    """With prefixes a reply that opens the conversation does not count: nothing says where its
+    header ends."""
     tokenizer = tokenizer_with(CHATML)
     messages = [{"role": "assistant", "content": "welcome"}, *TWO[:2], {"role": "assistant", "content": "and more"}]
-    assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages)) == ["fine thanks<|im_end|>", "and more<|im_end|>"]
+    assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages)) == [
+        "fine thanks<|im_end|>",
+        "and more<|im_end|>",
+    ]
     with pytest.raises(InputError, match="reply to nothing"):
         one(tmp_path, tokenizer, messages[:1])
     marked = tokenizer_with(MARKED)
@@ -236,9 +256,18 @@ def test_compressed_array_and_marked_files(tmp_path: Path) -> None:
 
 
 def test_plain_text(tmp_path: Path) -> None:
-    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces; everything counts."""
+    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces;
+    everything counts."""
     tokenizer = tokenizer_with(None)
-    file = write(tmp_path, "first one", "on two lines<|endoftext|>second", "<|endoftext|>", "<|endoftext|>", "0123456789" * 3, name="a.txt")
+    file = write(
+        tmp_path,
+        "first one",
+        "on two lines<|endoftext|>second",
+        "<|endoftext|>",
+        "<|endoftext|>",
+        "0123456789" * 3,
+        name="a.txt",
+    )
     data = read(file, tokenizer, heldout=0, max_length=23)
     assert [tokenizer.decode(example.ids) for example in data.train] == [
         "first one\non two lines",
@@ -265,12 +294,21 @@ def test_plain_text(tmp_path: Path) -> None:
         ({"messages": []}, r"no assistant's turn"),
         ({"messages": TWO[:1]}, r"no assistant's turn"),
         ({"messages": ["hi"]}, r"turn 1 is not an object"),
-        ({"messages": [*TWO, {"role": "asistant", "content": "x"}]}, r"turn 5 has the unknown role 'asistant'; did you mean assistant"),
+        (
+            {"messages": [*TWO, {"role": "asistant", "content": "x"}]},
+            r"turn 5 has the unknown role 'asistant'; did you mean assistant",
+        ),
         ({"messages": [*TWO, {"content": "x"}]}, r"turn 5 has the unknown role None"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, r"turn 1 has the unknown role"),
         ({"messages": [{"role": "user", "content": None}]}, r"content of turn 1 is not text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, r"content of turn 1 is not text"),
-        ({"messages": [{"role": "system", "content": "x"}, *TWO]}, r"the chat template refuses the conversation \(no system turns here\)"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            r"content of turn 1 is not text",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "x"}, *TWO]},
+            r"the chat template refuses the conversation \(no system turns here\)",
+        ),
         ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
         ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]}, r"Unicode"),
     ],
@@ -298,7 +336,8 @@ if sys.version_info < (3, 14):  # whose parser reads these
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_json_that_python_cannot_read(tmp_path: Path, name: str) -> None:
-    """A ValueError that is no JSONDecodeError, and a RecursionError, ended the whole reading: the line is reported, the rest goes on."""
+    """A ValueError that is no JSONDecodeError, and a RecursionError, ended the whole reading: the
+    line is reported, the rest goes on."""
     file = write(tmp_path, {"messages": TWO}, UNREADABLE[name], {"messages": TWO[:2]})
     data = read(file, tokenizer_with(CHATML), heldout=0)
     assert (len(data.train), data.report.bad) == (2, 1)
@@ -307,7 +346,9 @@ def test_json_that_python_cannot_read(tmp_path: Path, name: str) -> None:
     assert problem.endswith("; repair or drop the line")
     assert len(problem) < 300
     array = write(tmp_path, f"[{UNREADABLE[name]}]", name="chat.json")
-    with pytest.raises(InputError, match=r"chat\.json: a JSON array with an error \(.*\); repair it, or write one conversation a line"):
+    with pytest.raises(
+        InputError, match=r"chat\.json: a JSON array with an error \(.*\); repair it, or write one conversation a line"
+    ):
         read(array, tokenizer_with(CHATML))
 
 
@@ -362,7 +403,8 @@ def test_truncation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
-    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash: deterministic)."""
+    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash:
+    deterministic)."""
     tokenizer = tokenizer_with(CHATML)
     lines = [{"messages": turns(f"question {i}", f"answer {i}")} for i in range(400)]
 
@@ -392,7 +434,9 @@ def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
 def test_every_line_is_told(tmp_path: Path) -> None:
     seen: list[int] = []
     read(
-        write(tmp_path, {"messages": TWO}, "{", {"messages": TWO}), tokenizer_with(CHATML), on_line=lambda report: seen.append(report.lines)
+        write(tmp_path, {"messages": TWO}, "{", {"messages": TWO}),
+        tokenizer_with(CHATML),
+        on_line=lambda report: seen.append(report.lines),
     )
     assert seen == [1, 2, 3]
     assert str(Report()) == "0 examples, 0 tokens, 0 of them counted"
@@ -432,7 +476,9 @@ def test_examples_are_packed_end_to_end() -> None:
     batches = Batches(some(3, 5), 64)
     tokens, counted, documents = batches.load([0, 1])
     assert tokens.tolist() == [1, 2, 3, 1, 2, 3, 4, 5]
-    assert counted.tolist() == [False, False, True, False, False, True, True, True], "nothing foresees the first two tokens of each"
+    assert counted.tolist() == [False, False, True, False, False, True, True, True], (
+        "nothing foresees the first two tokens of each"
+    )
     assert documents.lengths == (3, 5)
     assert batches.tokens([0, 1]) == 8
 

@@ -1,4 +1,5 @@
-"""Two processes are one: the same losses and weights as a process alone, whoever begins and whoever goes on."""
+"""Two processes are one: the same losses and weights as a process alone, whoever begins and whoever
+goes on."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert type(found[name]) is Tensor
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
@@ -74,7 +77,8 @@ def assert_same_run(folder: Path, expected: Path) -> None:
 @pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 @pytest.mark.parametrize("name", ["toy", "eagle1", "eagle3"])
 def test_two_processes_are_one(tmp_path: Path, alone: Any, name: str, parallel: str) -> None:
-    """Guards sums over processes: of losses, counts and gradients, the norm that is clipped, who reads which batch with which noise."""
+    """Guards sums over processes: of losses, counts and gradients, the norm that is clipped, who
+    reads which batch with which noise."""
     folder, expected = alone[name]
     first, second = together(real.stopped_run, name, tmp_path, parallel=parallel)
     assert_same_run(tmp_path, folder)
@@ -87,7 +91,8 @@ def test_two_processes_are_one(tmp_path: Path, alone: Any, name: str, parallel: 
 
 @pytest.mark.parametrize(("before", "after"), [("alone", "fsdp"), ("fsdp", "alone"), ("ddp", "fsdp")])
 def test_another_number_of_processes_goes_on(tmp_path: Path, alone: Any, before: str, after: str) -> None:
-    """Stopped by Ctrl-C in the first process alone: both stop after the same step, and what is saved is whole."""
+    """Stopped by Ctrl-C in the first process alone: both stop after the same step, and what is
+    saved is whole."""
     for kind, stop in ((before, 3), (after, 0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoints, "save", checkpoints.save)
@@ -100,7 +105,8 @@ def test_another_number_of_processes_goes_on(tmp_path: Path, alone: Any, before:
 
 
 def test_muon_with_several_processes(tmp_path: Path) -> None:
-    """On shards torch's rounds sums to bfloat16 and is off by a twentieth of an update: refused. On whole matrices it is exact."""
+    """On shards torch's rounds sums to bfloat16 and is off by a twentieth of an update: refused. On
+    whole matrices it is exact."""
     options = {"optimizer": "muon", "steps": 4}
     real.stopped_run("eagle3", tmp_path / "alone", **options)
     together(real.stopped_run, "eagle3", tmp_path / "two", 2, parallel="ddp", **options)
@@ -119,9 +125,11 @@ def test_a_bad_number_in_one_process_stops_both(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
-    """In the middle of a step; the other one says what is kept, and a process alone goes on from there."""
+    """In the middle of a step; the other one says what is kept, and a process alone goes on from
+    there."""
     with pytest.raises(
-        RuntimeError, match=r"another process of this run has ended; the state of step \d stays in .*; the same command goes on"
+        RuntimeError,
+        match=r"another process of this run has ended; the state of step \d stays in .*; the same command goes on",
     ):
         together(real.dying_run, tmp_path)
     assert real.stopped_run("eagle1", tmp_path)["outcome"].step == 6
@@ -130,7 +138,9 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
 def test_processes_that_cannot_share_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before anyone waits for anyone."""
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(OptionError, match="3 processes do not divide the 2 batches of a step: accumulation must be a multiple of 3"):
+    with pytest.raises(
+        OptionError, match="3 processes do not divide the 2 batches of a step: accumulation must be a multiple of 3"
+    ):
         real.head_run("eagle1", tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)

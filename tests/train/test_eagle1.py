@@ -1,4 +1,5 @@
-"""The whole way with a real method: chat text, an unmodified target, EAGLE-1's loss, a published head that loads again."""
+"""The whole way with a real method: chat text, an unmodified target, EAGLE-1's loss, a published
+head that loads again."""
 
 from __future__ import annotations
 
@@ -25,12 +26,17 @@ def target() -> Target:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_a_head_is_trained_saved_and_loaded(tmp_path: Path, target: Target, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The held-out loss falls, the head in the folder is the best one bit by bit, and it is accepted more often than a random one."""
+def test_a_head_is_trained_saved_and_loaded(
+    tmp_path: Path, target: Target, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held-out loss falls, the head in the folder is the best one bit by bit, and it is
+    accepted more often than a random one."""
     monkeypatch.setattr(setup, "has_bf16", lambda device: True)  # torch emulates it where the CPU has none
     drafter = Method.random(target, seed=1)
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
-    config = TrainConfig(lr=3e-3, steps=40, batch_tokens=256, max_length=32, eval_every=10, save_every=20, precision=precision)  # type: ignore[arg-type]
+    config = TrainConfig(
+        lr=3e-3, steps=40, batch_tokens=256, max_length=32, eval_every=10, save_every=20, precision=precision
+    )  # type: ignore[arg-type]
     outcome = train(drafter, language(60, 0), language(12, 1), config, tmp_path)
     history = json.loads((tmp_path / "training.json").read_text())["losses"]
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
@@ -44,14 +50,29 @@ def test_a_head_is_trained_saved_and_loaded(tmp_path: Path, target: Target, prec
 
 @pytest.mark.slow
 def test_resuming_a_real_head_is_exact(tmp_path: Path, target: Target) -> None:
-    options = {"lr": 3e-3, "steps": 6, "batch_tokens": 256, "max_length": 32, "eval_every": 0, "save_every": 3, "warmup_steps": 1}
+    options = {
+        "lr": 3e-3,
+        "steps": 6,
+        "batch_tokens": 256,
+        "max_length": 32,
+        "eval_every": 0,
+        "save_every": 3,
+        "warmup_steps": 1,
+    }
 
     def run(folder: Path, stop: int = 0) -> None:
         def interrupt(now: object) -> None:
             if stop and getattr(now, "step", 0) == stop:
                 raise KeyboardInterrupt
 
-        train(Method.random(target, seed=1), language(60, 0), language(4, 1), TrainConfig(**options), folder, progress=interrupt)  # type: ignore[arg-type]
+        train(
+            Method.random(target, seed=1),
+            language(60, 0),
+            language(4, 1),
+            TrainConfig(**options),
+            folder,
+            progress=interrupt,
+        )  # type: ignore[arg-type]
 
     run(tmp_path / "whole")
     run(tmp_path / "parts", stop=3)

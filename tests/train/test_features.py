@@ -44,10 +44,14 @@ def language(count: int, seed: int) -> Examples:
     return found
 
 
-DATA = Data(language(30, 0), language(6, 1), Report(lines=37, bad=1, problems=["chat.jsonl:7: not JSON"], examples=36), "d" * 64)
+DATA = Data(
+    language(30, 0), language(6, 1), Report(lines=37, bad=1, problems=["chat.jsonl:7: not JSON"], examples=36), "d" * 64
+)
 
 
-def settings(target: Target, dtype: str = "float32", layers: Sequence[int] = LAYERS, shard_bytes: int = 120_000) -> FeatureSettings:
+def settings(
+    target: Target, dtype: str = "float32", layers: Sequence[int] = LAYERS, shard_bytes: int = 120_000
+) -> FeatureSettings:
     return FeatureSettings(
         {"name": "tiny-llama", "fingerprint": target.fingerprint(), "dtype": "float32"}, {"vocabulary": "v", "chat template": "t"},
         tuple(layers), target.hidden_size, dtype, {"files": [{"name": "chat.jsonl", "sha256": "d" * 64}], "sha256": "d" * 64}, 64, 0.05,
@@ -85,7 +89,15 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 def losses(target: Target, method: str, data: Data, folder: Path) -> list[float]:
     config = TrainConfig(
-        steps=3, batch_tokens=256, max_length=64, warmup_steps=1, eval_every=2, save_every=0, log_every=1, precision="float32", lr=1e-3
+        steps=3,
+        batch_tokens=256,
+        max_length=64,
+        warmup_steps=1,
+        eval_every=2,
+        save_every=0,
+        log_every=1,
+        precision="float32",
+        lr=1e-3,
     )
     train(drafters.find(method).random(target, seed=1), data.train, data.heldout, config, folder)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -95,8 +107,9 @@ def losses(target: Target, method: str, data: Data, folder: Path) -> list[float]
 @pytest.mark.quick("eagle1")
 @pytest.mark.parametrize("method", ["eagle1", "eagle3"])
 def test_one_loss_curve_from_either_source(method: str, tmp_path: Path, target: Target, folder: Path) -> None:
-    """Guards the order of examples and layers, the held-out split and the packing. Float32: equal up to the order of sums in another
-    batch; bfloat16: within its rounding (2^-8 of a feature), and not equal, or it was not what had been read."""
+    """Guards the order of examples and layers, the held-out split and the packing. Float32: equal
+    up to the order of sums in another batch; bfloat16: within its rounding (2^-8 of a feature), and
+    not equal, or it was not what had been read."""
     online = losses(target, method, DATA, tmp_path / "online")
     assert losses(target, method, FeatureStore(folder).data(), tmp_path / "disk") == pytest.approx(online, rel=2e-6)
     halved = losses(target, method, made(tmp_path / "half", target, dtype="bfloat16").data(), tmp_path / "halved")
@@ -109,7 +122,9 @@ def test_a_step_reads_what_the_target_saw(target: Target, folder: Path) -> None:
     """The whole record of a batch, for layers in another order than they are stored in."""
     drafter = drafters.find("eagle3").random(target)
     drafter.feature_layers = (5, 2, 4)
-    online, disk = (batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, FeatureStore(folder).data().train))
+    online, disk = (
+        batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, FeatureStore(folder).data().train)
+    )
     assert torch.equal(online.tokens_N, disk.tokens_N)
     assert torch.equal(online.counted_N, disk.counted_N)
     assert online.documents == disk.documents
@@ -130,17 +145,24 @@ def test_the_composition_of_batches_does_not_matter(tmp_path: Path, target: Targ
     """One example at a time or many: padding must not leak into what the target sees."""
     alone = made(tmp_path, target, batch_tokens=40)
     for i in range(36):
-        torch.testing.assert_close(alone.features(i, LAYERS), FeatureStore(folder).features(i, LAYERS), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            alone.features(i, LAYERS), FeatureStore(folder).features(i, LAYERS), atol=2e-5, rtol=1e-5
+        )
 
 
 def test_layers_of_methods(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One folder serves all that the methods named read; no head is made for it, which takes gigabytes with a large target."""
+    """One folder serves all that the methods named read; no head is made for it, which takes
+    gigabytes with a large target."""
     kinds = {name: drafters.find(name) for name in ("eagle1", "eagle2", "eagle3")}
     heads = {name: kind.random(target) for name, kind in kinds.items()}
     for name, kind in kinds.items():
         monkeypatch.setattr(kind, "random", None)
         assert set(heads[name].train_feature_layers) == set(layers_for_training(target, [(kind, None)]))
-    assert layers_for_training(target, [(kinds["eagle3"], kinds["eagle3"].Options(head=NewHead(layers="1,3")))]) == (1, 3, 8)
+    assert layers_for_training(target, [(kinds["eagle3"], kinds["eagle3"].Options(head=NewHead(layers="1,3")))]) == (
+        1,
+        3,
+        8,
+    )
     assert layers_for_training(target, [(kinds["eagle3"], None)]) == LAYERS
     assert layers_for_training(target, [(kinds["eagle1"], None), (kinds["eagle2"], None)]) == (8,)
     with pytest.raises(OptionError, match="vanilla has nothing to train"):
@@ -158,7 +180,12 @@ def test_layers_of_a_method_of_the_users_own(target: Target, monkeypatch: pytest
 
 def test_the_manifest(folder: Path, target: Target) -> None:
     held = json.loads((folder / "manifest.json").read_text())
-    assert (held["format"], held["version"], held["layers"], held["dtype"]) == ("eyas-features", 1, list(LAYERS), "float32")
+    assert (held["format"], held["version"], held["layers"], held["dtype"]) == (
+        "eyas-features",
+        1,
+        list(LAYERS),
+        "float32",
+    )
     assert held["target"] == {"name": "tiny-llama", "fingerprint": target.fingerprint(), "dtype": "float32"}
     assert "hidden_states" in held["layers_mean"]
     assert held["report"]["problems"] == ["chat.jsonl:7: not JSON"]
@@ -177,7 +204,8 @@ def test_the_manifest(folder: Path, target: Target) -> None:
 
 
 def test_any_shards_are_a_sample(tmp_path: Path, target: Target) -> None:
-    """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out examples."""
+    """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out
+    examples."""
     store = begun(tmp_path, target)
     write_features(store, target, [1, 4, 2, 3], 128)
     data = FeatureStore(tmp_path).data()
@@ -209,7 +237,8 @@ def test_going_on_gives_the_same_bytes(tmp_path: Path, target: Target, folder: P
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards that are written stay and can be trained from, and the same command goes on; the message says so, and how much to free."""
+    """Shards that are written stay and can be trained from, and the same command goes on; the
+    message says so, and how much to free."""
     store, calls, sync = begun(tmp_path, target), list[int](), os.fsync
 
     def fsync(number: int) -> None:
@@ -221,7 +250,8 @@ def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(
-            InputError, match=r"no space left for .*: 2 of \d+ shards are whole and can be trained from; free 0\.0 GiB and run"
+            InputError,
+            match=r"no space left for .*: 2 of \d+ shards are whole and can be trained from; free 0\.0 GiB and run",
         ):
             write_features(store, target, store.missing(), 128)
     assert not list(tmp_path.glob(".*"))
@@ -249,7 +279,8 @@ def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
     assert store.verify() == [f"{copy}/shard-00002.safetensors is damaged: its checksum is another; {REPAIR}"]
     data = store.data()
     with pytest.raises(
-        InputError, match=r"shard-00002.safetensors is damaged \(layer 8 of an example\); delete it and run `eyas features`"
+        InputError,
+        match=r"shard-00002.safetensors is damaged \(layer 8 of an example\); delete it and run `eyas features`",
     ):
         read_all(data)
 
@@ -257,8 +288,9 @@ def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", "examples.safetensors", "shard-00001.safetensors"])
 def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
-    """In any file of a store, also in the parts that no checksum covered: the number of training examples, the names and lengths of the
-    data, a shard's header. One bit of every n-th byte: all files are refused, or say the same. No false alarm."""
+    """In any file of a store, also in the parts that no checksum covered: the number of training
+    examples, the names and lengths of the data, a shard's header. One bit of every n-th byte: all
+    files are refused, or say the same. No false alarm."""
     data = FeatureStore(folder).data()
     expected = read_all(data), data.sha256, data.report
     content = (copy / name).read_bytes()
@@ -273,7 +305,9 @@ def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
             refused += 1
         else:
             assert found[1:] == expected[1:], f"a flipped bit at {place} was not found"
-            assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)), f"a flipped bit at {place} was not found"
+            assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)), (
+                f"a flipped bit at {place} was not found"
+            )
         (copy / name).write_bytes(content)
     assert refused > 50
 
@@ -284,7 +318,9 @@ def test_a_truncated_shard(copy: Path, target: Target, folder: Path) -> None:
     size = path.stat().st_size
     os.truncate(path, size - 100)
     store = FeatureStore(copy)
-    with pytest.raises(InputError, match=rf"shard-00001.safetensors has {size - 100:,} bytes instead of {size:,}; delete it"):
+    with pytest.raises(
+        InputError, match=rf"shard-00001.safetensors has {size - 100:,} bytes instead of {size:,}; delete it"
+    ):
         store.data()
     assert store.missing() == [1]
     write_features(store, target, [1], 128)
@@ -326,7 +362,8 @@ def test_other_targets_tokenizers_and_layers_are_refused(folder: Path, target: T
     with pytest.raises(InputError, match="features of another target: 'tiny-llama', not 'other'"):
         store.check(Target(zoo.tiny("llama", num_hidden_layers=8, seed=5), "other"), None)
     with pytest.raises(
-        InputError, match="holds layers 2,4,5,8, and this head also reads 3,6: make features with `eyas features --layers 2,3,4"
+        InputError,
+        match="holds layers 2,4,5,8, and this head also reads 3,6: make features with `eyas features --layers 2,3,4",
     ):
         store.check_layers((2, 3, 6))
     with pytest.raises(InputError, match="also reads 0"):
@@ -349,12 +386,15 @@ def test_differences_are_said(target: Target) -> None:
 
 
 def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
-    """float16 ends at 65,504, and a broken target gives NaN: written down, either would only show as a loss of NaN."""
+    """float16 ends at 65,504, and a broken target gives NaN: written down, either would only show
+    as a loss of NaN."""
     model = zoo.tiny("llama", num_hidden_layers=8)
     large = begun(tmp_path / "large", target, dtype="float16")
     with torch.no_grad():
         model.model.norm.weight.fill_(1e5)
-    with pytest.raises(OptionError, match=r"features of this target reach [\d.e+]+, too large for float16: store bfloat16"):
+    with pytest.raises(
+        OptionError, match=r"features of this target reach [\d.e+]+, too large for float16: store bfloat16"
+    ):
         write_features(large, Target(model), [0], 128)
     with torch.no_grad():
         model.model.layers[3].mlp.down_proj.weight[0, 0] = float("nan")
@@ -365,7 +405,8 @@ def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
 
 
 def test_shards_stay_in_their_folder(copy: Path) -> None:
-    """A manifest from elsewhere may not name files outside of its folder: they would be read, or written over."""
+    """A manifest from elsewhere may not name files outside of its folder: they would be read, or
+    written over."""
     path = copy / "manifest.json"
     held = json.loads(path.read_text())
     held["shards"][0]["file"] = "../elsewhere.safetensors"

@@ -1,4 +1,5 @@
-"""The loop on a method and a target of the tests' own: exact resumption, interrupts, bad numbers, what is left in the folder."""
+"""The loop on a method and a target of the tests' own: exact resumption, interrupts, bad numbers,
+what is left in the folder."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from train.toy import Toy, ToyTarget, run
 
 @pytest.fixture(autouse=True)
 def one_thread_and_toy_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are in another order with another number of threads; the toy's heads have no published format."""
+    """Sums are in another order with another number of threads; the toy's heads have no published
+    format."""
     torch.set_num_threads(1)
     monkeypatch.setattr(checkpoints, "save", toy.save_toy)
 
@@ -49,7 +51,12 @@ def state(folder: Path) -> dict[str, Any]:
 def leaves(value: Any, name: str = "") -> dict[str, Any]:
     """All tensors and values of a state, except the time it took."""
     if isinstance(value, dict):
-        return {key: leaf for k, inner in value.items() if k != "seconds" for key, leaf in leaves(inner, f"{name}/{k}").items()}
+        return {
+            key: leaf
+            for k, inner in value.items()
+            if k != "seconds"
+            for key, leaf in leaves(inner, f"{name}/{k}").items()
+        }
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return leaves(dict(enumerate(value)), name)
     return {name: value.tolist() if isinstance(value, Tensor) else value}
@@ -116,7 +123,8 @@ def test_the_loss_falls_and_the_best_head_is_in_the_folder(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_best_is_kept_when_later_heads_are_worse(tmp_path: Path) -> None:
-    """A learning rate that wrecks the net after a while: the head of the best evaluation stays, in the folder and in the net."""
+    """A learning rate that wrecks the net after a while: the head of the best evaluation stays, in
+    the folder and in the net."""
     drafter, heads = Toy(), dict[float, dict[str, Tensor]]()
 
     def watch(now: Progress) -> None:
@@ -146,7 +154,8 @@ def test_nothing_held_out(tmp_path: Path) -> None:
 
 
 def test_figures_of_the_caller(tmp_path: Path) -> None:
-    """n-alpha from real decoding comes from outside; it is logged, shown and recorded, with the net in eval mode."""
+    """n-alpha from real decoding comes from outside; it is logged, shown and recorded, with the net
+    in eval mode."""
     modes = []
 
     def evaluate(drafter: Any) -> dict[str, float]:
@@ -160,7 +169,8 @@ def test_figures_of_the_caller(tmp_path: Path) -> None:
 
 
 def test_accumulation_is_one_large_batch(tmp_path: Path) -> None:
-    """Batches are weighted by their counted tokens: the gradient of two at once is the gradient of their union.
+    """Batches are weighted by their counted tokens: the gradient of two at once is the gradient of
+    their union.
 
     All examples in one batch of 40 x 16 or in several: the same first update up to rounding."""
     torch.manual_seed(0)
@@ -190,14 +200,18 @@ def test_bf16_autocast_keeps_float32_weights(tmp_path: Path, monkeypatch: pytest
 
 
 def test_half_precision_weights_are_trained_in_float32(tmp_path: Path) -> None:
-    """In bfloat16 a step of 1e-4 of a weight rounds to nothing. The head that is published has its own dtype again, half as large."""
+    """In bfloat16 a step of 1e-4 of a weight rounds to nothing. The head that is published has its
+    own dtype again, half as large."""
     drafter = Toy()
     drafter.net.bfloat16()
     run(tmp_path, drafter, steps=3)
     assert all(value.dtype == torch.float32 for value in state(tmp_path)["net"].values())
     assert all(value.dtype == torch.bfloat16 for value in drafter.net.state_dict().values())
     head = toy.load_toy(tmp_path)
-    assert all(head[name].dtype == torch.bfloat16 and torch.equal(head[name], value) for name, value in drafter.net.state_dict().items())
+    assert all(
+        head[name].dtype == torch.bfloat16 and torch.equal(head[name], value)
+        for name, value in drafter.net.state_dict().items()
+    )
 
 
 def test_the_process_keeps_its_own_random_numbers(tmp_path: Path) -> None:
@@ -213,7 +227,8 @@ def test_the_process_keeps_its_own_random_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bf16_without_instructions_for_it_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated bf16 is several times slower than float32: what was asked for is not done, and said; auto says nothing."""
+    """Emulated bf16 is several times slower than float32: what was asked for is not done, and said;
+    auto says nothing."""
     notes: list[str] = []
     monkeypatch.setattr(setup, "has_bf16", lambda device: False)
     for precision in ("float32", "bf16", "auto"):
@@ -228,7 +243,8 @@ def test_bf16_without_instructions_for_it_is_float32(tmp_path: Path, monkeypatch
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("step", [1, 3, 5, 11])
 def test_a_resumed_run_is_the_undisturbed_run(tmp_path: Path, undisturbed: Path, step: int) -> None:
-    """Same bits of weights, optimiser, best head and log, whether interrupted at an evaluation, beside one, or across epochs."""
+    """Same bits of weights, optimiser, best head and log, whether interrupted at an evaluation,
+    beside one, or across epochs."""
     first = run(tmp_path, more=Stop(step))
     assert first.interrupted
     assert (first.step, state(tmp_path)["step"]) == (step, step)
@@ -239,7 +255,8 @@ def test_a_resumed_run_is_the_undisturbed_run(tmp_path: Path, undisturbed: Path,
 
 @pytest.mark.slow
 def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undisturbed: Path) -> None:
-    """Saved every 5 steps and ended at 8 without warning: the log and the best head of steps 6 to 8 are made again, not twice."""
+    """Saved every 5 steps and ended at 8 without warning: the log and the best head of steps 6 to 8
+    are made again, not twice."""
 
     class CrashError(Exception):
         pass
@@ -262,8 +279,9 @@ def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undi
 def test_an_evaluation_that_dies_loses_no_step(
     tmp_path: Path, undisturbed: Path, step: int, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended without warning in the evaluation, before or after its line of the log: the step is kept, the line is not there twice, and the
-    best head, the weights and the log are those of an undisturbed run. The first, a middle and the last evaluation."""
+    """Ended without warning in the evaluation, before or after its line of the log: the step is
+    kept, the line is not there twice, and the best head, the weights and the log are those of an
+    undisturbed run. The first, a middle and the last evaluation."""
     evaluate, write = loop.evaluate_heldout, Reporter.write
 
     class CrashError(Exception):
@@ -287,7 +305,10 @@ def test_an_evaluation_that_dies_loses_no_step(
         with pytest.raises(CrashError):
             run(tmp_path)
     assert (state(tmp_path)["step"], state(tmp_path)["evaluated_step"]) == (step, step - 3)
-    assert (log(tmp_path)[-1]["step"], "heldout" in log(tmp_path)[-1]) == (step if written or step % 2 == 0 else step - 1, written)
+    assert (log(tmp_path)[-1]["step"], "heldout" in log(tmp_path)[-1]) == (
+        step if written or step % 2 == 0 else step - 1,
+        written,
+    )
     drafter = Toy()
     outcome = run(tmp_path, drafter)
     assert outcome.step == 12
@@ -303,8 +324,9 @@ def killed(process: Any) -> None:
 
 @pytest.mark.slow
 def test_killed_ten_times_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
-    """kill -9, wherever it hits, ten times in one run; what is there is whole and the end has the same bits. The moments are random, the
-    result is not: no false alarm. No process does more steps than it is told to, and all together fewer than the run's twelve.
+    """kill -9, wherever it hits, ten times in one run; what is there is whole and the end has the
+    same bits. The moments are random, the result is not: no false alarm. No process does more steps
+    than it is told to, and all together fewer than the run's twelve.
     """
 
     def changed(name: str) -> int:
@@ -364,7 +386,9 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, undisturbed: Pa
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     run(tmp_path, steps=2, warmup_steps=1)
-    with pytest.raises(OptionError, match=r"lr 0\.01 there, 0\.02 now; .*betas \[0\.9, 0\.95\] there, \[0\.9, 0\.99\] now") as told:
+    with pytest.raises(
+        OptionError, match=r"lr 0\.01 there, 0\.02 now; .*betas \[0\.9, 0\.95\] there, \[0\.9, 0\.99\] now"
+    ) as told:
         run(tmp_path, steps=2, warmup_steps=1, lr=0.02, betas=(0.9, 0.99))
     assert "\n" not in str(told.value)
     with pytest.raises(OptionError, match="other target model"):
@@ -397,7 +421,8 @@ def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path, number: signal.Signals) -> None:
-    """A signal in the middle of a step: the step is finished, the state saved, and the handler of before is back."""
+    """A signal in the middle of a step: the step is finished, the state saved, and the handler of
+    before is back."""
     before, drafter, notes = signal.getsignal(number), Toy(), list[str]()
     plain = drafter.loss
 
@@ -466,7 +491,9 @@ def test_not_in_the_main_thread(tmp_path: Path) -> None:
 def test_nan_stops_and_keeps_the_last_good_state(tmp_path: Path) -> None:
     drafter = Toy()
     drafter.bad_from = 14  # two losses a step: step 8 is bad
-    with pytest.raises(EyasError, match=r"NaN or infinite at step 8: start anew with a lower lr; the state of step 6 stays in ") as told:
+    with pytest.raises(
+        EyasError, match=r"NaN or infinite at step 8: start anew with a lower lr; the state of step 6 stays in "
+    ) as told:
         run(tmp_path, drafter, save_every=3)
     assert "\n" not in str(told.value)
     assert state(tmp_path)["step"] == 6
@@ -522,12 +549,15 @@ def test_out_of_memory_names_the_batch(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_in_an_evaluation_keeps_the_step(tmp_path: Path) -> None:
-    """The caller's figures come from decoding, which needs memory of its own: it is said, in one line, and the step is there."""
+    """The caller's figures come from decoding, which needs memory of its own: it is said, in one
+    line, and the step is there."""
 
     def evaluate(drafter: Any) -> dict[str, float]:
         raise torch.OutOfMemoryError("of the device")
 
-    with pytest.raises(FitError, match=r"^out of memory while held-out prompts were decoded; the state of step 3 stays in ") as told:
+    with pytest.raises(
+        FitError, match=r"^out of memory while held-out prompts were decoded; the state of step 3 stays in "
+    ) as told:
         run(tmp_path, evaluate=evaluate)
     assert "\n" not in str(told.value)
     assert state(tmp_path)["step"] == 3
@@ -621,7 +651,9 @@ def test_the_length_of_a_run() -> None:
         TrainConfig(**base, steps=7, warmup_steps=7).total_steps(batches)
 
 
-@pytest.mark.parametrize(("schedule", "middle", "last"), [("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("constant", 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"), [("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("constant", 1.0, 1.0)]
+)
 def test_the_learning_rate(schedule: Any, middle: float, last: float) -> None:
     config = TrainConfig(lr=1.0, schedule=schedule, warmup_steps=10, min_lr_share=0.1)
     assert [config.lr_at(step, 110) for step in (0, 4, 9)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])

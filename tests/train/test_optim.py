@@ -1,4 +1,5 @@
-"""Which weights Muon moves and which AdamW; what is kept of both; what a run changes of its process; token counts; trackers."""
+"""Which weights Muon moves and which AdamW; what is kept of both; what a run changes of its
+process; token counts; trackers."""
 
 from __future__ import annotations
 
@@ -27,19 +28,27 @@ def one_thread() -> None:
 
 
 def test_muon_is_for_the_matrices_inside() -> None:
-    """The head, though a matrix, is a table over the vocabulary; norms and biases are vectors: all of them stay with AdamW."""
+    """The head, though a matrix, is a table over the vocabulary; norms and biases are vectors: all
+    of them stay with AdamW."""
     head = real.head("eagle3")
     assert head.net is not None
     named = {id(value): name for name, value in head.net.named_parameters()}
     muon, adamw = HeadOptimizer(head.net, TrainConfig(optimizer="muon"), torch.device("cpu")).optimizers
     groups = [{named[id(value)] for value in part.param_groups[0]["params"]} for part in (muon, adamw)]
     assert {"fc.weight", "layer.attention.q.weight", "layer.mlp.down.weight"} <= groups[0]
-    assert groups[1] == {"head.weight", "norm.weight", "layer.mlp_norm.weight", "layer.embed_norm.weight", "layer.hidden_norm.weight"}
+    assert groups[1] == {
+        "head.weight",
+        "norm.weight",
+        "layer.mlp_norm.weight",
+        "layer.embed_norm.weight",
+        "layer.hidden_norm.weight",
+    }
     assert groups[0] | groups[1] == set(named.values())
 
 
 def test_muon_takes_steps_of_the_size_of_adamws() -> None:
-    """So that --lr means the same: an update's root mean square is about 0.2 lr in a matrix of any shape (Liu et al. 2025)."""
+    """So that --lr means the same: an update's root mean square is about 0.2 lr in a matrix of any
+    shape (Liu et al. 2025)."""
     for shape in ((64, 64), (128, 32), (32, 128)):
         net = nn.Linear(shape[1], shape[0], bias=False)
         before = net.weight.detach().clone()
@@ -74,8 +83,8 @@ def test_muon_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_recomputing_keeps_less_and_changes_no_bit(tmp_path: Path) -> None:
-    """With `checkpointing`, each step of the training-time test keeps only its inputs and keys for the backward pass. The option may change
-    when a run is resumed, as the weights are the same."""
+    """With `checkpointing`, each step of the training-time test keeps only its inputs and keys for
+    the backward pass. The option may change when a run is resumed, as the weights are the same."""
     for name, options in (("kept", {}), ("again", {"checkpointing": True})):
         real.head_run("eagle3", tmp_path / name, **options)
     real.head_run("eagle3", tmp_path / "kept", checkpointing=True)  # resumed: at its end
@@ -120,9 +129,14 @@ def test_examples_beyond_the_targets_context_are_refused(tmp_path: Path) -> None
 
 
 def test_which_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `Batches.load` counts them: the first two tokens of an example are foreseen by nothing. In portions, the last one smaller."""
+    """As `Batches.load` counts them: the first two tokens of an example are foreseen by nothing. In
+    portions, the last one smaller."""
     monkeypatch.setattr(vocab, "TOKENS_AT_ONCE", 3)
-    examples = [Example([5, 5, 5, 6, 2], [True, True, True, False, True]), Example([1, 2, 3, 3, 3], [True] * 5), Example([4], [True])]
+    examples = [
+        Example([5, 5, 5, 6, 2], [True, True, True, False, True]),
+        Example([1, 2, 3, 3, 3], [True] * 5),
+        Example([4], [True]),
+    ]
     assert vocab.count_tokens(examples, 8).tolist() == [0, 0, 1, 3, 0, 1, 0, 0]
     assert vocab.count_tokens([], 3).tolist() == [0, 0, 0]
 
@@ -167,7 +181,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.slow
 def test_trackers_get_the_lines_of_the_log(tmp_path: Path, fake: list[Any]) -> None:
-    """Resumed: TensorBoard forgets what will be written again, W&B goes on in the same run; begun anew it is another run."""
+    """Resumed: TensorBoard forgets what will be written again, W&B goes on in the same run; begun
+    anew it is another run."""
 
     def interrupt(now: Any) -> None:
         if now.step == 5 and not now.note:
@@ -195,7 +210,9 @@ def test_a_tracker_that_does_not_begin(tmp_path: Path, fake: list[Any], monkeypa
         raise RuntimeError("no API key\nconfigured")
 
     monkeypatch.setattr("wandb.init", refuse)
-    with pytest.raises(InputError, match="W&B does not begin: no API key configured; WANDB_MODE=offline needs no account"):
+    with pytest.raises(
+        InputError, match="W&B does not begin: no API key configured; WANDB_MODE=offline needs no account"
+    ):
         toy.run(tmp_path / "run", log="wandb")
 
 

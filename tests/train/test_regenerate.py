@@ -1,4 +1,5 @@
-"""Conversations answered anew: each reply is what plain decoding says, whatever the rows, the order and what comes before."""
+"""Conversations answered anew: each reply is what plain decoding says, whatever the rows, the order
+and what comes before."""
 
 from __future__ import annotations
 
@@ -52,10 +53,17 @@ def chat(*contents: str, first: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]}
 
 
-CHATS = [chat("hello", "x", "why", "y"), chat("one", "z"), chat("what is this", "a", "and that", "b", "so?", "c"), chat("bye")]
+CHATS = [
+    chat("hello", "x", "why", "y"),
+    chat("one", "z"),
+    chat("what is this", "a", "and that", "b", "so?", "c"),
+    chat("bye"),
+]
 
 
-def answered(drafter: Drafter, records: Sequence[Any], settings: GenerationSettings, rows: int = 2) -> list[Regenerated | Skipped]:
+def answered(
+    drafter: Drafter, records: Sequence[Any], settings: GenerationSettings, rows: int = 2
+) -> list[Regenerated | Skipped]:
     conversations = [parse_conversation(line(record, i), settings) for i, record in enumerate(records)]
     found = list(regenerate(drafter, WORDS, EOS, conversations, settings, rows))
     return sorted(found, key=lambda one: conversations.index(one.conversation))
@@ -67,17 +75,22 @@ def plainly(drafter: Drafter, conversation: Conversation, settings: GenerationSe
     for turn, after in zip(conversation.turns, [*conversation.turns[1:], None], strict=True):
         ids = tuple(render(WORDS, messages))
         new = plain_decode(
-            drafter.target.model, Request(ids, settings.max_new_tokens, Sampling(settings.sampling.temperature, seed=seed), EOS)
+            drafter.target.model,
+            Request(ids, settings.max_new_tokens, Sampling(settings.sampling.temperature, seed=seed), EOS),
         )
         replies.append(WORDS.decode(new, skip_special_tokens=True))
-        messages += [{"role": "assistant", "content": replies[-1]}, *(conversation.messages[turn + 1 : after] if after else [])]
+        messages += [
+            {"role": "assistant", "content": replies[-1]},
+            *(conversation.messages[turn + 1 : after] if after else []),
+        ]
     return replies
 
 
 @pytest.mark.quick("3")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
-    """Guards the conversation so far (regenerated turns, not those of the data), and keys and values that are used again."""
+    """Guards the conversation so far (regenerated turns, not those of the data), and keys and
+    values that are used again."""
     settings = GenerationSettings(max_new_tokens=12)
     found = answered(drafter, CHATS, settings, rows)
     assert len(found) == 4
@@ -88,20 +101,30 @@ def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
         asked = [message for message in one.messages if message["role"] == "user"]
         assert asked == [message for message in record["messages"] if message["role"] == "user"]
         assert len(one.finish) == len(one.tokens) == len(said)
-        assert all(finish == ("length" if count == 12 else "stop") for finish, count in zip(one.finish, one.tokens, strict=True))
+        assert all(
+            finish == ("length" if count == 12 else "stop")
+            for finish, count in zip(one.finish, one.tokens, strict=True)
+        )
     assert {finish for one in found if isinstance(one, Regenerated) for finish in one.finish} == {"length", "stop"}
 
 
 @pytest.mark.slow
 def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
-    """Sampled, in float32, each reply with a seed of its own: so a run that was interrupted goes on as if it had not been."""
+    """Sampled, in float32, each reply with a seed of its own: so a run that was interrupted goes on
+    as if it had not been."""
     settings = GenerationSettings(Sampling(temperature=0.9, seed=3), max_new_tokens=10)
     whole = [one.messages for one in answered(drafter, CHATS, settings, 3) if isinstance(one, Regenerated)]
     order = [2, 0, 3, 1]
-    shuffled = [one.messages for one in answered(drafter, [CHATS[i] for i in order], settings, 1) if isinstance(one, Regenerated)]
+    shuffled = [
+        one.messages
+        for one in answered(drafter, [CHATS[i] for i in order], settings, 1)
+        if isinstance(one, Regenerated)
+    ]
     assert shuffled == [whole[i] for i in order]
     others = [
-        one.messages for one in answered(drafter, CHATS, GenerationSettings(Sampling(0.9, seed=4), 10), 3) if isinstance(one, Regenerated)
+        one.messages
+        for one in answered(drafter, CHATS, GenerationSettings(Sampling(0.9, seed=4), 10), 3)
+        if isinstance(one, Regenerated)
     ]
     assert others != whole
     first = [m["content"] for one in whole for m in one[1:2]]
@@ -114,7 +137,9 @@ def test_a_draft_changes_nothing_but_the_speed(drafter: Drafter) -> None:
     settings = GenerationSettings(max_new_tokens=12)
     eagle = drafters.find("eagle2").random(drafter.target, seed=1)
     mine, plain = answered(eagle, CHATS, settings, 3), answered(drafter, CHATS, settings, 3)
-    assert [one.messages for one in mine if isinstance(one, Regenerated)] == [one.messages for one in plain if isinstance(one, Regenerated)]
+    assert [one.messages for one in mine if isinstance(one, Regenerated)] == [
+        one.messages for one in plain if isinstance(one, Regenerated)
+    ]
     assert all(isinstance(one, Regenerated) and one.cycles <= one.emitted for one in mine)
 
 
@@ -129,8 +154,8 @@ def test_the_last_turn_only(drafter: Drafter) -> None:
 
 
 def test_what_does_not_fit_the_context(drafter: Drafter) -> None:
-    """512 tokens: a first question that is too long is passed over, a later one ends the conversation before it, and a reply has the room
-    that is left; the others go on."""
+    """512 tokens: a first question that is too long is passed over, a later one ends the
+    conversation before it, and a reply has the room that is left; the others go on."""
     records = [chat("x" * 511, "a"), chat("hi", "a", "y" * 600, "b"), chat("z" * 505, "a"), chat("hello", "x")]
     settings = GenerationSettings(max_new_tokens=8)
     long, later, tight, fine = answered(drafter, records, settings)
@@ -150,11 +175,15 @@ def test_what_does_not_fit_the_context(drafter: Drafter) -> None:
 def test_cut_replies_can_be_left_out(drafter: Drafter) -> None:
     """Kept, they are marked; dropped, the conversation ends before them."""
     chats = [chat(f"question {i}", "a", f"and then {i}", "b") for i in range(12)]
-    kept = [one for one in answered(drafter, chats, GenerationSettings(max_new_tokens=4), 4) if isinstance(one, Regenerated)]
+    kept = [
+        one for one in answered(drafter, chats, GenerationSettings(max_new_tokens=4), 4) if isinstance(one, Regenerated)
+    ]
     cut = [next((i for i, finish in enumerate(one.finish) if finish == "length"), None) for one in kept]
     assert None in cut
     assert any(cut), "a conversation that is cut after a whole reply"
-    for one, at, before in zip(answered(drafter, chats, GenerationSettings(max_new_tokens=4, drop_cut=True), 4), cut, kept, strict=True):
+    for one, at, before in zip(
+        answered(drafter, chats, GenerationSettings(max_new_tokens=4, drop_cut=True), 4), cut, kept, strict=True
+    ):
         if at == 0:
             assert isinstance(one, Skipped)
             assert (one.dropped, one.tokens) == (True, 4)
@@ -181,7 +210,13 @@ def test_which_turns_are_answered(name: str) -> None:
     assert parse_conversation(line(record), GenerationSettings(last_only=True)).turns == turns[-1:]
 
 
-TOOL = {"messages": [*chat("a", "b")["messages"], {"role": "tool", "content": "7"}, *chat("c", "d", first="assistant")["messages"]]}
+TOOL = {
+    "messages": [
+        *chat("a", "b")["messages"],
+        {"role": "tool", "content": "7"},
+        *chat("c", "d", first="assistant")["messages"],
+    ]
+}
 BAD: dict[str, tuple[Any, str]] = {
     "nobody asks": (chat("a", first="assistant"), "nobody asks anything"),
     "nothing": ({"messages": []}, "nobody asks anything"),
@@ -200,7 +235,8 @@ def test_what_cannot_be_answered(name: str) -> None:
 
 @pytest.mark.parametrize("text", ['{"prompt": ' + "9" * 5000 + "}", "[" * 60_000, "{", '{"messages": 5}', "5"])
 def test_lines_that_cannot_be_read(text: str) -> None:
-    """They are reported, so that the other lines go on; a ValueError or RecursionError of the library would end the run."""
+    """They are reported, so that the other lines go on; a ValueError or RecursionError of the
+    library would end the run."""
     with pytest.raises(InputError) as raised:
         parse_conversation(DataLine("chat.jsonl:1", text.encode()), GenerationSettings())
     assert "\n" not in str(raised.value)
@@ -209,7 +245,9 @@ def test_lines_that_cannot_be_read(text: str) -> None:
 def test_a_template_that_refuses(drafter: Drafter) -> None:
     """Its reason is handed on; the other conversations go on."""
     words = tokenizer()
-    words.chat_template = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(words.chat_template)
+    words.chat_template = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(
+        words.chat_template
+    )
     settings = GenerationSettings(max_new_tokens=3)
     conversations = [
         parse_conversation(line(record), settings)

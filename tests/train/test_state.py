@@ -1,5 +1,5 @@
-"""Files of a run that are read back: a changed bit is found, missing or wrong values are refused in one line, and two runs never share a
-folder."""
+"""Files of a run that are read back: a changed bit is found, missing or wrong values are refused in
+one line, and two runs never share a folder."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def is_same(a: Any, b: Any) -> bool:
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_found(tmp_path: Path, trained: Path) -> None:
-    """torch.load does not compare checksums: a flipped bit of a weight was loaded as it was. One bit of every 13th byte, so that all
-    parts of the file are hit: the state is refused, or no value depends on that bit (padding, dates). No false alarm."""
+    """torch.load does not compare checksums: a flipped bit of a weight was loaded as it was. One
+    bit of every 13th byte, so that all parts of the file are hit: the state is refused, or no value
+    depends on that bit (padding, dates). No false alarm."""
     content = (trained / "state.pt").read_bytes()
     expected = load_state(trained / "state.pt")
     rng, refused = random.Random(0), 0
@@ -132,7 +133,12 @@ def test_a_state_is_read_without_running_code(tmp_path: Path) -> None:
 
 def test_a_state_of_an_earlier_version_goes_on(tmp_path: Path, trained: Path) -> None:
     """Its keys had other names."""
-    names = {"optimizers": "optimisers", "evaluated_step": "evaluated", "log_sums": "sums", "untrained_tensors": "beside"}
+    names = {
+        "optimizers": "optimisers",
+        "evaluated_step": "evaluated",
+        "log_sums": "sums",
+        "untrained_tensors": "beside",
+    }
     names["evaluations_without_improvement"] = "stale"
     saved = torch.load(trained / "state.pt", weights_only=True)
     save_state(tmp_path / "state.pt", {names.get(key, key): value for key, value in saved.items()})
@@ -141,7 +147,8 @@ def test_a_state_of_an_earlier_version_goes_on(tmp_path: Path, trained: Path) ->
 
 
 def test_the_next_batches_across_epochs() -> None:
-    """The place in the data is (epoch, index); an index past the end, as of a damaged file, is the beginning of the next epoch."""
+    """The place in the data is (epoch, index); an index past the end, as of a damaged file, is the
+    beginning of the next epoch."""
     batches = Batches(toy.examples(), 48, seed=3)
     first, second = batches.plan(0), batches.plan(1)
     count = len(first)
@@ -153,7 +160,19 @@ def test_the_next_batches_across_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", "5", "null", "{}", '{"step": "2"}', '{"step": 2, "heldout": 5}', "{", "9" * 5000, "[" * 60_000, '{"step": 2}}']
+    "line",
+    [
+        "[1]",
+        "5",
+        "null",
+        "{}",
+        '{"step": "2"}',
+        '{"step": 2, "heldout": 5}',
+        "{",
+        "9" * 5000,
+        "[" * 60_000,
+        '{"step": 2}}',
+    ],
 )
 def test_log_lines_that_are_none(tmp_path: Path, trained: Path, line: str) -> None:
     """A line of the log that is no entry is named, when the run is resumed."""
@@ -162,7 +181,8 @@ def test_log_lines_that_are_none(tmp_path: Path, trained: Path, line: str) -> No
     with pytest.raises(InputError, match=r"log\.jsonl:2: .*delete the line") as raised:
         toy.run(tmp_path, steps=4, save_every=2)
     assert "\n" not in str(raised.value)
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')  # a killed run may leave half a line
+    # a killed run may leave half a line
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert toy.run(tmp_path, steps=4, save_every=2).step == 4
     assert read_log(tmp_path)[0] == {"step": 1, "loss": 2.0}
 
@@ -191,15 +211,17 @@ with locked_output(sys.argv[1]):
 
 def holder(folder: Path) -> subprocess.Popen[str]:
     """Another process that writes into the folder, once this returns."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
-    """Two runs interleaved their log lines and overwrote each other's state. The message names the other process; when that has gone, even
-    by kill -9, the folder is free."""
+    """Two runs interleaved their log lines and overwrote each other's state. The message names the
+    other process; when that has gone, even by kill -9, the folder is free."""
     process = holder(tmp_path)
     try:
         with pytest.raises(InputError, match=str(process.pid)) as raised:
@@ -215,7 +237,8 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_temporary_files_of_living_processes_stay(tmp_path: Path) -> None:
-    """Those of processes that have gone are removed when a run begins: they may be as large as the state."""
+    """Those of processes that have gone are removed when a run begins: they may be as large as the
+    state."""
     (tmp_path / "elsewhere").mkdir()
     process = holder(tmp_path / "elsewhere")
     alive, dead = tmp_path / f".state.pt.{process.pid}.tmp", tmp_path / ".state.pt.999999999.tmp"

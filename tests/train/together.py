@@ -1,6 +1,7 @@
 """Several processes of one run, met over gloo and a file, without a launcher or a port.
 
-They are forked from a server that has already imported what they need: an import costs more than these runs.
+They are forked from a server that has already imported what they need: an import costs more than
+these runs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ import torch
 from processes import WorkLimit
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train.toy", "train.real", "eyas.drafters.eagle1", "eyas.drafters.eagle3", "torch.distributed.fsdp"])
+CONTEXT.set_forkserver_preload(
+    ["train.toy", "train.real", "eyas.drafters.eagle1", "eyas.drafters.eagle3", "torch.distributed.fsdp"]
+)
 
 
 def together(program: Callable[..., Any], *arguments: Any, count: int = 2, **options: Any) -> list[Any]:
-    """Returns the results of `program` in all processes; RuntimeError with the tracebacks when one failed."""
+    """Returns the results of `program` in all processes; RuntimeError with the tracebacks when one
+    failed."""
     with tempfile.TemporaryDirectory() as place:
-        processes = [CONTEXT.Process(target=_run, args=(rank, count, place, program, arguments, options)) for rank in range(count)]
+        processes = [
+            CONTEXT.Process(target=_run, args=(rank, count, place, program, arguments, options))
+            for rank in range(count)
+        ]
         for process in processes:
             process.start()
         try:
@@ -48,7 +55,9 @@ def _join(process: Any) -> None:
         limit.check()
 
 
-def _run(rank: int, count: int, place: str, program: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _run(
+    rank: int, count: int, place: str, program: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> None:
     import torch.distributed as dist
 
     os.environ.update(WORLD_SIZE=str(count), RANK=str(rank), GLOO_SOCKET_IFNAME="lo")

@@ -1,4 +1,5 @@
-"""A method and a target that exist nowhere else: what the loop can train must not depend on the methods that eyas has."""
+"""A method and a target that exist nowhere else: what the loop can train must not depend on the
+methods that eyas has."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ class ToyTarget:
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table, self.weight = (torch.randn(VOCAB, WIDTH, generator=generator) for _ in range(2))
-        self.seed, self.name, self.device, self.dtype, self.context = seed, "toy", torch.device("cpu"), torch.float32, 64
+        self.seed, self.name, self.device, self.dtype, self.context = (
+            seed,
+            "toy",
+            torch.device("cpu"),
+            torch.float32,
+            64,
+        )
 
     def encode(self, tokens_RT: Tensor, feature_layers: Any) -> Tensor:
         assert feature_layers == (1,)
@@ -72,7 +79,9 @@ class Toy(Drafter):
         raise NotImplementedError
 
     def weights(self) -> Weights:
-        return Weights("toy", {}, {name: value.detach().clone() for name, value in self.net.state_dict().items()}, "memory")
+        return Weights(
+            "toy", {}, {name: value.detach().clone() for name, value in self.net.state_dict().items()}, "memory"
+        )
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         time.sleep(self.sleep)
@@ -130,7 +139,8 @@ def run(
 
 
 def slow_run(folder: str, sleep: float, steps: int) -> None:
-    """To be killed: it sleeps for some seconds at each loss, and does so many steps at most, then waits."""
+    """To be killed: it sleeps for some seconds at each loss, and does so many steps at most, then
+    waits."""
     torch.set_num_threads(1)
     checkpoints.save = save_toy  # type: ignore[assignment]
     slow = Toy()

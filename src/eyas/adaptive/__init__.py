@@ -23,8 +23,8 @@ SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree
 def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The mode of trees, auto or fixed, and the options of the method alone.
 
-    `tree` with the name of a mode decides. Without it, trees are fixed where an option describes them, else auto. With
-    tree=auto and such options, trees grow no larger than the options allow.
+    `tree` with the name of a mode decides. Without it, trees are fixed where an option describes
+    them, else auto. With tree=auto and such options, trees grow no larger than the options allow.
 
     Raises:
         OptionError: `tree` is another name.
@@ -34,5 +34,7 @@ def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         shaped = any(name.partition(".")[0] in SHAPED for name in options)
         return "fixed" if shaped else "auto", dict(options)
     if mode not in MODES:
-        raise OptionError(f"unknown tree {mode!r}; {near(mode, MODES)}; a tree's own options are --tree.nodes and others")
+        raise OptionError(
+            f"unknown tree {mode!r}; {near(mode, MODES)}; a tree's own options are --tree.nodes and others"
+        )
     return mode, {name: value for name, value in options.items() if name != "tree"}

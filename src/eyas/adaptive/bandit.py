@@ -1,20 +1,24 @@
-"""A multi-armed bandit for rates: which way of decoding makes most tokens a second, found out at a bounded cost.
+"""A multi-armed bandit for rates: which way of decoding makes most tokens a second, found out at a
+bounded cost.
 
-An arm is a way to decode a cycle (plainly, with the method's drafts ...). Its true yield m, in tokens a cycle and row, drifts:
+An arm is a way to decode a cycle (plainly, with the method's drafts ...). Its true yield m, in
+tokens a cycle and row, drifts:
 
     m[t + 1] = m[t] + Normal(0, drift)            tokens of a cycle = m + Normal(0, noise)
 
-so the estimate of m is a Kalman filter: a cycle's tokens move the mean by variance / (variance + noise) of their
-difference, and the variance of an arm that is not played grows. (Granmo and Berg 2010, "Solving non-stationary bandit
-problems by random sampling from sibling Kalman filters".) The seconds of a cycle are a median by kind of cycle, so a
-cycle that the machine held up counts for nothing.
+so the estimate of m is a Kalman filter: a cycle's tokens move the mean by variance / (variance +
+noise) of their difference, and the variance of an arm that is not played grows. (Granmo and Berg
+2010, "Solving non-stationary bandit problems by random sampling from sibling Kalman filters".) The
+seconds of a cycle are a median by kind of cycle, so a cycle that the machine held up counts for
+nothing.
 
-The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) / seconds is played (Auer, Cesa-Bianchi
-and Fischer 2002, UCB1), among those that can be afforded, as in "Conservative bandits" (Wu, Shariff, Lattimore and
-Szepesvari 2016). `best` is the arm with the highest mean rate. Playing another one is a trial. A trial ends when its
-upper bound is no longer the largest, or when it has lost PATIENCE tokens to `best`. A trial that lost x tokens is
-repeated only after x / BUDGET tokens; each failure in a row doubles that, BACKOFF times at most. So trials of an arm
-cost no more than BUDGET of all tokens in the long run, and a hopeless arm less.
+The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) / seconds is played
+(Auer, Cesa-Bianchi and Fischer 2002, UCB1), among those that can be afforded, as in "Conservative
+bandits" (Wu, Shariff, Lattimore and Szepesvari 2016). `best` is the arm with the highest mean rate.
+Playing another one is a trial. A trial ends when its upper bound is no longer the largest, or when
+it has lost PATIENCE tokens to `best`. A trial that lost x tokens is repeated only after x / BUDGET
+tokens; each failure in a row doubles that, BACKOFF times at most. So trials of an arm cost no more
+than BUDGET of all tokens in the long run, and a hopeless arm less.
 
 Arms are played in blocks of cycles, as changing them has a price: a draft model reads what it missed.
 docs/controller.md compares this with other algorithms. This module knows no clock, no tree and no method.
@@ -135,7 +139,8 @@ class Bandit:
         self._left = self.arms[self.playing].block
 
     def seconds(self, name: str) -> float | None:
-        """Expected seconds that a cycle of an arm costs; those of a baseline cycle where nothing else is known."""
+        """Expected seconds that a cycle of an arm costs; those of a baseline cycle where nothing
+        else is known."""
         seconds = self.arms[name].seconds(self.medians)
         if seconds is None:
             seconds = self.arms[self.baseline].seconds(self.medians)
@@ -149,7 +154,8 @@ class Bandit:
     def observe(self, name: str, kind: Hashable, tokens: float, seconds: float) -> None:
         """One cycle of an arm: its tokens a row and its seconds.
 
-        The first cycle of a kind teaches nothing, as it may hold what is done once (recording, compiling); it is paid for.
+        The first cycle of a kind teaches nothing, as it may hold what is done once (recording,
+        compiling); it is paid for.
         """
         is_new = kind not in self.medians
         for arm in self.arms.values():
@@ -162,7 +168,8 @@ class Bandit:
         self._left -= 1
 
     def _account(self, name: str, seconds: float) -> None:
-        """The cycle's time, in tokens that the best arm would have made in it. A first cycle's time holds catching up."""
+        """The cycle's time, in tokens that the best arm would have made in it. A first cycle's time
+        holds catching up."""
         baseline = self.arms[self.baseline].seconds(self.medians)
         if baseline is None:
             return

@@ -1,4 +1,5 @@
-"""The controller of `--tree auto`: before each cycle it decides whether the method drafts, with which tree, or what else drafts.
+"""The controller of `--tree auto`: before each cycle it decides whether the method drafts, with
+which tree, or what else drafts.
 
 A bandit (bandit.py) chooses between two or three arms, by tokens a second:
 
@@ -8,13 +9,15 @@ A bandit (bandit.py) chooses between two or three arms, by tokens a second:
                 the seconds of cycles on this machine (cost.py). So sizes need not be tried one by one: the bandit learns one
                 yield, that of the current size, and begins with the expected one
 
-While the method drafts, the size is planned again at growing intervals. Now and then a larger tree is drafted, because
-nothing else shows what more levels and children would yield; this takes at most the share EXPLORE of the time.
+While the method drafts, the size is planned again at growing intervals. Now and then a larger tree
+is drafted, because nothing else shows what more levels and children would yield; this takes at most
+the share EXPLORE of the time.
 
-Each range of numbers of rows (1, 2-3, 4-7, ...) has its own bandit and tree size, as all rows share every forward. The
-estimates are kept from one request to the next. Decisions depend on past cycles only, so sampled children keep the target's distribution
-(tests/adaptive/test_shape_rules.py). Where a row samples its children, the tokens that a seed gives depend on the trees and
-would depend on the clock: there the controller leaves the method alone.
+Each range of numbers of rows (1, 2-3, 4-7, ...) has its own bandit and tree size, as all rows share
+every forward. The estimates are kept from one request to the next. Decisions depend on past cycles
+only, so sampled children keep the target's distribution (tests/adaptive/test_shape_rules.py). Where
+a row samples its children, the tokens that a seed gives depend on the trees and would depend on the
+clock: there the controller leaves the method alone.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ SETTLE = 8  # drafted cycles before the first larger tree
 WORTH = 1.01  # a planned tree must promise so much more than the current one to replace it
 LEARN_EVERY, PLAN_EVERY = 32, 64  # drafted cycles, at most, between two trees that are learnt from, and two plans
 EMITTED_MEMORY = 2048.0  # decoded tokens over which prompts and answers are averaged
-EMITTED_BEFORE = 512.0  # decoded tokens that are assumed before the first one, so that the first prompt does not count alone
+# decoded tokens that are assumed before the first one, so that the first prompt does not count
+# alone
+EMITTED_BEFORE = 512.0
 LEAST_READ = 8  # tokens of a prompt that are timed; fewer take long for their number
 RECENT = 0.2  # weight of the newest prompt's time in the moving average
 FALLBACK_METHOD = "suffix"
@@ -74,9 +79,11 @@ class BatchState:
 
 
 class PromptReading:
-    """Seconds that a method needs to read prompts, for each token that is decoded. Only drafting needs them.
+    """Seconds that a method needs to read prompts, for each token that is decoded. Only drafting
+    needs them.
 
-    Where answers are short and many rows run, this is a large part of what drafts cost, and no cycle shows it.
+    Where answers are short and many rows run, this is a large part of what drafts cost, and no
+    cycle shows it.
     """
 
     def __init__(self) -> None:
@@ -84,7 +91,8 @@ class PromptReading:
         self._seconds_per_prompt_token = 0.0  # moving average; 0: nothing was read yet
 
     def add_prompt(self, tokens: int, seconds: float | None) -> None:
-        """A prompt of so many tokens came; seconds: that it took to read them, None if they were not read."""
+        """A prompt of so many tokens came; seconds: that it took to read them, None if they were
+        not read."""
         self._prompt_tokens += tokens
         if seconds is not None and tokens >= LEAST_READ:
             each, before = seconds / tokens, self._seconds_per_prompt_token
@@ -170,7 +178,8 @@ class AdaptiveController:
         self._prompts.add_prompt(tokens, seconds)
 
     def is_dormant(self, rows: int) -> bool:
-        """Whether the next cycle of so many rows goes without the method, as far as is known: then a new prompt may wait."""
+        """Whether the next cycle of so many rows goes without the method, as far as is known: then
+        a new prompt may wait."""
         state = self._states.get(rows.bit_length())
         return state is not None and state.bandit.playing != DRAFT
 
@@ -194,7 +203,8 @@ class AdaptiveController:
                 self._replan(state, rows)
 
     def _explored(self, state: BatchState, step: Step, rows: int) -> None:
-        """A larger tree teaches about trees, not about the yield of the current one; its further time is owed."""
+        """A larger tree teaches about trees, not about the yield of the current one; its further
+        time is owed."""
         assert state.shape is not None
         shape = _decision(step).shape
         assert shape is not None
@@ -202,7 +212,8 @@ class AdaptiveController:
         state.explore_debt = max(larger / self._expected(state, state.shape, rows).seconds - 1, 2 * EXPLORE)
 
     def _learn_tree(self, step: Step) -> None:
-        """Shows one row's tree to `Acceptance`. Read after the cycle's one transfer, so nothing waits for it."""
+        """Shows one row's tree to `Acceptance`. Read after the cycle's one transfer, so nothing
+        waits for it."""
         draft, shape = step.draft, _decision(step).shape
         if self.acceptance is None or shape is None or draft is None or draft.value_BN is None:
             return
@@ -234,7 +245,8 @@ class AdaptiveController:
         return arms
 
     def _replan(self, state: BatchState, rows: int) -> None:
-        """Another tree, where one promises clearly more; the arm then begins with what is expected of it."""
+        """Another tree, where one promises clearly more; the arm then begins with what is expected
+        of it."""
         if state.shape is None:
             return
         arm = state.bandit.arms[DRAFT]
@@ -284,13 +296,17 @@ def auto(drafter: Drafter, fallback: bool = True, compared: bool = False) -> Ada
     """The controller of a method; None for plain decoding, where there is nothing to decide.
 
     Args:
-        fallback: whether another method may draft where this one does not pay. None does for a method without a model.
-        compared: the method runs against others, so costs that were measured on a busy machine are measured anew.
+        fallback: whether another method may draft where this one does not pay. None does for a
+            method without a model.
+        compared: the method runs against others, so costs that were measured on a busy machine are
+            measured anew.
     """
     if method_name(drafter) == "vanilla":
         return None
     doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
-    costs = None if drafter.max_tree is None else (lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0])
+    costs = (
+        None if drafter.max_tree is None else (lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0])
+    )
     other = None if drafter.model_free or not fallback else _load_fallback(drafter.target)
     return AdaptiveController(drafter.max_tree, costs, drafter.samples_children, other)
 

@@ -2,13 +2,15 @@
 
     cycle(nodes, depth, branch)  =  verify(nodes)  +  first(branch) + (depth - 1) * deeper(branch)  +  rest
 
-Between measured points costs are linear. With several rows, a pass has as many nodes as all rows together. Costs serve as
-ratios: the controller scales them by what cycles really take, so another context or a slower clock does no harm.
+Between measured points costs are linear. With several rows, a pass has as many nodes as all rows
+together. Costs serve as ratios: the controller scales them by what cycles really take, so another
+context or a slower clock does no harm.
 
-Measuring takes a few seconds, on first use. The result is kept in the user's cache folder for this target, method, size of
-head, dtype, device, number of threads, runner and versions; a broken file, or one of another key, is measured anew. A
-measurement knows how busy the machine was and how much its repetitions differed. A doubtful one expires after
-DOUBTFUL_SECONDS, and `eyas bench` does not use it at all: two methods that are compared need like trees.
+Measuring takes a few seconds, on first use. The result is kept in the user's cache folder for this
+target, method, size of head, dtype, device, number of threads, runner and versions; a broken file,
+or one of another key, is measured anew. A measurement knows how busy the machine was and how much
+its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and `eyas bench` does not
+use it at all: two methods that are compared need like trees.
 
 This module knows nothing about acceptance.
 """
@@ -102,18 +104,29 @@ class Costs:
 
     def cycle(self, shape: Shape, rows: int = 1) -> float:
         """Seconds of a cycle with a tree of this size in each row."""
-        return _line(self.nodes, self.verify, shape.nodes * rows) + self.draft(shape.depth, shape.branch, rows) + self.rest
+        return (
+            _line(self.nodes, self.verify, shape.nodes * rows) + self.draft(shape.depth, shape.branch, rows) + self.rest
+        )
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Costs:
-        """The costs that `asdict` made these fields of; ValueError, KeyError or TypeError for anything else."""
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        """The costs that `asdict` made these fields of; ValueError, KeyError or TypeError for
+        anything else."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
         costs = cls(**values)
         seconds = (*costs.verify, *costs.first, *costs.deeper, costs.plain_rest, costs.rest)
         numbers = (*seconds, costs.spread, costs.load, costs.measured_at)
-        if not all(isinstance(x, float) and math.isfinite(x) and x >= 0 for x in numbers) or not costs.verify or min(costs.verify) <= 0:
+        if (
+            not all(isinstance(x, float) and math.isfinite(x) and x >= 0 for x in numbers)
+            or not costs.verify
+            or min(costs.verify) <= 0
+        ):
             raise ValueError("not all times are positive numbers")
-        if [len(costs.nodes), len(costs.branches)] != [len(costs.verify), len(costs.deeper)] or len(costs.first) != len(costs.deeper):
+        if [len(costs.nodes), len(costs.branches)] != [len(costs.verify), len(costs.deeper)] or len(costs.first) != len(
+            costs.deeper
+        ):
             raise ValueError("times are missing")
         if not all(isinstance(n, int) and n > 0 for n in (*costs.nodes, *costs.branches)) or not costs.branches:
             raise ValueError("sizes are missing")
@@ -151,7 +164,8 @@ class _Timings(NamedTuple):
 
 
 def _time(jobs: dict[Any, Callable[[], float]]) -> _Timings:
-    """Each job several times, interleaved, so that drift of the machine meets all alike. The first round warms up."""
+    """Each job several times, interleaved, so that drift of the machine meets all alike. The first
+    round warms up."""
     seconds: dict[Any, list[float]] = {name: [] for name in jobs}
     began = time.perf_counter()
     for turn in range(REPEATS + 1):
@@ -159,7 +173,9 @@ def _time(jobs: dict[Any, Callable[[], float]]) -> _Timings:
             break
         for name, job in jobs.items():
             seconds[name].append(job())
-    return _Timings({name: median(values[1:]) for name, values in seconds.items()}, median(map(_spread, seconds.values())))
+    return _Timings(
+        {name: median(values[1:]) for name, values in seconds.items()}, median(map(_spread, seconds.values()))
+    )
 
 
 def _spread(seconds: Sequence[float]) -> float:
@@ -173,7 +189,8 @@ def _spread(seconds: Sequence[float]) -> float:
 def verify_cost(
     target: Target, context: int = CONTEXT, nodes: Sequence[int] = NODES, feature_layers: tuple[int, ...] = ()
 ) -> list[dict[str, float]]:
-    """Median milliseconds of a target pass over a chain of so many nodes behind `context` tokens, one row."""
+    """Median milliseconds of a target pass over a chain of so many nodes behind `context` tokens,
+    one row."""
     timings = _time_passes(target, context, nodes, feature_layers)
     return [{"nodes": n, "ms": round(1e3 * seconds, 4)} for n, seconds in timings.medians.items()]
 
@@ -217,7 +234,15 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTE
         noise, at_1 = GumbelNoise.of(sampling, target.device), position * one_1
         tokens_1 = 7 % target.vocab_size * one_1
         cycle_input = CycleInput(
-            tokens_1, at_1, one_1 > 0, sampling, noise, position, active_rows=(0,), target_cache=opened.cache, tree_shape=shape
+            tokens_1,
+            at_1,
+            one_1 > 0,
+            sampling,
+            noise,
+            position,
+            active_rows=(0,),
+            target_cache=opened.cache,
+            tree_shape=shape,
         )
         drafts = []
         took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
@@ -252,7 +277,8 @@ class _ByTurns(Policy):
 
 
 def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], list[Step]]:
-    """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms up, or records."""
+    """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms
+    up, or records."""
     decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _ByTurns(shape)))
     new = (2 * REPEATS + 2) * (1 + shape.depth)
     decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
@@ -266,9 +292,12 @@ def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], l
 
 
 def _recorded_draft_cost(drafter: Drafter, shape: Shape, nodes: Sequence[int], verify: Sequence[float]) -> float:
-    """Seconds of a draft that is recorded together with the rest of its cycle: what the cycle takes beyond a pass."""
+    """Seconds of a draft that is recorded together with the rest of its cycle: what the cycle takes
+    beyond a pass."""
     _, drafted = _cycles(drafter, shape, CONTEXT)
-    return max(0.0, median(s.seconds - _line(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None))
+    return max(
+        0.0, median(s.seconds - _line(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
+    )
 
 
 def _rests(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
@@ -358,8 +387,8 @@ def load_costs(
     Args:
         force: measure them in any case.
         make: measures.
-        doubtful_seconds: for so long a doubtful measurement is used; 0: it is always made anew, and a warning says so where the
-            new one is doubtful too.
+        doubtful_seconds: for so long a doubtful measurement is used; 0: it is always made anew, and
+            a warning says so where the new one is doubtful too.
         now: seconds since the epoch.
     """
     key = cost_key(drafter)
@@ -368,7 +397,11 @@ def load_costs(
     if kept is not None and not kept.expired(now(), doubtful_seconds):
         return kept, True
     why = "" if kept is None else " anew: the machine was busy when they were measured before"
-    log.info("measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)", method_name(drafter), why)
+    log.info(
+        "measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)",
+        method_name(drafter),
+        why,
+    )
     costs = make(drafter)
     if costs.doubtful and doubtful_seconds <= 0:
         log.warning(

@@ -2,21 +2,23 @@
 
     goodput(size)  =  (1 + accepted(size)) / seconds(size)        size = (nodes, depth, branch); seconds of one cycle
 
-`Acceptance` estimates `accepted`, the accepted draft tokens of a cycle, for all sizes, from trees that were drafted and
-verified. A smaller tree would have kept the most valuable of the nodes that it would have drafted, so one large tree gives an
-estimate for every size within it. At each depth d, the estimate begins with the draft's own confidences:
+`Acceptance` estimates `accepted`, the accepted draft tokens of a cycle, for all sizes, from trees
+that were drafted and verified. A smaller tree would have kept the most valuable of the nodes that
+it would have drafted, so one large tree gives an estimate for every size within it. At each depth
+d, the estimate begins with the draft's own confidences:
 
     predicted[d]  =  sum of the values of the tree's nodes at depth d        value: product of confidences on the path
 
-Confidences predict acceptance (EAGLE-2, figure 6) but are biased, so the probability that depth d is accepted is taken as
+Confidences predict acceptance (EAGLE-2, figure 6) but are biased, so the probability that depth d
+is accepted is taken as
 
     accepted[d]   =  1 - (1 - predicted[d]) ^ k[d]
 
-with k[d] such that the averages over the trees so far agree. Sizes, or levels, of which no tree was seen take an assumed tree
-in place of a drafted one, corrected in the same way.
+with k[d] such that the averages over the trees so far agree. Sizes, or levels, of which no tree was
+seen take an assumed tree in place of a drafted one, corrected in the same way.
 
-This module knows no clock and no method. Letters: S sizes, A branches, D depths of trees, G numbers of nodes (A, D, G together:
-the grid of sizes), E depths of nodes, X nodes of a tree by value.
+This module knows no clock and no method. Letters: S sizes, A branches, D depths of trees, G numbers
+of nodes (A, D, G together: the grid of sizes), E depths of nodes, X nodes of a tree by value.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class _Tree(NamedTuple):
 
 @cache
 def sizes(limit: Shape) -> tuple[Shape, ...]:
-    """The sizes that are compared: those within `limit` whose trees can reach their depth and their number of nodes."""
+    """The sizes that are compared: those within `limit` whose trees can reach their depth and their
+    number of nodes."""
     nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
     branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
     reachable = {
@@ -92,15 +95,18 @@ def best(shapes: Sequence[Shape], accepted_S: Array, seconds_S: Array) -> Plan:
 
 
 class Acceptance:
-    """Estimates the accepted draft tokens of trees of every size, from trees that were drafted and verified."""
+    """Estimates the accepted draft tokens of trees of every size, from trees that were drafted and
+    verified."""
 
     def __init__(self, limit: Shape) -> None:
         self.limit, self.shapes = limit, sizes(limit)
         self.place = {shape: s for s, shape in enumerate(self.shapes)}  # index of each size in `shapes`
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
-        self._cell_S = tuple(np.array(x) for x in zip(*map(self._cell, self.shapes), strict=True))  # place of each size in the grid
+        # place of each size in the grid
+        self._cell_S = tuple(np.array(x) for x in zip(*map(self._cell, self.shapes), strict=True))
         self._levels_E, self._nodes_G = np.arange(1, limit.depth + 1), np.array(self.nodes)
-        self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))  # trees that an average is made of, MEMORY at most
+        # trees that an average is made of, MEMORY at most
+        self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
         self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # average of predicted[d]
         self._add(*_assumed_tree(limit), limit)
         self._assumed_ADGE = self._mean_ADGE.copy()
@@ -108,7 +114,8 @@ class Acceptance:
         self._accepted_S: Array | None = None  # the estimates; None: a tree was added since they were computed
         self._waiting: list[_Tree] = []  # trees that the estimates do not contain yet
         self._nearest = cache(self._find_nearest)
-        # decaying sums over the trees, by depth: number of trees, depth accepted or not, predicted, predicted by the assumed tree
+        # decaying sums over the trees, by depth: number of trees, depth accepted or not, predicted,
+        # predicted by the assumed tree
         self._sums_4E = np.zeros((4, limit.depth))
 
     def _cell(self, shape: Shape) -> tuple[int, int, int]:
@@ -116,7 +123,8 @@ class Acceptance:
 
     @property
     def accepted_S(self) -> Array:
-        """Expected accepted draft tokens of a cycle with each of `shapes`. A larger tree never yields less than a smaller one."""
+        """Expected accepted draft tokens of a cycle with each of `shapes`. A larger tree never
+        yields less than a smaller one."""
         if self._waiting:
             self._work_through()
         if self._accepted_S is None:
@@ -137,7 +145,8 @@ class Acceptance:
         return accepted_S
 
     def _exponent_E(self, predicted_E: Array) -> Array:
-        """The exponent k by depth. With few trees it is close to that of the depth before, at the first depth to 1."""
+        """The exponent k by depth. With few trees it is close to that of the depth before, at the
+        first depth to 1."""
         exponents, k = [], 1.0
         for trees, accepted, predicted in zip(*self._sums_4E[:2].tolist(), predicted_E.tolist(), strict=True):
             if trees:
@@ -157,15 +166,16 @@ class Acceptance:
     ) -> None:  # fmt: skip
         """Add a tree that was drafted and verified.
 
-        Trees are collected and added together when an estimate is read: that is faster than one by one between cycles, when the code
-        has left the processor's caches.
+        Trees are collected and added together when an estimate is read: that is faster than one by
+        one between cycles, when the code has left the processor's caches.
 
         Args:
             parents: parent of each node; -1 for the root; a parent comes before its children.
             values: log of the value of each node; 0 for the root.
             shape: the size with which the tree was grown.
             accepted: draft tokens on the accepted path.
-            drafted: parents and values of all nodes that the tree was selected from; None: the tree has all of them.
+            drafted: parents and values of all nodes that the tree was selected from; None: the tree
+                has all of them.
         """
         self._waiting.append(_Tree(parents, values, shape.within(self.limit), accepted, drafted))
         if len(self._waiting) == MEMORY:
@@ -178,7 +188,9 @@ class Acceptance:
 
     def _learn(self, tree: _Tree) -> None:
         parents, values, shape, accepted, drafted = tree
-        predicted_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[1 : self.limit.depth + 1]
+        predicted_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[
+            1 : self.limit.depth + 1
+        ]
         assumed_E = self._assumed_ADGE[self._cell(self._nearest(shape))]
         new_4E = np.array([np.ones(self.limit.depth), self._levels_E <= accepted, predicted_E, assumed_E])
         self._sums_4E[:, : shape.depth] *= 1 - 1 / MEMORY
@@ -192,7 +204,11 @@ class Acceptance:
         """The largest of `shapes` within this one; else the smallest of all."""
         if shape in self.place:
             return shape
-        return max((s for s in self.shapes if s.within(shape) == s), key=lambda s: (s.depth, s.nodes, s.branch), default=self.shapes[0])
+        return max(
+            (s for s in self.shapes if s.within(shape) == s),
+            key=lambda s: (s.depth, s.nodes, s.branch),
+            default=self.shapes[0],
+        )
 
     def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape) -> None:
         """Add the predictions of this tree to the averages of every size within it."""
@@ -201,14 +217,16 @@ class Acceptance:
         for n, depth in enumerate(depths):
             levels[depth].append(n)
         depth_X, value_X = np.array(depths), np.exp(np.array(values))
-        order_X = 1 + np.argsort(-value_X[1:], kind="stable")  # stable: a parent, which has at least the value, stays before its children
+        # stable: a parent, which has at least the value, stays before its children
+        order_X = 1 + np.argsort(-value_X[1:], kind="stable")
         depth_X, value_X = depth_X[order_X], value_X[order_X]
         predicted_XE = value_X[:, None] * (depth_X[:, None] == self._levels_E)
         sizes_G1 = self._nodes_G[self._nodes_G <= shape.nodes, None]
         branches = [branch for branch in self.branches if branch <= shape.branch]
         drafted_AX = np.array([_drafted_with(parents, values, levels, branch) for branch in branches])[:, order_X]
         drafted_ADX = drafted_AX[:, None] & (depth_X <= self._levels_E[: shape.depth, None])
-        kept_ADGX = drafted_ADX[:, :, None] & (drafted_ADX.cumsum(-1)[:, :, None] < sizes_G1)  # the best nodes; the root counts too
+        # the best nodes; the root counts too
+        kept_ADGX = drafted_ADX[:, :, None] & (drafted_ADX.cumsum(-1)[:, :, None] < sizes_G1)
         cells = (slice(0, len(branches)), slice(0, shape.depth), slice(0, len(sizes_G1)))
         count_ADG, mean_ADGE = self._count_ADG[cells], self._mean_ADGE[cells]  # views, changed in place
         np.minimum(count_ADG + 1, MEMORY, out=count_ADG)
@@ -222,8 +240,11 @@ def _depths(parents: Sequence[int]) -> list[int]:
     return depth
 
 
-def _drafted_with(parents: Sequence[int], values: Sequence[float], levels: Sequence[Sequence[int]], branch: int) -> list[bool]:
-    """[X]: whether a dynamic tree with this branch would have drafted each node: `branch` children of the `branch` best of a level."""
+def _drafted_with(
+    parents: Sequence[int], values: Sequence[float], levels: Sequence[Sequence[int]], branch: int
+) -> list[bool]:
+    """[X]: whether a dynamic tree with this branch would have drafted each node: `branch` children
+    of the `branch` best of a level."""
     drafted, children = [True] * len(parents), [0] * len(parents)
     expanded = {0}
     for level in levels[1:]:
@@ -239,7 +260,8 @@ def _drafted_with(parents: Sequence[int], values: Sequence[float], levels: Seque
 
 
 def _assumed_tree(limit: Shape) -> tuple[list[int], list[float]]:
-    """Parents and log values of the assumed tree: the best `limit.nodes` nodes, if the children of every node have the same confidences."""
+    """Parents and log values of the assumed tree: the best `limit.nodes` nodes, if the children of
+    every node have the same confidences."""
     chances = [PRIOR_CHANCE * PRIOR_SHARE**rank for rank in range(limit.branch)]
     parents, values, depth, waiting = [-1], [0.0], [0], list[tuple[float, int, int]]()
 

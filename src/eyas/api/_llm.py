@@ -86,7 +86,8 @@ class LLM:
         return () if self.target.adapters is None else self.target.adapters.names
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
-        """Target, drafter and policy of the requests for one adapter; "": for none. The policy of each learns by itself.
+        """Target, drafter and policy of the requests for one adapter; "": for none. The policy of
+        each learns by itself.
 
         Raises:
             OptionError: there is no such adapter.
@@ -168,11 +169,13 @@ class LLM:
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
-            sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); a keyword overrides the same field.
+            sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); a keyword
+                overrides the same field.
             generation_config: `GenerationConfig` of transformers, instead.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the default.
+            temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the
+                default.
             repetition_penalty, presence_penalty, frequency_penalty, logit_bias: likewise. logit_bias
                 may be a dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
@@ -187,8 +190,8 @@ class LLM:
             logits_processor: processors of transformers, one or several. They run once for each
                 node, with the node's own prefix, which is slow.
             draft: "auto"; "off": decode plainly; or the most draft tokens to verify per cycle.
-            adapter: the name of the adapter to answer with, where several were loaded; "base": none of them. None: none, or for a
-                PeftModel the one that was active when it was loaded.
+            adapter: the name of the adapter to answer with, where several were loaded; "base": none
+                of them. None: none, or for a PeftModel the one that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
             ignore_eos: go on to max_new_tokens.
@@ -229,8 +232,11 @@ class LLM:
         answers = [Answer(*self.request(prompt, system=system, **keywords)) for prompt in prompts]
         yield from self._answer_each(answers, batch_size)
 
-    def _answer_each(self, answers: Sequence[Answer], batch_size: int | None, reuse: bool = False) -> Iterator[tuple[int, Result]]:
-        """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts that begin alike are read once."""
+    def _answer_each(
+        self, answers: Sequence[Answer], batch_size: int | None, reuse: bool = False
+    ) -> Iterator[tuple[int, Result]]:
+        """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts
+        that begin alike are read once."""
         rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
         if not answers:
             return
@@ -281,12 +287,18 @@ class LLM:
         """
         prompts, _ = as_prompts(prompt)
         if len(prompts) != 1:
-            raise InputError("the prompt is empty: give at least one token" if not prompts else f"one prompt at a time, not {len(prompts)}")
+            raise InputError(
+                "the prompt is empty: give at least one token"
+                if not prompts
+                else f"one prompt at a time, not {len(prompts)}"
+            )
         one = prompts[0].ids if isinstance(prompts[0], MediaIds) else prompts[0]
         template = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
         if isinstance(one, tuple):
             if system:
-                raise InputError("a system message needs a prompt that goes through the chat template: a string or messages, no token ids")
+                raise InputError(
+                    "a system message needs a prompt that goes through the chat template: a string or messages, no token ids"
+                )
             return cast(tuple[int, ...], one)
         if self.tokenizer is None:
             raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or name a tokenizer")
@@ -301,7 +313,9 @@ class LLM:
         head = [{"role": "system", "content": system}] if system else []
         return tuple(render(self.tokenizer, [*head, *cast(Messages, one)]))
 
-    def request(self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> tuple[Request, TextReader]:
+    def request(
+        self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
+    ) -> tuple[Request, TextReader]:
         """The engine's request for a prompt, and the reader that turns its tokens into text.
         Parameters as in `generate`.
         """
@@ -329,9 +343,12 @@ class LLM:
         return request, reader
 
     def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
-        """The prompt that the target's processor makes of messages with images. Keywords as in `text.render`."""
+        """The prompt that the target's processor makes of messages with images. Keywords as in
+        `text.render`."""
         if not reads_media(self.target.model):
-            raise InputError(f"{type(self.target.model).__name__} reads text alone: leave the images out of the messages")
+            raise InputError(
+                f"{type(self.target.model).__name__} reads text alone: leave the images out of the messages"
+            )
         return media_prompt(messages, getattr(self.target.model.config, "name_or_path", ""), **template)
 
     def _with_media(self, prompt: Any, system: str | None) -> Any:
@@ -368,14 +385,18 @@ class LLM:
                 raise OptionError("max_length and max_new_tokens say the same: write max_new_tokens only")
             most = whole_number("max_length", asked["max_length"]) - prompt_length
             if most < 1:
-                raise OptionError(f"max_length counts the prompt's {prompt_length} tokens too: write max_new_tokens instead")
+                raise OptionError(
+                    f"max_length counts the prompt's {prompt_length} tokens too: write max_new_tokens instead"
+                )
         return max(1, min(DEFAULT_NEW_TOKENS, self.target.context - prompt_length)) if most is None else most
 
     @property
     def _default_rows(self) -> int:
         return 1 if self.target.device.type == "cpu" else 8
 
-    def take_decoder(self, rows: int = 1, reuse: bool = False, adapter: str | None = None) -> tuple[Decoder, Callable[[], None]]:
+    def take_decoder(
+        self, rows: int = 1, reuse: bool = False, adapter: str | None = None
+    ) -> tuple[Decoder, Callable[[], None]]:
         """A Decoder without requests, the one that served last where it suits; and a function that
         lets it serve again.
 
@@ -410,7 +431,9 @@ class Chat:
         self._decoders: dict[str, Decoder] = {}  # by adapter: keys and values of one are useless to another
 
     def __repr__(self) -> str:
-        last = f", last {self.messages[-1]['role']}: {shortened(self.messages[-1]['content'])!r}" if self.messages else ""
+        last = (
+            f", last {self.messages[-1]['role']}: {shortened(self.messages[-1]['content'])!r}" if self.messages else ""
+        )
         return f"Chat({self.llm._name!r}, {len(self.messages)} messages{last})"
 
     @with_generate_keywords
@@ -431,7 +454,9 @@ class Chat:
         if not all(decoder.finished for decoder in self._decoders.values()):
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not isinstance(text, str) or not text.strip():
-            raise InputError("the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}")
+            raise InputError(
+                "the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}"
+            )
         asked = generate_keywords(keywords, self.keywords)
         answer = Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **asked))
         return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._join(text, answer))
@@ -460,6 +485,8 @@ def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> f
         if ids is not None:
             listed = list(ids) if isinstance(ids, list | tuple) else [ids]
             if not all(isinstance(token, int) for token in listed):
-                raise ModelError(f"eos_token_id must be a token id or a list of them, and it is {ids!r} in {type(source).__name__}")
+                raise ModelError(
+                    f"eos_token_id must be a token id or a list of them, and it is {ids!r} in {type(source).__name__}"
+                )
             return frozenset(listed)
     return frozenset()

@@ -58,24 +58,26 @@ def load(
     Args:
         target: local folder, hub id, a file in GGUF format, or a loaded model, which is used as it is;
             quantised models stay quantised (docs/targets.md). None: the embedded model with its own head.
-        draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that needs none. "auto": the first head
-            that is listed for this target and can be read (docs/checkpoints.md); a warning says which.
+        draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that
+            needs none. "auto": the first head that is listed for this target and can be read
+            (docs/checkpoints.md); a warning says which.
         method: a name from `eyas methods` or a dotted path. None: the method that the head was made
             for; `suffix` without a head.
         draft_with: a second method, one that needs no head; its tree is merged with the first one's
             in every cycle.
-        adapter: an adapter of PEFT for the target (LoRA, DoRA and the like): local folder or hub id.
-            It is merged into the weights, if these are not quantised. Several, as a dict from names to folders: requests choose one
-            by `generate(..., adapter=name)`. A PeftModel as the target is used as it is, with all of its
-            adapters. Needs the extra `peft`.
+        adapter: an adapter of PEFT for the target (LoRA, DoRA and the like): local folder or hub
+            id. It is merged into the weights, if these are not quantised. Several, as a dict from
+            names to folders: requests choose one by `generate(..., adapter=name)`. A PeftModel as
+            the target is used as it is, with all of its adapters. Needs the extra `peft`.
         gguf_file: the name of a file in GGUF format in the target's folder or on the hub; its weights
             become plain ones. Needs the extra `quantised`.
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
         dtype, device: "auto": float32 on a CPU; on an accelerator, and for quantised weights, the
             checkpoint's own dtype.
-        device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes it: "auto", "balanced", or a device, "cpu"
-            or "disk" for each part of the model. Layers may lie on several devices; weights that wait in memory or on disk are fetched
-            for each forward. Needs the extra `offload`.
+        device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes
+            it: "auto", "balanced", or a device, "cpu" or "disk" for each part of the model. Layers
+            may lie on several devices; weights that wait in memory or on disk are fetched for each
+            forward. Needs the extra `offload`.
         offload_folder: for weights that the map puts on "disk", where the checkpoint is not safetensors.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
             graphs on a GPU once they have given the model's own numbers there, the model's own
@@ -142,7 +144,9 @@ def _load_target(
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from whatever names them."""
     if gguf_file is not None and not isinstance(source, str | Path):
-        raise OptionError("gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it")
+        raise OptionError(
+            "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
+        )
     if source is None:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
@@ -152,19 +156,25 @@ def _load_target(
         return made, tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
     if isinstance(source, PreTrainedModel) or is_peft_model(source):
         if adapters:
-            raise OptionError("put the adapter into a model that you loaded by PeftModel.from_pretrained, and give eyas.load the result")
+            raise OptionError(
+                "put the adapter into a model that you loaded by PeftModel.from_pretrained, and give eyas.load the result"
+            )
         name = (source.get_base_model() if is_peft_model(source) else source).name_or_path
         loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
         return Target.of(source, name or type(source).__name__), loaded_tokenizer
     if not isinstance(source, str | Path):
-        raise ModelError(f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}")
+        raise ModelError(
+            f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}"
+        )
     source, gguf_file = split_gguf(source, gguf_file)
     check_config(source, trust_remote_code, gguf_file=gguf_file)
     if tokenizer is None:
         loaded_tokenizer = read_tokenizer(source, trust_remote_code, gguf_file=gguf_file)
     else:
         loaded_tokenizer = _tokenizer(tokenizer, trust_remote_code)
-    return Target.load(source, dtype, device, trust_remote_code, adapters=adapters, spread=spread, gguf_file=gguf_file), loaded_tokenizer
+    return Target.load(
+        source, dtype, device, trust_remote_code, adapters=adapters, spread=spread, gguf_file=gguf_file
+    ), loaded_tokenizer
 
 
 def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
@@ -174,7 +184,9 @@ def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokeni
     if isinstance(source, PreTrainedTokenizerBase):
         return source
     if not isinstance(source, str | Path):
-        raise ModelError(f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(source).__name__}")
+        raise ModelError(
+            f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(source).__name__}"
+        )
     return read_tokenizer(source, trust_remote_code, required=True)
 
 
@@ -188,7 +200,9 @@ def _load_drafter(
     """The drafter that `load` asks for; with `draft_with` two, merged."""
     second = None if draft_with is None else drafters.find(draft_with)
     if second is not None and second.needs_weights:
-        raise OptionError(f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the method")
+        raise OptionError(
+            f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the method"
+        )
     if isinstance(draft, Drafter):
         _check_ready_drafter(draft, target, method, options if second is None else {})
         return draft if second is None else Merged(draft, _build(second, None, target, options))
@@ -198,7 +212,9 @@ def _load_drafter(
         format_method = WITHOUT_HEAD if draft is None else checkpoints.load(draft).method
         method = DEFAULT_METHODS.get(format_method, format_method)
     first = drafters.find(method)
-    second_options = {name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)}
+    second_options = {
+        name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)
+    }
     drafter = _build(
         first,
         draft,
@@ -209,8 +225,11 @@ def _load_drafter(
     return drafter if second is None else Merged(drafter, _build(second, None, target, second_options))
 
 
-def _listed_drafter(target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None) -> tuple[str | None, Drafter]:
-    """(hub id, drafter) of the first listed head for this target that can be read; the default without a head where none is listed.
+def _listed_drafter(
+    target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None
+) -> tuple[str | None, Drafter]:
+    """(hub id, drafter) of the first listed head for this target that can be read; the default
+    without a head where none is listed.
 
     Raises:
         CheckpointError: heads are listed, and none of them can be fetched and read.
@@ -229,7 +248,10 @@ def _listed_drafter(target: Target, method: str | None, options: Mapping[str, An
     if failures:
         rest = f" (and {len(failures) - 1} more listed heads fail)" if len(failures) > 1 else ""
         raise CheckpointError(f"draft auto: {failures[0]}{rest}") from failures[0]
-    warnings.warn(f"draft auto: no head is listed for {target.name}; took {method or WITHOUT_HEAD}, which needs none", stacklevel=3)
+    warnings.warn(
+        f"draft auto: no head is listed for {target.name}; took {method or WITHOUT_HEAD}, which needs none",
+        stacklevel=3,
+    )
     return None, _load_drafter(target, None, method, options, draft_with)
 
 
@@ -248,7 +270,9 @@ def _has(kind: type[Drafter], option: str) -> bool:
 
 def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, options: Mapping[str, Any]) -> None:
     if method is not None or options or draft.target.model is not target.model:
-        raise OptionError("a Drafter brings its own method, options and target: give it alone, on the target that it was made for")
+        raise OptionError(
+            "a Drafter brings its own method, options and target: give it alone, on the target that it was made for"
+        )
     if draft.target.draft_weights != target.draft_weights:
         raise OptionError("the precision of a Drafter's weights was chosen when it was made: leave draft_weights out")
 
@@ -261,7 +285,10 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
         )
     if drafter.target_fingerprint and target.is_adapted_from(drafter.target_fingerprint):
         if drafter.needs_weights:
-            warnings.warn(f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted", stacklevel=4)
+            warnings.warn(
+                f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted",
+                stacklevel=4,
+            )
     elif drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
         known = "other weights than these quantised ones" if target.quantised_by else "another target"
         warnings.warn(

@@ -42,11 +42,13 @@ def media_prompt(
     Args:
         source: the target's folder or hub id.
         add_generation_prompt, continue_final_message, tools: see `text.render`.
-        variables: of the template; booleans only, such as enable_thinking, and none of a processor's steps, such as do_resize. What the
-            template does not know goes to the processor, which would read files that other values name.
+        variables: of the template; booleans only, such as enable_thinking, and none of a
+            processor's steps, such as do_resize. What the template does not know goes to the
+            processor, which would read files that other values name.
 
     Raises:
-        InputError: a message is malformed, there is no processor, a package that it needs is missing, or it refuses the messages.
+        InputError: a message is malformed, there is no processor, a package that it needs is
+            missing, or it refuses the messages.
     """
     check_messages(messages, MEDIA_PARTS)
     processor = _processor(source)
@@ -54,7 +56,9 @@ def media_prompt(
     own = inspect.signature(processor.apply_chat_template).parameters
     for name, value in (variables or {}).items():
         if name in own or name.startswith("do_") or not isinstance(value, bool):
-            raise InputError(f"{name}: with images, variables of a chat template are true or false, and none of the processor's own")
+            raise InputError(
+                f"{name}: with images, variables of a chat template are true or false, and none of the processor's own"
+            )
     try:
         inputs: Any = processor.apply_chat_template(
             [_in_parts(message) for message in messages],
@@ -95,7 +99,9 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 def _processor(source: str) -> Any:
     hint = "give what the model's processor returns as the prompt (docs/targets.md)"
     if not source:
-        raise InputError(f"messages with images need the processor that comes with the target, and this target has no folder: {hint}")
+        raise InputError(
+            f"messages with images need the processor that comes with the target, and this target has no folder: {hint}"
+        )
     try:
         processor: Any = AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -36,7 +36,9 @@ def check_processor(processor: Processor) -> Processor:
     """The processor; InputError for one that cannot be asked about every node of a tree."""
     name = type(processor).__name__
     if STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
-        raise InputError(f"{name} keeps a memory, and in a tree it would see tokens that are never emitted: decode without it")
+        raise InputError(
+            f"{name} keeps a memory, and in a tree it would see tokens that are never emitted: decode without it"
+        )
     if isinstance(processor, type) or not callable(processor):
         raise InputError(f"logits_processor must hold callables (ids, scores) -> scores, got {processor!r}")
     return processor

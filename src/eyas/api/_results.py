@@ -142,7 +142,9 @@ class Answer:
         self.totals.add(step)
         self.logprobs += step.logprobs
         self.prompt_logprobs += step.prompt_logprobs
-        return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, step.logprobs)
+        return Piece(
+            self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, step.logprobs
+        )
 
     def result(self) -> Result:
         """The answer so far; one that was broken off counts as ended by its length."""
@@ -150,4 +152,6 @@ class Answer:
         stats = Stats.of(totals, self.request.processors)
         logprobs = None if self.request.logprobs is None else tuple(self.logprobs)
         prompt_logprobs = None if self.request.prompt_logprobs is None else self.prompt_logprobs
-        return Result(self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats, logprobs, prompt_logprobs)
+        return Result(
+            self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats, logprobs, prompt_logprobs
+        )

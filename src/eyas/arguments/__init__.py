@@ -2,8 +2,8 @@
 
 Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts,
 numpy numbers, one value where a list is expected, and names of transformers and OpenAI that mean
-exactly the same here, also in one object (`_objects`). Everything else is an EyasError of one line that says what to write instead.
-This module knows no model, no tokenizer and no decoding.
+exactly the same here, also in one object (`_objects`). Everything else is an EyasError of one line
+that says what to write instead. This module knows no model, no tokenizer and no decoding.
 """
 
 from __future__ import annotations
@@ -59,9 +59,18 @@ class MediaIds:
 
 Prompt = str | Messages | Sequence[int] | MediaIds
 TEXT_ONLY = frozenset(
-    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+    {
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "special_tokens_mask",
+        "offset_mapping",
+        "length",
+    }
 )
-"""Entries of a tokenizer's or processor's output that every text has. Others are inputs of a model that reads more than text."""
+"""Entries of a tokenizer's or processor's output that every text has. Others are inputs of a model
+that reads more than text."""
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -151,7 +160,8 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
 
     A string, a list of messages and a list of token ids are single prompts; a list of those, and a
     tensor [B, T], are several. Tensors, arrays and the output of a tokenizer become lists; what its
-    attention mask hides is left out. The output of a processor for a prompt with images becomes `MediaIds`.
+    attention mask hides is left out. The output of a processor for a prompt with images becomes
+    `MediaIds`.
 
     Raises:
         InputError: something else.
@@ -164,7 +174,9 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     if isinstance(prompt, Mapping):
         raise InputError('messages come in a list: [{"role": "user", "content": ...}]')
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise InputError(f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}")
+        raise InputError(
+            f"a prompt is a string, a list of messages or a list of token ids, not {type(prompt).__name__}"
+        )
     if not prompt:
         return [], False
     if all(isinstance(x, Mapping) and "input_ids" not in x for x in prompt):
@@ -177,7 +189,11 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     for item in prompt:
         inner, single = as_prompts(item)
         if not single and len(inner) != 1:
-            raise InputError("the prompt is empty: give at least one token" if not inner else "a list of prompts holds no further lists")
+            raise InputError(
+                "the prompt is empty: give at least one token"
+                if not inner
+                else "a list of prompts holds no further lists"
+            )
         prompts += inner
     return prompts, False
 
@@ -196,7 +212,11 @@ def _as_lists(prompt: Any) -> Any:
 
 def _media_names(prompt: Mapping[str, Any]) -> list[str]:
     """The inputs of a processor's output that are no text."""
-    return [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None] if "input_ids" in prompt else []
+    return (
+        [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
+        if "input_ids" in prompt
+        else []
+    )
 
 
 def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
@@ -207,7 +227,9 @@ def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
     ids, mask = torch.as_tensor(prompt["input_ids"]), prompt.get("attention_mask")
     single, ids = ids.ndim == 1, ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or len(ids) != 1:
-        raise InputError(f"a prompt with {names[0]} comes alone: call the processor for each prompt, and give a list of what it returns")
+        raise InputError(
+            f"a prompt with {names[0]} comes alone: call the processor for each prompt, and give a list of what it returns"
+        )
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise InputError(f"the attention mask of a prompt with {names[0]} hides tokens: make it without padding")
     beside = {name: prompt[name] for name in ("token_type_ids", "mm_token_type_ids") if prompt.get(name) is not None}
@@ -313,14 +335,19 @@ def as_processors(given: Any) -> list[Any]:
 
 def as_stop_token_ids(given: Any) -> tuple[int, ...]:
     """Token ids that end an answer, from an iterable of them."""
-    listed = None if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable) else _token_ids(list(_as_lists(given)))
+    listed = (
+        None
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable)
+        else _token_ids(list(_as_lists(given)))
+    )
     if listed is None:
         raise OptionError(f"stop_token_ids is a list of token ids, got {given!r}")
     return listed
 
 
 def as_draft(given: Any) -> str | int:
-    """Drafts of one request: "auto", "off" or a number of draft tokens; True is "auto", False and 0 are "off"."""
+    """Drafts of one request: "auto", "off" or a number of draft tokens; True is "auto", False and 0
+    are "off"."""
     value = plain_number(given)
     if isinstance(value, bool) or value in ("auto", "off", 0):
         return "auto" if value in (True, "auto") else "off"
@@ -401,4 +428,8 @@ def device_name(device: Any) -> str:
 
 def on_or_off(value: Any) -> Any:
     """True and False as "on" and "off"; None as "auto"."""
-    return {True: "on", False: "off", None: "auto"}.get(value, value) if value is None or isinstance(value, bool) else value
+    return (
+        {True: "on", False: "off", None: "auto"}.get(value, value)
+        if value is None or isinstance(value, bool)
+        else value
+    )

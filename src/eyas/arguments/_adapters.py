@@ -15,7 +15,8 @@ __all__ = ["adapters_of"]
 def adapters_of(given: Any) -> dict[str, str] | str | None:
     """Adapters as callers write them: one folder, to be merged; or folders by name, to be switched.
 
-    Accepted are a path; a mapping from names to paths; and a list of paths and of texts "NAME=PATH". A list of one path is that path.
+    Accepted are a path; a mapping from names to paths; and a list of paths and of texts
+    "NAME=PATH". A list of one path is that path.
 
     Raises:
         OptionError: something else, a name that is there twice, or the name "base".
@@ -33,7 +34,9 @@ def adapters_of(given: Any) -> dict[str, str] | str | None:
     for name, path in pairs:
         name = Path(path).name if name is None else name
         if not isinstance(path, str | Path) or not isinstance(name, str) or not name or name == BASE or name in found:
-            raise OptionError(f"adapters have names of their own, other than {BASE!r}: cannot use {name!r} for {path!r}")
+            raise OptionError(
+                f"adapters have names of their own, other than {BASE!r}: cannot use {name!r} for {path!r}"
+            )
         found[name] = str(path)
     return found
 

@@ -1,9 +1,9 @@
-"""Sampling parameters that come in one object, as keywords of `LLM.generate`: `SamplingParams` of vLLM, the dict of SGLang,
-`GenerationConfig` of transformers.
+"""Sampling parameters that come in one object, as keywords of `LLM.generate`: `SamplingParams` of
+vLLM, the dict of SGLang, `GenerationConfig` of transformers.
 
-An object is read by its fields' names; none of these libraries is imported. A field that means the same here becomes a keyword, whatever
-it is called there. One that means something else, or nothing here, is refused by name unless it has its neutral value. docs/names.md is
-the table.
+An object is read by its fields' names; none of these libraries is imported. A field that means the
+same here becomes a keyword, whatever it is called there. One that means something else, or nothing
+here, is refused by name unless it has its neutral value. docs/names.md is the table.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "stream_interval": (1,),
 }
-INTERNAL = frozenset(["output_kind", "skip_clone", "skip_reading_prefix_cache"])  # how vLLM itself delivers what it has decoded
+# how vLLM itself delivers what it has decoded
+INTERNAL = frozenset(["output_kind", "skip_clone", "skip_reading_prefix_cache"])
 
 # Fields of a GenerationConfig, by the same rules. Those of sampling count only with do_sample.
 CONFIG_SAME = {
@@ -83,7 +84,8 @@ CONFIG_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["remove_invalid_values", "token_healing"], (False,)),
     **dict.fromkeys(["early_stopping", "renormalize_logits", "return_dict_in_generate", "use_cache"], (True, False)),
 }
-# Read elsewhere, known to the tokenizer or the model, drafts of transformers' own, and how it computes: no part of a text's law.
+# Read elsewhere, known to the tokenizer or the model, drafts of transformers' own, and how it
+# computes: no part of a text's law.
 CONFIG_IGNORED = frozenset(
     [
         "assistant_confidence_threshold",
@@ -110,7 +112,8 @@ CONFIG_IGNORED = frozenset(
 
 
 def with_objects(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords with the fields of `sampling_params` and `generation_config` among them. A keyword overrides the same field.
+    """The keywords with the fields of `sampling_params` and `generation_config` among them. A
+    keyword overrides the same field.
 
     Raises:
         OptionError: a field that has no equal here.
@@ -141,7 +144,9 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
     elif hasattr(value, "__dict__"):
         found = dict(vars(value))
     else:
-        raise InputError(f"{name} must be an object with fields such as temperature, or a dict of them, not {type(value).__name__}")
+        raise InputError(
+            f"{name} must be an object with fields such as temperature, or a dict of them, not {type(value).__name__}"
+        )
     return {field: one for field, one in found.items() if one is not None and not field.startswith("_")}
 
 
@@ -192,9 +197,14 @@ def _of_config(config: Any) -> dict[str, Any]:
     if "max_new_tokens" in keywords:
         keywords.pop("max_length", None)  # generate lets the former decide
     if found.get("do_sample"):
-        keywords |= {"temperature": 1.0, "top_k": TOP_K_OF_GENERATE, **{field: found[field] for field in CONFIG_SAMPLING if field in found}}
+        keywords |= {
+            "temperature": 1.0,
+            "top_k": TOP_K_OF_GENERATE,
+            **{field: found[field] for field in CONFIG_SAMPLING if field in found},
+        }
     if (eos := found.get("eos_token_id")) is not None:
-        keywords |= {"ignore_eos": True, "stop_token_ids": eos if isinstance(eos, Iterable) else [eos]}  # these end the text, and no others
+        # these end the text, and no others
+        keywords |= {"ignore_eos": True, "stop_token_ids": eos if isinstance(eos, Iterable) else [eos]}
     return keywords
 
 

@@ -20,8 +20,8 @@ def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tupl
 
     Args:
         target: as `eyas.load` takes it.
-        device_map: None; a device for the whole model; one of STRATEGIES; a mapping from parts of the model to devices, or the path of a
-            JSON file that holds one.
+        device_map: None; a device for the whole model; one of STRATEGIES; a mapping from parts of
+            the model to devices, or the path of a JSON file that holds one.
         folder: for weights on disk.
 
     Raises:

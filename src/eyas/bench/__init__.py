@@ -1,4 +1,5 @@
-"""Honest comparisons: methods x prompts x temperatures, prompt by prompt, with what it takes to believe them.
+"""Honest comparisons: methods x prompts x temperatures, prompt by prompt, with what it takes to
+believe them.
 
 tasks/          prompts: bundled, public sets, the user's own              record.py    Answer: one line of the record
 contestants.py  methods of eyas; transformers' generate                    rows.py      a table of figures from Answers (pure)

@@ -1,8 +1,11 @@
-"""The contestants of a bench: methods of eyas in its Decoder, and transformers' own generate, all measured alike.
+"""The contestants of a bench: methods of eyas in its Decoder, and transformers' own generate, all
+measured alike.
 
-A contestant answers one question at a time, alone in its batch. The clock starts with the question: the seconds of the first token include
-whatever is prepared for it (caches, generate's own set-up). A cycle lasts from the end of the one before to its own end. For transformers
-an end is a delivery to its streamer, which gets one token a step, or all that an assisted step accepted. Reading Steps is not counted.
+A contestant answers one question at a time, alone in its batch. The clock starts with the question:
+the seconds of the first token include whatever is prepared for it (caches, generate's own set-up).
+A cycle lasts from the end of the one before to its own end. For transformers an end is a delivery
+to its streamer, which gets one token a step, or all that an assisted step accepted. Reading Steps
+is not counted.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ class Drafting(Contestant):
 
     def answer(self, question: Question, watch: Watch | None = None) -> Answer:
         device = self.drafter.target.device
-        # An idle decoder holds the caches of the question before, so nothing can be said of memory beyond them.
+        # An idle decoder holds the caches of the question before, so nothing can be said of memory
+        # beyond them.
         before = None if self._idle is not None else cost.memory(device)
         answer = answer_from(self.timed(question.request, watch), **question.about(self.name))
         comparable = answer.comparable and self.verify is verify
@@ -103,12 +107,15 @@ class Drafting(Contestant):
     def timed(
         self, request: Request, watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None
     ) -> Iterator[tuple[Step, float]]:
-        """Every step and its seconds; what `watch` or the reader of the steps does in between is not counted."""
+        """Every step and its seconds; what `watch` or the reader of the steps does in between is
+        not counted."""
         since = time.perf_counter()
         decoder, self._idle = self._idle, None
         plain = watch is None and timer is None
         if decoder is None or not plain:
-            decoder = Decoder(self.drafter.target, adapted(self.drafter, self.policy), verify=self.verify, watch=watch, timer=timer)
+            decoder = Decoder(
+                self.drafter.target, adapted(self.drafter, self.policy), verify=self.verify, watch=watch, timer=timer
+            )
         decoder.add(request)
         while not decoder.finished:
             for step in check_steps(decoder.step()):
@@ -134,7 +141,9 @@ class Drafting(Contestant):
 
 def _parts(drafter: Drafter) -> tuple[Drafter, ...]:
     """The methods that draft together."""
-    return tuple(inner for part in drafter.parts for inner in _parts(part)) if isinstance(drafter, Merged) else (drafter,)
+    return (
+        tuple(inner for part in drafter.parts for inner in _parts(part)) if isinstance(drafter, Merged) else (drafter,)
+    )
 
 
 def _checksum(nets: Sequence[nn.Module]) -> int:
@@ -168,9 +177,12 @@ class _Deliveries(BaseStreamer):
 
 
 class Transformers(Contestant):
-    """transformers' generate with the very same model: plain, with prompt lookup, or assisted by a smaller model."""
+    """transformers' generate with the very same model: plain, with prompt lookup, or assisted by a
+    smaller model."""
 
-    def __init__(self, target: Target, name: str = "transformers", lookup: bool = False, assistant: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self, target: Target, name: str = "transformers", lookup: bool = False, assistant: PreTrainedModel | None = None
+    ) -> None:
         self.target, self.name = target, name
         self.options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
         if assistant is not None:
@@ -183,7 +195,8 @@ class Transformers(Contestant):
         began = time.perf_counter()
         output = self._generate(request, deliveries)
         token_ids = _cut(output[len(request.prompt) :], request)
-        times, counts = deliveries.times[1:], _fit(deliveries.counts[1:], len(token_ids))  # the first delivery is the prompt
+        # the first delivery is the prompt
+        times, counts = deliveries.times[1:], _fit(deliveries.counts[1:], len(token_ids))
         stretches = zip(times, times[1:], counts[1:], strict=False)
         return Answer(
             token_ids=token_ids,
@@ -215,8 +228,8 @@ class Transformers(Contestant):
 
 
 def _cut(token_ids: Sequence[int], request: Request) -> tuple[int, ...]:
-    """The tokens up to the first that ends the text, and no more than asked for: some versions deliver what an assisted step accepted
-    behind it."""
+    """The tokens up to the first that ends the text, and no more than asked for: some versions
+    deliver what an assisted step accepted behind it."""
     end = next((i + 1 for i, token in enumerate(token_ids) if token in request.eos), len(token_ids))
     return tuple(token_ids[: min(end, request.max_new_tokens)])
 

@@ -1,4 +1,5 @@
-"""Bytes and operations of a pass of the target, the machine's bandwidth and rate of operations, and the memory in use."""
+"""Bytes and operations of a pass of the target, the machine's bandwidth and rate of operations, and
+the memory in use."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ REPEATS = 7
 
 
 def bytes_per_step(target: Target) -> int:
-    """Bytes of weights that one pass reads, in the format in which the runner keeps them. All experts count.
+    """Bytes of weights that one pass reads, in the format in which the runner keeps them. All
+    experts count.
 
     An embedding table that is not the head's too does not: it is read a row at a time.
     """
@@ -38,11 +40,14 @@ class Need(NamedTuple):
     """Bytes and floating-point operations that a pass cannot do without."""
 
     bytes: float  # read: weights once, keys and values of the committed tokens
-    flops: float  # two for each weight and node; of attention, two for each number of a key or value, query head and node
+    # two for each weight and node; of attention, two for each number of a key or value, query head
+    # and node
+    flops: float
 
 
 def need(target: Target, nodes: float, context: float) -> Need:
-    """The need of a pass over so many nodes of one row, behind so many committed tokens. All experts count: with experts it needs less."""
+    """The need of a pass over so many nodes of one row, behind so many committed tokens. All
+    experts count: with experts it needs less."""
     config: Any = target.model.config.get_text_config()
     window, heads = target.family.window, int(config.num_attention_heads)
     every = "full_attention" if window is None else "sliding_attention"
@@ -59,9 +64,11 @@ def need(target: Target, nodes: float, context: float) -> Need:
 
 
 def bandwidth(device: torch.device) -> float | None:
-    """Bytes per second that this device reads from memory, all threads together: the best of some sums over much more than its caches.
+    """Bytes per second that this device reads from memory, all threads together: the best of some
+    sums over much more than its caches.
 
-    The numbers are random: hardware can be faster on ones. None where the memory is too full to measure it.
+    The numbers are random: hardware can be faster on ones. None where the memory is too full to
+    measure it.
     """
     for size in (2**31, 2**29, 2**28) if device.type == "cuda" else (2**26,):
         try:
@@ -74,7 +81,8 @@ def bandwidth(device: torch.device) -> float | None:
 
 
 def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the work takes on the device: on a GPU between two events, so that its launch by the host does not count."""
+    """Seconds that the work takes on the device: on a GPU between two events, so that its launch by
+    the host does not count."""
     if device.type != "cuda":
         return seconds_of(work, device)
     with torch.cuda.device(device):
@@ -89,8 +97,9 @@ def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def flop_rate(target: Target) -> float | None:
-    """Floating-point operations per second of the target's device in its dtype, all threads together: the best of some products of
-    matrices, by torch and, where kernels run it, by the target's own head: whole numbers can be faster.
+    """Floating-point operations per second of the target's device in its dtype, all threads
+    together: the best of some products of matrices, by torch and, where kernels run it, by the
+    target's own head: whole numbers can be faster.
 
     None where the device has none of this dtype, or no memory for them.
     """
@@ -117,7 +126,8 @@ def memory(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes in use: on the accelerator since the last call of `memory`, else of the process since it began."""
+    """Most bytes in use: on the accelerator since the last call of `memory`, else of the process
+    since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

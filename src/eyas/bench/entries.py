@@ -147,7 +147,9 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     kind = entry.kind
     known = flags(kind.Options)
     asked = {**{name: value for name, value in entrants.options.items() if name in known}, **entry.options}
-    options = build_options(kind.Options, tiny.with_small_tree(asked, known) if llm.target.name == "embedded" else asked)
+    options = build_options(
+        kind.Options, tiny.with_small_tree(asked, known) if llm.target.name == "embedded" else asked
+    )
     random_head = entry.head == RANDOM and RANDOM not in heads
     head = None
     if not random_head:

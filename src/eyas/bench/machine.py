@@ -5,8 +5,9 @@
     busy(used(before), threads)                     a warning, or None
     card(before, dtype="float32", device="cpu")     the card that stands beside every number
 
-CPU time of others = that of the cores that this process may use, less that of this process and its children. A limit in CPU seconds
-that a container sets (a quota) is not seen. This module knows no model, no task and no metric.
+CPU time of others = that of the cores that this process may use, less that of this process and its
+children. A limit in CPU seconds that a container sets (a quota) is not seen. This module knows no
+model, no task and no metric.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Snapshot:
 
 def snapshot() -> Snapshot:
     """The clocks now."""
-    return Snapshot(time.monotonic(), _all_seconds(), _own_seconds(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
+    return Snapshot(
+        time.monotonic(), _all_seconds(), _own_seconds(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    )
 
 
 class Used(NamedTuple):
@@ -63,7 +66,8 @@ def used(before: Snapshot, after: Snapshot | None = None) -> Used:
 
 
 def busy(meanwhile: Used, threads: int) -> str | None:
-    """A warning when other processes used much CPU; None when they did not, or when it is unknown. threads: of this process."""
+    """A warning when other processes used much CPU; None when they did not, or when it is unknown.
+    threads: of this process."""
     if meanwhile.others is None or meanwhile.seconds < SHORTEST_SECONDS:
         return None
     there, others = len(cores()), meanwhile.others / meanwhile.seconds
@@ -79,7 +83,8 @@ def busy(meanwhile: Used, threads: int) -> str | None:
 def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
     """The machine as JSON; what is unknown is None.
 
-    before: at the beginning of the measurement, for the load then and now. dtype, device: the target's, in torch's names.
+    before: at the beginning of the measurement, for the load then and now. dtype, device: the
+    target's, in torch's names.
     """
     memory = psutil.virtual_memory()
     return {
@@ -110,16 +115,22 @@ def cores() -> list[int]:
 def gpus() -> list[dict[str, Any]]:
     """The GPUs that torch sees: name, memory_bytes and driver."""
     if torch.cuda.is_available():
-        driver = (command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").splitlines()
+        driver = (
+            command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+        ).splitlines()
         properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return [{"name": p.name, "memory_bytes": p.total_memory, "driver": driver[0] if driver else None} for p in properties]
+        return [
+            {"name": p.name, "memory_bytes": p.total_memory, "driver": driver[0] if driver else None}
+            for p in properties
+        ]
     if torch.backends.mps.is_available():
         return [{"name": "Apple GPU", "memory_bytes": psutil.virtual_memory().total, "driver": None}]
     return []
 
 
 def commit(clone: Path = CLONE) -> str | None:
-    """The commit of the clone that eyas runs from, with a + when tracked files were changed since; None when it is no clone."""
+    """The commit of the clone that eyas runs from, with a + when tracked files were changed since;
+    None when it is no clone."""
     if not (clone / ".git").exists():
         return None
     at = command_output("git", "-C", str(clone), "rev-parse", "HEAD")
@@ -131,7 +142,12 @@ def _all_seconds() -> float | None:
     try:
         times = psutil.cpu_times(percpu=True)
         ours = [times[core] for core in cores()]
-    except (OSError, IndexError, NotImplementedError, psutil.Error):  # a container may hide /proc/stat, or some cores of it
+    except (
+        OSError,
+        IndexError,
+        NotImplementedError,
+        psutil.Error,
+    ):  # a container may hide /proc/stat, or some cores of it
         return None
     return float(sum(value for core in ours for name, value in core._asdict().items() if name not in IDLE))
 
@@ -145,5 +161,7 @@ def _own_seconds() -> float:
             times = process.cpu_times()
         except psutil.Error:  # it ended meanwhile, or may not be asked
             continue
-        total += times.user + times.system + getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+        total += (
+            times.user + times.system + getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+        )
     return float(total)

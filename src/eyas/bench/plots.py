@@ -1,4 +1,5 @@
-"""The pictures of a bench as SVG. Each is drawn from the summary; one that has nothing to show is left out."""
+"""The pictures of a bench as SVG. Each is drawn from the summary; one that has nothing to show is
+left out."""
 
 from __future__ import annotations
 
@@ -32,9 +33,18 @@ def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
         "speedup": ("Speed-up over vanilla decoding in the same run; strokes: 95 % over prompts.", _speedup),
         "tau": ("tau, tokens per cycle, by task.", _tau),
         "cycle": ("Where a cycle's time goes (host clock); the line is a vanilla step.", _cycle),
-        "depth": ("Share of cycles that accept one more draft token, of those that accepted so many and had drafted one.", _depth),
-        "context": ("tau by the tokens that stood before the cycle, the prompt's included; from 20 cycles on.", _context),
-        "positions": ("min(1, p/q) by position in the tree: mean and standard deviation over nodes whose parent was accepted.", _positions),
+        "depth": (
+            "Share of cycles that accept one more draft token, of those that accepted so many and had drafted one.",
+            _depth,
+        ),
+        "context": (
+            "tau by the tokens that stood before the cycle, the prompt's included; from 20 cycles on.",
+            _context,
+        ),
+        "positions": (
+            "min(1, p/q) by position in the tree: mean and standard deviation over nodes whose parent was accepted.",
+            _positions,
+        ),
         "calibration": (
             "How often a drafted token is accepted, against the draft's confidence; larger dots: more tokens.",
             _calibration,
@@ -82,19 +92,32 @@ def _speedup(summary: Summary) -> Figure | None:
     methods = sorted((name for name in first if name != "vanilla"), key=lambda name: -first[name])
     if not methods:
         return None
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * max(len(methods) * len(temperatures), _lines(methods) * 0.6)), layout="constrained")
+    figure = Figure(
+        figsize=(WIDTH, 0.9 + 0.34 * max(len(methods) * len(temperatures), _lines(methods) * 0.6)), layout="constrained"
+    )
     axes, height = figure.subplots(), 0.8 / len(temperatures)
     for place, temperature in enumerate(temperatures):
         rows = {r["method"]: r for r in _pooled(summary, temperature) if r["speedup"] is not None}
         at = [i + place * height for i, m in enumerate(methods) if m in rows]
         here = [rows[m] for m in methods if m in rows]
         value = [r["speedup"] for r in here]
-        ends = [(v if r["speedup_low"] is None else r["speedup_low"], r["speedup_high"] or v) for v, r in zip(value, here, strict=True)]
-        reach = [[max(0.0, sign * (v - end[i])) for v, end in zip(value, ends, strict=True)] for i, sign in ((0, 1), (1, -1))]
-        bars = axes.barh(at, value, height * 0.9, xerr=reach, color=f"C{place}", error_kw={"lw": 1}, label=f"T = {temperature:g}")
+        ends = [
+            (v if r["speedup_low"] is None else r["speedup_low"], r["speedup_high"] or v)
+            for v, r in zip(value, here, strict=True)
+        ]
+        reach = [
+            [max(0.0, sign * (v - end[i])) for v, end in zip(value, ends, strict=True)] for i, sign in ((0, 1), (1, -1))
+        ]
+        bars = axes.barh(
+            at, value, height * 0.9, xerr=reach, color=f"C{place}", error_kw={"lw": 1}, label=f"T = {temperature:g}"
+        )
         axes.bar_label(bars, [f" {v:.2f}x" for v in value], fontsize=8, padding=3)
     axes.axvline(1, color="0.4", lw=1)
-    axes.set(yticks=[i + 0.4 - height / 2 for i in range(len(methods))], yticklabels=map(_label, methods), xlabel="speed-up over vanilla")
+    axes.set(
+        yticks=[i + 0.4 - height / 2 for i in range(len(methods))],
+        yticklabels=map(_label, methods),
+        xlabel="speed-up over vanilla",
+    )
     axes.invert_yaxis()
     axes.margins(x=0.12, y=0.01)
     if len(temperatures) > 1:
@@ -118,8 +141,21 @@ def _tau(summary: Summary) -> Figure | None:
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             if value == value:
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > middle else "black", fontsize=8)
-    axes.set(xticks=range(len(tasks)), yticks=range(len(methods)), yticklabels=map(_label, methods), title=f"T = {temperature:g}")
+                axes.text(
+                    j,
+                    i,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    color="white" if value > middle else "black",
+                    fontsize=8,
+                )
+    axes.set(
+        xticks=range(len(tasks)),
+        yticks=range(len(methods)),
+        yticklabels=map(_label, methods),
+        title=f"T = {temperature:g}",
+    )
     axes.set_xticklabels([t.rpartition("/")[2] for t in tasks], rotation=20, ha="right")
     figure.colorbar(shown, label="tau", shrink=0.8)
     return figure
@@ -200,7 +236,9 @@ def _positions(summary: Summary) -> Figure | None:
             here = [p for p in probe["positions"] if p["rank"] == rank and p["depth"] <= 6]
             x, y, sd = ([p[k] + (0.1 * rank if k == "depth" else 0) for p in here] for k in ("depth", "alpha", "sd"))
             if here:
-                shown[f"rank {rank + 1}"] = axes.errorbar(x, y, sd, marker="o", ms=3, lw=0.9, elinewidth=0.6, capsize=1.5, color=f"C{rank}")
+                shown[f"rank {rank + 1}"] = axes.errorbar(
+                    x, y, sd, marker="o", ms=3, lw=0.9, elinewidth=0.6, capsize=1.5, color=f"C{rank}"
+                )
         axes.set(ylim=(0, 1.05))
         axes.set_title(_label(name), fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -216,7 +254,9 @@ def _calibration(summary: Summary) -> Figure | None:
     found = _probes(summary, "bins")
     if not found:
         return None
-    figure = Figure(figsize=(WIDTH, max(3.6, 0.6 + 0.2 * _lines([f"{name} (error 0.123)" for name in found]))), layout="constrained")
+    figure = Figure(
+        figsize=(WIDTH, max(3.6, 0.6 + 0.2 * _lines([f"{name} (error 0.123)" for name in found]))), layout="constrained"
+    )
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls=":")
     for name, probe in found.items():

@@ -1,14 +1,15 @@
 """Drafted trees node by node: a run of its own beside the measured ones, because looking costs time.
 
-Counted are nodes whose parent was accepted: there the target's distribution p is known, and the draft stood on the target's own text:
+Counted are nodes whose parent was accepted: there the target's distribution p is known, and the
+draft stood on the target's own text:
 
     hit         whether it was accepted                                                               by depth and rank among its siblings
     min(1, p/q) the chance of acceptance that p and the draft's q give it (Leviathan et al. 2023)     likewise
     q           the draft's confidence, against how often it is right (EAGLE-2, figure 6)                  in bins
 
-A rank is the drafter's own order: 0 is its first choice. q and p are conditional on the parent; of a greedy row at temperature 1.
-Drafts without a q have hits only. Chains (`Drafter.chain`) give n-alpha at every temperature, drawn as the method draws there.
-This module measures no time.
+A rank is the drafter's own order: 0 is its first choice. q and p are conditional on the parent; of
+a greedy row at temperature 1. Drafts without a q have hits only. Chains (`Drafter.chain`) give
+n-alpha at every temperature, drawn as the method draws there. This module measures no time.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Probe:
                 self.bins[min(int(q * BINS), BINS - 1)][i] += value
 
     def calibration_error(self) -> float | None:
-        """Expected calibration error: mean distance of confidence and hit rate over the bins, weighed by their nodes."""
+        """Expected calibration error: mean distance of confidence and hit rate over the bins,
+        weighed by their nodes."""
         total = sum(n for n, *_ in self.bins)
         return sum(abs(q - hits) for _, hits, q, _ in self.bins) / total if total and self.scored else None
 
@@ -95,7 +97,8 @@ class Probe:
 
 
 def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(contestant and temperature, its Probe as JSON) from so many of the bench's prompts, spread evenly: the beginning of first turns."""
+    """(contestant and temperature, its Probe as JSON) from so many of the bench's prompts, spread
+    evenly: the beginning of first turns."""
     step = max(1, len(bench.prompts) // max(1, prompts))
     chosen = bench.prompts[::step][:prompts]
     for temperature in bench.temperatures if chosen else ():

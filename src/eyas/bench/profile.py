@@ -1,4 +1,5 @@
-"""Where a cycle's time goes, and how far a pass is from the machine's bound: a short run of each of our methods on one prompt.
+"""Where a cycle's time goes, and how far a pass is from the machine's bound: a short run of each of
+our methods on one prompt.
 
     stages   draft -> target -> verify -> commit, and the host: the rest of a cycle. On a GPU every stage is waited for
     levels   time of a draft's first level, which includes reading the accepted tokens, and of each further one: from drafts of two
@@ -6,7 +7,8 @@
     bound    the larger of bytes / bandwidth and flops / rate, both measured here: no pass can be faster, unless caches hold the weights
     trace    of some more cycles, by torch.profiler, for ui.perfetto.dev or chrome://tracing; the stages are ranges named eyas::STAGE
 
-Cycles under the profiler are slower, so none of them is in a figure. This module knows no method and no report.
+Cycles under the profiler are slower, so none of them is in a figure. This module knows no method
+and no report.
 """
 
 from __future__ import annotations
@@ -46,11 +48,15 @@ ROOM = 16  # tokens for each of them: an end of the text in between would be an 
 Timed = Sequence[tuple[Step, float]]
 
 
-def profile(bench: Bench, bandwidth: float | None, rate: float | None, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(contestant, its profile) for each of our methods that can decode after the first prompt; traces go into the folder.
+def profile(
+    bench: Bench, bandwidth: float | None, rate: float | None, folder: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(contestant, its profile) for each of our methods that can decode after the first prompt;
+    traces go into the folder.
 
     Args:
-        bandwidth, rate: bytes and floating-point operations per second of the machine, where they are known.
+        bandwidth, rate: bytes and floating-point operations per second of the machine, where they
+            are known.
     """
     question = next(bench.questions(bench.prompts[0], bench.temperatures[0]))
     target, request = bench.llm.target, _endless(question.request, bench.llm.target.context)
@@ -77,7 +83,8 @@ def _endless(request: Request, context: int) -> Request:
 def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, Any] | None:
     """Means over one answer's cycles; None when there are none behind those that warm up.
 
-    Cycles in which a policy did not have the method draft are left out and counted, unless there are no others.
+    Cycles in which a policy did not have the method draft are left out and counted, unless there
+    are no others.
     """
     committed, cycles = prompt_tokens, list[tuple[Step, float, int]]()
     for step, seconds in timed:
@@ -105,7 +112,8 @@ def _awake(step: Step) -> bool:
 
 
 def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[str, float]) -> dict[str, Any] | None:
-    """The least time of a pass, which of bytes and flops binds it, and how many times as long the pass and the cycle took.
+    """The least time of a pass, which of bytes and flops binds it, and how many times as long the
+    pass and the cycle took.
 
     None where the machine is not known. ms: of a cycle, by stage.
     """
@@ -121,9 +129,12 @@ def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[st
 
 
 def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | None:
-    """Milliseconds of a draft's levels at the shape that was drafted most often; None for a static tree and for one level."""
+    """Milliseconds of a draft's levels at the shape that was drafted most often; None for a static
+    tree and for one level."""
     asked = Counter(
-        s.decision.shape for s, _ in timed if isinstance(s.decision, Decision) and s.decision.awake and s.decision.shape is not None
+        s.decision.shape
+        for s, _ in timed
+        if isinstance(s.decision, Decision) and s.decision.awake and s.decision.shape is not None
     )
     shape = asked.most_common(1)[0][0] if asked else drafter.max_tree
     if shape is None or shape.depth < 2:
@@ -131,7 +142,11 @@ def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | No
     depth = min(LEVELS, shape.depth)
     found = draft_cost(drafter, [shape._replace(depth=1), shape._replace(depth=depth)], context)
     first, whole = (1e3 * found[shape._replace(depth=d)] for d in (1, depth))
-    return {"shape": list(shape), "first_ms": round(first, 4), "further_ms": round(max(0.0, whole - first) / (depth - 1), 4)}
+    return {
+        "shape": list(shape),
+        "first_ms": round(first, 4),
+        "further_ms": round(max(0.0, whole - first) / (depth - 1), 4),
+    }
 
 
 # --- clocks and traces -------------------------------------------------------------------------------------------------------------------
@@ -165,7 +180,10 @@ def _trace(contestant: Drafting, request: Request, path: Path) -> None:
     steps = contestant.timed(request, timer=_Ranges)
     for _ in islice(steps, 1 + WARM):
         pass
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if contestant.drafter.target.device.type == "cuda" else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if contestant.drafter.target.device.type == "cuda" else []),
+    ]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(TRACED):
             with record_function("eyas::cycle"):

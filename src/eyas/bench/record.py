@@ -1,7 +1,8 @@
-"""The record of a bench: one Answer for each contestant, prompt, turn and temperature; a line of JSON each.
+"""The record of a bench: one Answer for each contestant, prompt, turn and temperature; a line of
+JSON each.
 
-An Answer holds its cycles, so every figure can be computed again from the file. This module knows no model and no clock, and computes no
-figure.
+An Answer holds its cycles, so every figure can be computed again from the file. This module knows
+no model and no clock, and computes no figure.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ class Differs(NamedTuple):
     """Where an answer leaves plain decoding's."""
 
     at: int  # index of the first new token that differs
-    margin: float | None  # of the two best scores there (`metrics.margin`); None: sampling allows one token, or one text ends there
+    # of the two best scores there (`metrics.margin`); None: sampling allows one token, or one text
+    # ends there
+    margin: float | None
 
 
 class Memory(NamedTuple):
-    """Most bytes in use: of the accelerator during this answer; without one, of the process until the answer's end."""
+    """Most bytes in use: of the accelerator during this answer; without one, of the process until
+    the answer's end."""
 
     peak: int
     beyond: int | None  # the accelerator's peak less what was in use before; None without an accelerator
@@ -48,7 +52,9 @@ class Answer:
     finish: str  # "stop" | "length" | "failed"
     prefill_seconds: float  # from the question to the first token
     cycles: tuple[Cycle, ...]
-    comparable: bool = True  # whether its ids must equal plain decoding's: greedy, or trees that draw nothing, with the same seed
+    # whether its ids must equal plain decoding's: greedy, or trees that draw nothing, with the same
+    # seed
+    comparable: bool = True
     differs: Differs | None = None  # None: equal, or not comparable
     memory: Memory | None = None
     around: Used | None = None  # CPU use of everybody while this prompt was asked; the same in all its answers
@@ -90,7 +96,8 @@ class Answer:
 def answer_from(timed_steps: Iterable[tuple[Step, float]], **about: Any) -> Answer:
     """The Answer made of a request's Steps, each with its seconds.
 
-    Steps are taken one by one and dropped: the distributions that a sampled tree carries would fill the memory.
+    Steps are taken one by one and dropped: the distributions that a sampled tree carries would fill
+    the memory.
 
     Args:
         about: the fields that Steps do not know.

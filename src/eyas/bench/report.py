@@ -1,4 +1,5 @@
-"""The summary of a bench as people read it: a Markdown page, and one HTML page that needs nothing beside it.
+"""The summary of a bench as people read it: a Markdown page, and one HTML page that needs nothing
+beside it.
 
 A summary carries the number of its format; another one is refused. This module runs no model.
 """
@@ -14,7 +15,18 @@ from eyas.bench.rows import ALL
 from eyas.errors import InputError
 from eyas.files import parse_json
 
-__all__ = ["HEADS", "cells", "compared", "comparison", "headline", "markdown", "page", "profile_tables", "read_summary", "sections"]
+__all__ = [
+    "HEADS",
+    "cells",
+    "compared",
+    "comparison",
+    "headline",
+    "markdown",
+    "page",
+    "profile_tables",
+    "read_summary",
+    "sections",
+]
 
 Summary = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -69,7 +81,8 @@ def cells(row: Row, intervals: bool = True) -> tuple[str, ...]:
     if row.get("error"):
         return (row["method"], *["–"] * (len(HEADS) - 2), "failed")
     tau, over_theirs = (
-        (row[key] or (None, None, None))[1:] if intervals else None for key in ("tau_interval", "speedup_vs_transformers_interval")
+        (row[key] or (None, None, None))[1:] if intervals else None
+        for key in ("tau_interval", "speedup_vs_transformers_interval")
     )
     return (
         row["method"],
@@ -110,7 +123,9 @@ def cycle_cells(row: Row) -> tuple[str, ...]:
 def sections(summary: Summary) -> list[tuple[float, str, list[Row]]]:
     """(temperature, task, rows): pooled tasks first, and alone where there is but one task."""
     tasks = {row["task"] for row in summary["rows"]} - {ALL}
-    keys = list(dict.fromkeys((r["temperature"], r["task"]) for r in summary["rows"] if r["task"] == ALL or len(tasks) > 1))
+    keys = list(
+        dict.fromkeys((r["temperature"], r["task"]) for r in summary["rows"] if r["task"] == ALL or len(tasks) > 1)
+    )
     keys.sort(key=lambda key: (key[0], key[1] != ALL))
     return [(t, task, [r for r in summary["rows"] if (r["temperature"], r["task"]) == (t, task)]) for t, task in keys]
 
@@ -122,14 +137,17 @@ def _tables(summary: Summary) -> tuple[list[Table], list[Table]]:
         title = f"T = {temperature:g}, {'all tasks' if task == ALL else task} ({rows[0]['prompts']} prompts)"
         (main if task == ALL else tasks).append((title, HEADS, [cells(row) for row in rows]))
         if task == ALL:
-            cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_HEADS, [cycle_cells(r) for r in rows if not r.get("error")]))
+            cycles.append(
+                (f"T = {temperature:g}, {CYCLES}", CYCLE_HEADS, [cycle_cells(r) for r in rows if not r.get("error")])
+            )
     heads, probed = probe_table(summary)
     probes: list[Table] = [("Drafted trees, node by node", heads, probed)] if probed else []
     return main, [*cycles, *probes, *profile_tables(summary), *tasks]
 
 
 def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Heads and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance; no rows where nothing was probed."""
+    """Heads and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance; no
+    rows where nothing was probed."""
     probes = summary["probes"]
     depth = max((len(found["n_alpha"] or ()) for found in probes.values()), default=0)
     rows = []
@@ -140,21 +158,33 @@ def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 
 def profile_tables(summary: Summary) -> list[Table]:
-    """A cycle's stages, what was drafted, and how far a pass is from the machine's bound; none without a profile."""
+    """A cycle's stages, what was drafted, and how far a pass is from the machine's bound; none
+    without a profile."""
     profiles: Mapping[str, Any] = summary.get("profiles") or {}
     stages, drafts, bounds = (
-        [(name, *columns(found)) for name, found in profiles.items()] for columns in (_stage_cells, _draft_cells, _bound_cells)
+        [(name, *columns(found)) for name, found in profiles.items()]
+        for columns in (_stage_cells, _draft_cells, _bound_cells)
     )
     tables: list[Table] = [
         ("Where a cycle's time goes (ms)", ("method", "cycle", *STAGES), stages),
-        ("What was drafted (levels: ms)", ("method", "cycles", "plain", "nodes", "tree", "1st level", "each further"), drafts),
-        ("How far from the machine's bound", ("method", "context", "MB", "GFLOP", "bound ms", "by", "pass", "cycle"), bounds),
+        (
+            "What was drafted (levels: ms)",
+            ("method", "cycles", "plain", "nodes", "tree", "1st level", "each further"),
+            drafts,
+        ),
+        (
+            "How far from the machine's bound",
+            ("method", "context", "MB", "GFLOP", "bound ms", "by", "pass", "cycle"),
+            bounds,
+        ),
     ]
     return tables if profiles else []
 
 
 def _stage_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
-    return number(found["cycle_ms"]), *(f"{number(found['ms'][stage])} {found['percent'][stage]:2.0f}%" for stage in STAGES)
+    return number(found["cycle_ms"]), *(
+        f"{number(found['ms'][stage])} {found['percent'][stage]:2.0f}%" for stage in STAGES
+    )
 
 
 def _draft_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
@@ -223,7 +253,11 @@ def markdown(summary: Summary) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *("| " + " | ".join(row) + " |" for row in rows)]
+    return [
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
@@ -231,7 +265,9 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
     def shown(name: str, value: Any) -> str:
         if isinstance(value, Mapping):
-            return ", ".join(f"{k.removesuffix('_bytes').replace('_', ' ')} {shown(k, v)}" for k, v in value.items() if v is not None)
+            return ", ".join(
+                f"{k.removesuffix('_bytes').replace('_', ' ')} {shown(k, v)}" for k, v in value.items() if v is not None
+            )
         if isinstance(value, list):
             return ", ".join(shown(name, v) for v in value)
         if name.endswith("_bytes"):
@@ -239,7 +275,9 @@ def machine_line(machine: Mapping[str, Any]) -> str:
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
     known = {name: value for name, value in machine.items() if value not in (None, "", [], {})}
-    return "; ".join(f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown(name, value)}" for name, value in known.items())
+    return "; ".join(
+        f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown(name, value)}" for name, value in known.items()
+    )
 
 
 def run_line(summary: Summary) -> str:
@@ -247,7 +285,9 @@ def run_line(summary: Summary) -> str:
     bandwidth, peak = summary["bandwidth"], summary["peak_memory_bytes"]
     parts = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
     parts += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
-    parts += [f"arithmetic: {summary['flops_per_second'] / 1e9:,.1f} GFLOP/s"] if summary.get("flops_per_second") else []
+    parts += (
+        [f"arithmetic: {summary['flops_per_second'] / 1e9:,.1f} GFLOP/s"] if summary.get("flops_per_second") else []
+    )
     parts += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
     return "; ".join([*parts, f"answering took {summary['minutes']:.1f} minutes"])
 
@@ -261,7 +301,9 @@ def page(summary: Summary, pictures: Mapping[str, tuple[str, str]]) -> str:
 
     template = Environment(loader=PackageLoader("eyas.bench", "."), autoescape=True).get_template("report.html.j2")
     drawn = {name: {"caption": caption, "svg": svg[svg.index("<svg") :]} for name, (caption, svg) in pictures.items()}
-    main, more = ([dict(zip(("title", "heads", "rows"), table, strict=True)) for table in tables] for tables in _tables(summary))
+    main, more = (
+        [dict(zip(("title", "heads", "rows"), table, strict=True)) for table in tables] for tables in _tables(summary)
+    )
     return template.render(
         summary=summary,
         headline=headline(summary),
@@ -285,7 +327,8 @@ LONG = ("methods", "prompts", "texts", "fingerprint")  # settings that are named
 
 
 def compared(a: Summary, b: Summary) -> dict[str, Any]:
-    """Rows of both side by side, and the settings that differ. InputError when they have no row in common."""
+    """Rows of both side by side, and the settings that differ. InputError when they have no row in
+    common."""
     keys = ("temperature", "task", "method")
     rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
     pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]
@@ -295,7 +338,9 @@ def compared(a: Summary, b: Summary) -> dict[str, Any]:
     for first, second in pairs:
         speeds = (second["tokens_per_second"], first["tokens_per_second"])
         sides = {name: {k: row[k] for k in SIDE} for name, row in (("a", first), ("b", second))}
-        table.append({**{k: first[k] for k in keys}, "ratio": round(speeds[0] / speeds[1], 4) if all(speeds) else None, **sides})
+        table.append(
+            {**{k: first[k] for k in keys}, "ratio": round(speeds[0] / speeds[1], 4) if all(speeds) else None, **sides}
+        )
     differ = {}
     for name in sorted(a["settings"].keys() | b["settings"].keys()):
         both = [x["settings"].get(name) for x in (a, b)]
@@ -305,7 +350,8 @@ def compared(a: Summary, b: Summary) -> dict[str, Any]:
 
 
 def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
-    """Two summaries side by side as Markdown. The ratio of two runs includes the drift between them, and the text says so."""
+    """Two summaries side by side as Markdown. The ratio of two runs includes the drift between
+    them, and the text says so."""
     found = compared(a, b)
     heads = ["T", "task", "method"]
     heads += [f"{what} {name}" for what in ("tok/s", "speed-up", "tau", "c") for name in ("A", "B")]
@@ -316,7 +362,9 @@ def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
         speeds = [number(side["tokens_per_second"], 1) for side in sides]
         gains = [number(side["speedup"], 2, (side["speedup_low"], side["speedup_high"])) for side in sides]
         others = [number(side[k]) for k in ("tau", "c") for side in sides]
-        rows.append([f"{row['temperature']:g}", row["task"], row["method"], *speeds, number(row["ratio"]), *gains, *others])
+        rows.append(
+            [f"{row['temperature']:g}", row["task"], row["method"], *speeds, number(row["ratio"]), *gains, *others]
+        )
     lines = [f"{letter}: {name} ({title})" for letter, name, title in zip("AB", names, found["titles"], strict=True)]
     shown = [name if both is None else f"{name} ({both[0]} / {both[1]})" for name, both in found["differ"].items()]
     settings = [f"Different settings: {', '.join(shown)}.", ""] if shown else []

@@ -1,7 +1,9 @@
-"""The table of a bench: a row of figures for each temperature, task and contestant. Numbers in, numbers out.
+"""The table of a bench: a row of figures for each temperature, task and contestant. Numbers in,
+numbers out.
 
-`eyas.metrics` defines the figures. All are ratios of sums over prompts, so long answers weigh more. The turns of a prompt are one sample
-of the bootstrap; ratios of two contestants are paired by prompt.
+`eyas.metrics` defines the figures. All are ratios of sums over prompts, so long answers weigh more.
+The turns of a prompt are one sample of the bootstrap; ratios of two contestants are paired by
+prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def speed_of(answers: Sequence[Answer]) -> float:
     return tokens_per_second(sum(a.emitted for a in answers), sum(a.decode_seconds for a in answers))
 
 
-def speedup(answers: Sequence[Answer], baseline: Sequence[Answer], whole: bool = False, resamples: int = RESAMPLES) -> Interval | None:
+def speedup(
+    answers: Sequence[Answer], baseline: Sequence[Answer], whole: bool = False, resamples: int = RESAMPLES
+) -> Interval | None:
     """Tokens per second over the baseline's, on the prompts that both answered.
 
     Args:
@@ -78,7 +82,8 @@ def speedup(answers: Sequence[Answer], baseline: Sequence[Answer], whole: bool =
 
 
 def stage_ms(cycles: Sequence[Cycle]) -> dict[str, float]:
-    """Mean milliseconds of a cycle by stage, by the host's clock; "host" is what no stage claims. Empty where stages are not reported."""
+    """Mean milliseconds of a cycle by stage, by the host's clock; "host" is what no stage claims.
+    Empty where stages are not reported."""
     cycles = [cycle for cycle in cycles if cycle.draft is not None]
     if not cycles:
         return {}
@@ -88,12 +93,14 @@ def stage_ms(cycles: Sequence[Cycle]) -> dict[str, float]:
 
 
 def utilisation(speed: float, bytes_per_step: float, bandwidth: float | None) -> float | None:
-    """R: tokens per second over what plain decoding would reach if it did nothing but read the weights once per token."""
+    """R: tokens per second over what plain decoding would reach if it did nothing but read the
+    weights once per token."""
     return None if not bandwidth else speed * bytes_per_step / bandwidth
 
 
 def tau_by_position(answers: Iterable[Answer]) -> list[dict[str, float]]:
-    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the next one."""
+    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the
+    next one."""
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for answer in answers:
         position = answer.prompt_tokens + len(answer.token_ids) - answer.emitted
@@ -102,7 +109,9 @@ def tau_by_position(answers: Iterable[Answer]) -> list[dict[str, float]]:
             counts[begin][0] += 1
             counts[begin][1] += cycle.emitted
             position += cycle.emitted
-    return [{"from": begin, "cycles": n, "tau": round(emitted / n, 4)} for begin, (n, emitted) in sorted(counts.items())]
+    return [
+        {"from": begin, "cycles": n, "tau": round(emitted / n, 4)} for begin, (n, emitted) in sorted(counts.items())
+    ]
 
 
 def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | None = None) -> list[dict[str, Any]]:
@@ -110,7 +119,9 @@ def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | No
 
     The rows of a contestant that failed hold `error`, and no figures.
     """
-    temperatures, methods, tasks = (list(dict.fromkeys(getattr(a, key) for a in answers)) for key in ("temperature", "method", "task"))
+    temperatures, methods, tasks = (
+        list(dict.fromkeys(getattr(a, key) for a in answers)) for key in ("temperature", "method", "task")
+    )
     errors = {a.method: a.error for a in answers if a.error is not None}
     table = []
     for temperature in temperatures:
@@ -147,7 +158,9 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "tau": _rounded((tau or (None,))[0]),
         "tau_interval": _interval(tau),
         "mean_acceptance_length": _rounded(mean_acceptance_length(cycles)),
-        "c": _rounded(relative_cycle_cost(sum(a.decode_seconds for a in ours), len(cycles), plain_seconds, plain_cycles)),
+        "c": _rounded(
+            relative_cycle_cost(sum(a.decode_seconds for a in ours), len(cycles), plain_seconds, plain_cycles)
+        ),
         "equal": all(a.differs is None for a in ours) if any(a.comparable for a in ours) else None,
         "differ": [[a.prompt, a.turn, *a.differs] for a in ours if a.differs is not None],
         "cycles": len(cycles),

@@ -1,4 +1,5 @@
-"""A bench: every contestant answers every prompt, prompt by prompt, so that drift of the machine hits all alike.
+"""A bench: every contestant answers every prompt, prompt by prompt, so that drift of the machine
+hits all alike.
 
     for temperature:  for prompt:  for turn:  for contestant (another one begins each time):  answer
 
@@ -6,11 +7,13 @@
            answers.jsonl   an Answer a line; the lines of a prompt are written together when all of it is done
            .lock           held while a run writes here
 
-Started again, a bench goes on with the first prompt that is not complete. A later turn is asked after plain decoding's own earlier answers,
-the same for all; one that no longer fits the context is not asked. Ids are compared with plain decoding's at once.
+Started again, a bench goes on with the first prompt that is not complete. A later turn is asked
+after plain decoding's own earlier answers, the same for all; one that no longer fits the context is
+not asked. Ids are compared with plain decoding's at once.
 
-A contestant whose answer raises an exception has failed: the reason is written into its Answers, it is asked nothing more, and the
-others go on. Without plain decoding there is nothing to compare with: its exception ends the bench.
+A contestant whose answer raises an exception has failed: the reason is written into its Answers, it
+is asked nothing more, and the others go on. Without plain decoding there is nothing to compare
+with: its exception ends the bench.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ OnPrompt = Callable[[int, int, str], None]  # (prompts done, number of prompts, 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a bench's folder. InputError when another run holds it, or when nothing can be written there."""
+    """Hold the lock of a bench's folder. InputError when another run holds it, or when nothing can
+    be written there."""
     prepare_folder(folder)
     with locked_output(folder):
         remove_leftovers(folder)
@@ -125,7 +129,8 @@ class Bench:
         return reasons
 
     def run(self, folder: Path, on_prompt: OnPrompt = lambda done, total, what: None) -> list[Answer]:
-        """All answers, those of earlier runs in this folder included. InputError when the folder holds another bench."""
+        """All answers, those of earlier runs in this folder included. InputError when the folder
+        holds another bench."""
         answers = self._resume(folder)
         self.failed = {a.method: a.error for a in answers if a.error is not None}
         jobs = [(temperature, prompt) for temperature in self.temperatures for prompt in self.prompts]
@@ -240,7 +245,15 @@ class Bench:
                     raise
                 self.failed[name] = reason_of(error)
         about = question.about(name)
-        return Answer(**about, token_ids=(), finish="failed", prefill_seconds=0.0, cycles=(), comparable=False, error=self.failed[name])
+        return Answer(
+            **about,
+            token_ids=(),
+            finish="failed",
+            prefill_seconds=0.0,
+            cycles=(),
+            comparable=False,
+            error=self.failed[name],
+        )
 
     def _compared(self, answer: Answer, plain: Answer, question: Question) -> Answer:
         """The answer, with the place where it leaves plain decoding's."""

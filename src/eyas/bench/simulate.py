@@ -1,9 +1,11 @@
-"""Verification with given acceptance rates, for targets whose text means nothing: a model of a real size with random weights.
+"""Verification with given acceptance rates, for targets whose text means nothing: a model of a real
+size with random weights.
 
-Drafting, the target's pass, processing and commits are done and measured as ever. Only which nodes are accepted is drawn at random: a draft
-token at depth d is accepted with rate a_d, given that all before it were, along the path to the deepest one: a tree of depth n emits
-1 + a_1 + a_1 a_2 + ... + a_1 ... a_n tokens a cycle, the last of them the bonus that verification found. The text is
-not the target's, and every report says so.
+Drafting, the target's pass, processing and commits are done and measured as ever. Only which nodes
+are accepted is drawn at random: a draft token at depth d is accepted with rate a_d, given that all
+before it were, along the path to the deepest one: a tree of depth n emits 1 + a_1 + a_1 a_2 + ... +
+a_1 ... a_n tokens a cycle, the last of them the bonus that verification found. The text is not the
+target's, and every report says so.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ __all__ = ["expected_tau", "parse_rates", "simulated"]
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """ "0.8,0.75" -> (0.8, 0.75): of depth 1, 2; the last one holds for all deeper ones. OptionError when they are no rates."""
+    """ "0.8,0.75" -> (0.8, 0.75): of depth 1, 2; the last one holds for all deeper ones.
+    OptionError when they are no rates."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError as error:
@@ -52,13 +55,15 @@ def simulated(rates: Sequence[float], seed: int = 0) -> Verify:
 
 
 class _Simulated:
-    """The draw of a cycle depends on the seed, the root's position and its token alone; it is computed on the device (`GumbelNoise`)."""
+    """The draw of a cycle depends on the seed, the root's position and its token alone; it is
+    computed on the device (`GumbelNoise`)."""
 
     on_device = True
 
     def __init__(self, rates: tuple[float, ...], seed: int) -> None:
         self.rates, self.seed = rates, seed
-        self._rates_P: dict[tuple[torch.device, int], Tensor] = {}  # by device and depth: a recorded cycle makes no tensor of host values
+        # by device and depth: a recorded cycle makes no tensor of host values
+        self._rates_P: dict[tuple[torch.device, int], Tensor] = {}
 
     def _rates(self, depth: int, device: torch.device) -> Tensor:
         """float64 [depth]: the rate of each depth from 1 on."""
@@ -67,7 +72,9 @@ class _Simulated:
             self._rates_P[device, depth] = torch.tensor(rates, dtype=torch.float64, device=device)
         return self._rates_P[device, depth]
 
-    def __call__(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE) -> Verdict:
+    def __call__(
+        self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE
+    ) -> Verdict:
         real = verify(draft, scores_BNV, position_B, noise, ops)  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
         if real.columns_BX is not None and real.broken_B is not None:  # verified by GPU kernels, which do this too

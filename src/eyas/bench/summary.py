@@ -1,6 +1,7 @@
 """The end of a bench: everything in one object, and the files that are made from it.
 
-FOLDER/summary.json, report.md, report.html, and each picture as SVG; with a profile a trace of each method
+FOLDER/summary.json, report.md, report.html, and each picture as SVG; with a profile a trace of each
+method
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def summarise(
     on_prompt: OnPrompt = lambda done, total, what: None,
     traces: Path | None = None,
 ) -> dict[str, Any]:
-    """The summary. What is measured beside the answers is measured here: trees node by node, bandwidth, a pass's time against its nodes.
+    """The summary. What is measured beside the answers is measured here: trees node by node,
+    bandwidth, a pass's time against its nodes.
 
     Args:
         before: the snapshot of this run's beginning.
@@ -107,7 +109,9 @@ def _title(bench: Bench, settings: Mapping[str, Any]) -> str:
 def _warnings(bench: Bench, answers: Sequence[Answer], threads: int) -> list[str]:
     warnings = []
     if bench.simulated:
-        warnings.append(f"Acceptance is simulated ({bench.simulated}): tau was given, texts mean nothing; times are measured.")
+        warnings.append(
+            f"Acceptance is simulated ({bench.simulated}): tau was given, texts mean nothing; times are measured."
+        )
     if line := busy(_others(answers), threads):
         warnings.append(line)
     return warnings
@@ -128,13 +132,17 @@ def _samples(bench: Bench, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         plain = next((a for a in here if a.method == VANILLA), None)
         if plain is not None:
             differ = [a.method for a in here if a.differs is not None]
-            samples.append({"prompt": prompt.id, "question": _question(prompt), "answer": _text(bench, plain), "differ": differ})
+            samples.append(
+                {"prompt": prompt.id, "question": _question(prompt), "answer": _text(bench, plain), "differ": differ}
+            )
     return samples
 
 
 def _question(prompt: Prompt) -> str:
     if prompt.prompt_ids:
-        return f"token ids {', '.join(map(str, prompt.prompt_ids[:12]))}{', ...' if len(prompt.prompt_ids) > 12 else ''}"
+        return (
+            f"token ids {', '.join(map(str, prompt.prompt_ids[:12]))}{', ...' if len(prompt.prompt_ids) > 12 else ''}"
+        )
     text = prompt.turns[0] if prompt.turns else str((prompt.messages or [{}])[-1].get("content", ""))
     return text if len(text) <= SAMPLE_LETTERS else f"... {text[-SAMPLE_LETTERS:]}"
 
@@ -151,7 +159,9 @@ def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
     def text(token: int) -> str:
         return repr(bench.llm.tokenizer.decode([token])) if bench.llm.tokenizer else str(token)
 
-    pooled = {r["method"]: r["speedup"] for r in table if r["task"] == rows.ALL and r["temperature"] == bench.temperatures[0]}
+    pooled = {
+        r["method"]: r["speedup"] for r in table if r["task"] == rows.ALL and r["temperature"] == bench.temperatures[0]
+    }
     ours = [c for c in _methods(bench.contestants) if c.name != VANILLA and pooled.get(c.name)]
     for contestant in sorted(ours, key=lambda c: -pooled[c.name]):
         try:
@@ -162,7 +172,12 @@ def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
         if step is not None:
             nodes = tree_nodes(step, text)
             lines = [list(line) for line in tree_lines(nodes)]
-            return {"method": contestant.name, "prompt": bench.prompts[0].id, "tokens": len(step.tokens), "lines": lines}
+            return {
+                "method": contestant.name,
+                "prompt": bench.prompts[0].id,
+                "tokens": len(step.tokens),
+                "lines": lines,
+            }
     return None
 
 
@@ -171,7 +186,8 @@ def _methods(contestants: Sequence[Contestant]) -> Iterator[Drafting]:
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write all files, each whole or not at all. The page and its pictures need matplotlib and jinja2, and are left out without them."""
+    """Write all files, each whole or not at all. The page and its pictures need matplotlib and
+    jinja2, and are left out without them."""
     write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(folder / "report.md", report.markdown(summary))
     try:
@@ -188,7 +204,8 @@ def write(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def wrong_texts(summary: Mapping[str, Any]) -> list[str]:
-    """Texts in float32 that are not plain decoding's, apart from near ties. Of transformers' only plain ones count."""
+    """Texts in float32 that are not plain decoding's, apart from near ties. Of transformers' only
+    plain ones count."""
     if summary["settings"]["dtype"] != "float32":
         return []
     by_kernels = summary["settings"].get("runs_by") == "kernels"

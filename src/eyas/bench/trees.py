@@ -39,7 +39,9 @@ def tree_nodes(step: Step, text: Callable[[int], str]) -> list[Node]:
     parents_N, candidate_N = tree.parents_BN[step.row].tolist(), tree.candidate_BN[step.row].tolist()
     kept = [n for n in range(len(parents_N)) if n == 0 or candidate_N[n]]
     place = {node: i for i, node in enumerate(kept)}
-    nodes = [Node(text(tokens_N[n]), place.get(parents_N[n]), "accepted" if n in step.path else "drafted") for n in kept]
+    nodes = [
+        Node(text(tokens_N[n]), place.get(parents_N[n]), "accepted" if n in step.path else "drafted") for n in kept
+    ]
     if len(step.tokens) == len(step.path):
         nodes.append(Node(text(step.tokens[-1]), place[step.path[-1]], "bonus"))
     return nodes
@@ -62,11 +64,14 @@ def tree_lines(nodes: Sequence[Node]) -> list[Line]:
 
 def draw(lines: Sequence[Line]) -> str:
     """Plain text: accepted nodes are marked with *, the target's own token stands behind ->."""
-    return "\n".join(f"{'*' if n.accepted else ' '} {n.lead}{n.token}" + (f"   -> {n.bonus}" if n.bonus else "") for n in lines)
+    return "\n".join(
+        f"{'*' if n.accepted else ' '} {n.lead}{n.token}" + (f"   -> {n.bonus}" if n.bonus else "") for n in lines
+    )
 
 
 def deepest_cycle(drafter: Drafter, request: Request, cycles: int = 12) -> Step | None:
-    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was drafted."""
+    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was
+    drafted."""
     decoder, steps = Decoder(drafter.target, drafter), list[Step]()
     decoder.add(request)
     while not decoder.finished and len(steps) < cycles:

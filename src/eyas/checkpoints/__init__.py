@@ -1,9 +1,10 @@
-"""Draft heads on disk and on the hub: `load` and `save` convert between a folder or hub id and `Weights`, in any format;
-`export` writes the formats of other engines.
+"""Draft heads on disk and on the hub: `load` and `save` convert between a folder or hub id and
+`Weights`, in any format; `export` writes the formats of other engines.
 
-One module of this package is one published format: its tensor names and the meaning of its config.json. A new format is a new module (see
-`Format` in `_weights.py`); there is no list of formats. This package knows no network and no model: a drafter checks names and shapes
-with `expect`.
+One module of this package is one published format: its tensor names and the meaning of its
+config.json. A new format is a new module (see `Format` in `_weights.py`); there is no list of
+formats. This package knows no network and no model: a drafter checks names and shapes with
+`expect`.
 """
 
 from eyas.checkpoints._export import export, export_formats, usage

@@ -1,6 +1,8 @@
-"""Block heads (DFlash, DSpark) in our names, and what their published formats share: tensor names, layer ids, refusals.
+"""Block heads (DFlash, DSpark) in our names, and what their published formats share: tensor names,
+layer ids, refusals.
 
-Our tensors (D width of target and head, F = features x D, V vocabulary, r rank, h width of an attention head; i from 0):
+Our tensors (D width of target and head, F = features x D, V vocabulary, r rank, h width of an
+attention head; i from 0):
 
     fc.weight [D, F]                                  hidden_norm.weight [D]
     layers.i.input_norm.weight [D]                    layers.i.mlp_norm.weight [D]
@@ -21,9 +23,10 @@ Our config: the keys of an EAGLE-1 head's layer (`safeailab`) and
     markov_rank         int; 0: no Markov head
     confidence          "none", "hidden" or "hidden+markov": what the confidence head reads
 
-**Which token a slot predicts** is shown by no tensor, and a head that is read the wrong way accepts next to nothing. `sample_from_anchor`
-says it (`shift_label` in heads of the speculators library). Where config.json has neither, the class under `architectures` decides, as its
-authors' code knows one way only: DFlashDraftModel the token at its own place, Qwen3DSparkModel the next one.
+**Which token a slot predicts** is shown by no tensor, and a head that is read the wrong way accepts
+next to nothing. `sample_from_anchor` says it (`shift_label` in heads of the speculators library).
+Where config.json has neither, the class under `architectures` decides, as its authors' code knows
+one way only: DFlashDraftModel the token at its own place, Qwen3DSparkModel the next one.
 """
 
 from __future__ import annotations
@@ -38,7 +41,17 @@ from eyas.checkpoints._llama import Shape, count, flag, layer_names, read_layer,
 from eyas.checkpoints._weights import differences, refuse_dtypes
 from eyas.errors import CheckpointError
 
-__all__ = ["CLASSES", "DFLASH", "DSPARK", "is_block_head", "read_common", "read_tensors", "tensor_shapes", "write_common", "write_tensors"]
+__all__ = [
+    "CLASSES",
+    "DFLASH",
+    "DSPARK",
+    "is_block_head",
+    "read_common",
+    "read_tensors",
+    "tensor_shapes",
+    "write_common",
+    "write_tensors",
+]
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 CLASSES = (DFLASH, DSPARK, "DSparkDraftModel", "DFlash2DraftModel", "Gemma4DSparkModel")
@@ -80,7 +93,9 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
     ids = merged.get("target_layer_ids")
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= -1 for i in ids)
     if not whole or not ids or ids != sorted(set(ids)):
-        raise CheckpointError(f"config.json has target_layer_ids {ids!r}; they must be whole numbers from -1 on, each above the one before")
+        raise CheckpointError(
+            f"config.json has target_layer_ids {ids!r}; they must be whole numbers from -1 on, each above the one before"
+        )
     ours = {
         **read_layer(config),
         **read_rope(config),
@@ -100,7 +115,8 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
 
 
 def read_tensors(ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool) -> dict[str, Tensor]:
-    """Our tensors. CheckpointError for a name that is missing or unknown, a wrong shape, and quantised weights.
+    """Our tensors. CheckpointError for a name that is missing or unknown, a wrong shape, and
+    quantised weights.
 
     Args:
         tables: whether the format has embeddings and an lm_head, which may be absent.
@@ -116,9 +132,15 @@ def read_tensors(ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables:
 
 def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
     """Our tensor names and their shapes, from our config."""
-    D, inner, V, r, h = (ours[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "markov_rank", "head_dim"))
+    D, inner, V, r, h = (
+        ours[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "markov_rank", "head_dim")
+    )
     query, key = ours["num_heads"] * h, ours["num_kv_heads"] * h
-    out: dict[str, Shape] = {"fc.weight": (D, len(ours["feature_layers"]) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    out: dict[str, Shape] = {
+        "fc.weight": (D, len(ours["feature_layers"]) * D),
+        "hidden_norm.weight": (D,),
+        "norm.weight": (D,),
+    }
     layer: dict[str, Shape] = {
         "input_norm.weight": (D,), "mlp_norm.weight": (D,),
         "attention.q.weight": (query, D), "attention.k.weight": (key, D), "attention.v.weight": (key, D),
@@ -130,7 +152,10 @@ def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
     if r:
         out |= {"markov.before.weight": (V, r), "markov.after.weight": (V, r)}
     if ours["confidence"] != "none":
-        out |= {"confidence.weight": (1, D + (r if ours["confidence"] == "hidden+markov" else 0)), "confidence.bias": (1,)}
+        out |= {
+            "confidence.weight": (1, D + (r if ours["confidence"] == "hidden+markov" else 0)),
+            "confidence.bias": (1,),
+        }
     if tables:
         out |= {"embed.weight": (V, D), "head.weight": (V, D)}
     return out
@@ -157,7 +182,9 @@ def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
 
 def _from_anchor(merged: Mapping[str, Any]) -> bool:
     """Whether slot i predicts the next token. CheckpointError where config.json does not say it."""
-    said = {key: flag(merged, key, False) for key in ("sample_from_anchor", "shift_label") if merged.get(key) is not None}
+    said = {
+        key: flag(merged, key, False) for key in ("sample_from_anchor", "shift_label") if merged.get(key) is not None
+    }
     if len(set(said.values())) > 1:
         raise CheckpointError(f"config.json has {said}, which contradict each other: remove the wrong one")
     if said:
@@ -176,12 +203,18 @@ def _refuse(merged: Mapping[str, Any]) -> None:
         if value is not None and value != expected and not (key == "use_sliding_window" and not _slides(merged)):
             raise CheckpointError(f"config.json has {key} {value!r}: {meaning}, which is not computed here")
     if _slides(merged):
-        raise CheckpointError('config.json has layer_types other than "full_attention", and heads with those are not computed here')
+        raise CheckpointError(
+            'config.json has layer_types other than "full_attention", and heads with those are not computed here'
+        )
     size, vocabulary = merged.get("draft_vocab_size"), merged.get("vocab_size")
     if size is not None and size != vocabulary:
-        raise CheckpointError(f"config.json has draft_vocab_size {size!r}; block heads over the target's whole vocabulary are read")
+        raise CheckpointError(
+            f"config.json has draft_vocab_size {size!r}; block heads over the target's whole vocabulary are read"
+        )
     if merged.get("model_type") not in (None, "qwen3"):
-        raise CheckpointError(f"the layers of this head are of model_type {merged.get('model_type')!r}; heads with qwen3 layers are read")
+        raise CheckpointError(
+            f"the layers of this head are of model_type {merged.get('model_type')!r}; heads with qwen3 layers are read"
+        )
 
 
 def _slides(merged: Mapping[str, Any]) -> bool:
@@ -202,7 +235,8 @@ def _token(config: Mapping[str, Any], key: str) -> int:
 
 
 def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under `architectures`."""
+    """The keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under
+    `architectures`."""
     published = {
         "architectures": [name],
         "model_type": "qwen3",

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads in our names, and what their published formats share: tensor names, vocabulary maps, layer ids, refusals.
+"""EAGLE-3 heads in our names, and what their published formats share: tensor names, vocabulary
+maps, layer ids, refusals.
 
 This module does not know in which format a head was published: the format's module says where a
 setting stands in config.json and what it means there.
@@ -60,10 +61,20 @@ MASK = "mask_hidden"  # the tensor by which P-EAGLE heads are known
 CARRIES, MEANINGS = ("raw", "normed"), ("input", "output")
 
 SETTINGS = frozenset(
-    {"carries", "layer_ids", "feature_layers", "layer_ids_as_published", "norm_before_fc", "fc_norm", "norm_before_residual", "head"}
+    {
+        "carries",
+        "layer_ids",
+        "feature_layers",
+        "layer_ids_as_published",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_before_residual",
+        "head",
+    }
     | {"draft_vocab_size", "layers"}
 )
-"""Keys of the "eyas" object that define the computation; all others are the writer's record and are kept as they are."""
+"""Keys of the "eyas" object that define the computation; all others are the writer's record and are
+kept as they are."""
 
 _MORE_LAYERS = r"layers\.(\d{1,9})"
 _REST = {
@@ -141,7 +152,8 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our tensor names and their shapes, from our complete config; `embed.weight` may be absent where D = T."""
+    """Our tensor names and their shapes, from our complete config; `embed.weight` may be absent
+    where D = T."""
     hidden, vocab, draft_vocab = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
     target = config["target_hidden_size"]
     features = config["num_features"] * target
@@ -171,7 +183,10 @@ def later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Our tensor names and their shapes, of the layers behind the first."""
     out: dict[str, Shape] = {}
     for i in range(config["layers"] - 1):
-        out |= {f"later.{i}.input_norm.weight": (config["hidden_size"],), **layer_shapes(config, config["hidden_size"], f"later.{i}")}
+        out |= {
+            f"later.{i}.input_norm.weight": (config["hidden_size"],),
+            **layer_shapes(config, config["hidden_size"], f"later.{i}"),
+        }
     return out
 
 
@@ -179,10 +194,14 @@ def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
     """Published tensor name -> ours; without the vocabulary maps.
 
     Args:
-        layer: the published name of the first layer ("midlayer"). Those behind it are layers.1, layers.2, ... in all formats.
+        layer: the published name of the first layer ("midlayer"). Those behind it are layers.1,
+            layers.2, ... in all formats.
         layers: the number of all layers.
     """
-    norms = {f"{layer}.input_layernorm.weight": "layer.embed_norm.weight", f"{layer}.hidden_norm.weight": "layer.hidden_norm.weight"}
+    norms = {
+        f"{layer}.input_layernorm.weight": "layer.embed_norm.weight",
+        f"{layer}.hidden_norm.weight": "layer.hidden_norm.weight",
+    }
     fc_norms = {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
     later: dict[str, str] = {}
     for i in range(layers - 1):
@@ -240,7 +259,8 @@ def assemble(
     strict: bool = False,
     several: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors, with the settings that the format has read -> our config, our tensors.
+    """Published config and tensors, with the settings that the format has read -> our config, our
+    tensors.
 
     Args:
         layers: the names that the first layer may have.
@@ -309,13 +329,17 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
     if added is not None and published is not None:
         raise CheckpointError(f"config.json has layer ids twice, in {IDS} and in eyas.feature_layers: remove one")
     if added is not None and override is None:
-        raise CheckpointError('config.json has eyas.feature_layers; say what they mean: "layer_ids": "input" or "output" beside them')
+        raise CheckpointError(
+            'config.json has eyas.feature_layers; say what they mean: "layer_ids": "input" or "output" beside them'
+        )
     ids = published if added is None else added
     if ids is None:
         return {"feature_layers": None, "layer_ids_as_published": None, "num_features": 3}
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
     if not whole or not ids or ids != sorted(set(ids)):
-        raise CheckpointError(f"config.json has layer ids {ids!r}; they must be whole numbers from 0 on, each greater than the one before")
+        raise CheckpointError(
+            f"config.json has layer ids {ids!r}; they must be whole numbers from 0 on, each greater than the one before"
+        )
     if meaning is None:
         raise CheckpointError(
             f"config.json has layer ids {ids} and does not tell whether they mean the input or the output of a layer: "
@@ -339,12 +363,15 @@ def _merged(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, An
     settings = {key: value for key, value in inner.items() if value is not None}
     for key, value in settings.items():
         if config.get(key) is not None and config[key] != value:
-            raise CheckpointError(f"config.json has {key} {config[key]!r}, and {value!r} in its eagle_config: remove the wrong one")
+            raise CheckpointError(
+                f"config.json has {key} {config[key]!r}, and {value!r} in its eagle_config: remove the wrong one"
+            )
     return {**config, **settings}
 
 
 def _bias(config: Mapping[str, Any], key: str, present: bool, strict: bool) -> bool:
-    """Whether the head has a bias. config.json decides, so that the tensors are checked against it; when silent, the tensors do."""
+    """Whether the head has a bias. config.json decides, so that the tensors are checked against it;
+    when silent, the tensors do."""
     claimed = flag(config, key, present)
     return claimed and present if strict else claimed
 
@@ -362,7 +389,9 @@ def _draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> T
         raise CheckpointError("d2t holds the target's ids themselves; it must hold offsets, target id - draft id")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         span = f"{int(ids.min())} ... {int(ids.max())}"
-        raise CheckpointError(f"d2t leads out of the vocabulary of {vocab}, to {span}; it must hold offsets, target id - draft id")
+        raise CheckpointError(
+            f"d2t leads out of the vocabulary of {vocab}, to {span}; it must hold offsets, target id - draft id"
+        )
     if bool((ids.diff() <= 0).any()):
         at = int((ids.diff() <= 0).nonzero()[0])
         raise CheckpointError(
@@ -370,7 +399,9 @@ def _draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> T
         )
     if not torch.equal(ids, marked):
         first = min(set(ids.tolist()) ^ set(marked.tolist()))
-        raise CheckpointError(f"d2t and t2d disagree: {len(ids)} ids by d2t, {len(marked)} by t2d, and id {first} is in one of them only")
+        raise CheckpointError(
+            f"d2t and t2d disagree: {len(ids)} ids by d2t, {len(marked)} by t2d, and id {first} is in one of them only"
+        )
     return None if draft_vocab == vocab else ids
 
 
@@ -384,8 +415,8 @@ def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) -> tuple[str, int]:
-    """The published name of the first layer, and the number of layers, counted from the tensors: published num_hidden_layers are often
-    wrong where there is one layer."""
+    """The published name of the first layer, and the number of layers, counted from the tensors:
+    published num_hidden_layers are often wrong where there is one layer."""
     found = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
     first = [name for name in found if name in allowed]
     later = sorted(int(match[1]) for name in found if name not in first and (match := re.fullmatch(_MORE_LAYERS, name)))
@@ -399,14 +430,18 @@ def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) ->
             f'different ways; if they are those of vLLM or of the speculators library, write "architectures": ["{VLLM}"]'
         )
     if later != list(range(1, 1 + len(later))):
-        raise CheckpointError(f"the layers of an EAGLE-3 head are numbered without gaps; this file has {', '.join(found)}")
+        raise CheckpointError(
+            f"the layers of an EAGLE-3 head are numbered without gaps; this file has {', '.join(found)}"
+        )
     return first[0], 1 + len(later)
 
 
 def _check_count(config: Mapping[str, Any], layers: int) -> None:
     """Raise CheckpointError for several layers of which config.json says another number."""
     if layers > 1 and count(config, "num_hidden_layers", layers) != layers:
-        raise CheckpointError(f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {layers} layers")
+        raise CheckpointError(
+            f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {layers} layers"
+        )
 
 
 # --- refusing ----------------------------------------------------------------------------------------
@@ -420,10 +455,14 @@ def refuse(config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json has {key} {value!r}: {why}; heads of that kind are not read")
     for key, value in config.items():
         if "norm" in key and value is True and key not in _NORMS | _MUST_BE.keys() | {"norm_topk_prob"}:
-            raise CheckpointError(f"config.json has {key} true, which is not known here; remove it if the head is computed without it")
+            raise CheckpointError(
+                f"config.json has {key} true, which is not known here; remove it if the head is computed without it"
+            )
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
-            raise CheckpointError(f"config.json has a {key}: quantised heads are not read; give the head in bfloat16 or float32")
+            raise CheckpointError(
+                f"config.json has a {key}: quantised heads are not read; give the head in bfloat16 or float32"
+            )
     if config.get("fc_norm") and config.get("norm_before_fc"):
         raise CheckpointError("config.json has both fc_norm and norm_before_fc; a head has one or the other")
 
@@ -440,13 +479,20 @@ def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
         )
     if draft_vocab == vocab and "d2t" in tensors and len(tensors["d2t"]) != vocab:
         size = len(tensors["d2t"])
-        raise CheckpointError(f'config.json names no smaller draft vocabulary, and d2t has {size} entries: add "draft_vocab_size": {size}')
+        raise CheckpointError(
+            f'config.json names no smaller draft vocabulary, and d2t has {size} entries: add "draft_vocab_size": {size}'
+        )
 
 
 def _window(config: Mapping[str, Any], positions: int, layers: int) -> int | None:
-    """The sliding window in tokens, where it is shorter than the trained length. CheckpointError if it is not that of all layers."""
+    """The sliding window in tokens, where it is shorter than the trained length. CheckpointError if
+    it is not that of all layers."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if isinstance(kinds, list) and len({str(kind) for kind in kinds[:layers]}) > 1:
-        raise CheckpointError(f"config.json has layer_types {kinds[:layers]}: heads whose layers all are of one type are read")
-    windowed = (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]) or config.get("use_sliding_window") is True
+        raise CheckpointError(
+            f"config.json has layer_types {kinds[:layers]}: heads whose layers all are of one type are read"
+        )
+    windowed = (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]) or config.get(
+        "use_sliding_window"
+    ) is True
     return window if windowed and isinstance(window, int) and 0 < window < positions else None

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads on their way to a published format: the tensors under published names, and the keys that several formats share.
+"""EAGLE-3 heads on their way to a published format: the tensors under published names, and the keys
+that several formats share.
 
 This module does not know in which format a head will be published.
 """
@@ -19,10 +20,14 @@ from eyas.errors import CheckpointError
 __all__ = ["dtype_of", "publish", "publish_tensors", "window_keys"]
 
 
-def publish_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Our config with every key, and the tensors under their published names; `layer` is the published name of the first layer.
+def publish_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Our config with every key, and the tensors under their published names; `layer` is the
+    published name of the first layer.
 
-    A smaller draft vocabulary becomes d2t (offsets, target id - draft id) and t2d (marks of the same ids).
+    A smaller draft vocabulary becomes d2t (offsets, target id - draft id) and t2d (marks of the
+    same ids).
     """
     ours = complete(config)
     optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
@@ -42,7 +47,8 @@ def publish_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], la
 def publish(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Convert to the parts that every format for other engines needs. CheckpointError for biases, which none of them computes.
+    """Convert to the parts that every format for other engines needs. CheckpointError for biases,
+    which none of them computes.
 
     Args:
         reader: the engine's name, for messages.
@@ -63,7 +69,11 @@ def publish(
 def window_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a sliding window in a LLaMA config; none without a window."""
     window = config["window"]
-    return {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * config["layers"]} if window else {}
+    return (
+        {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * config["layers"]}
+        if window
+        else {}
+    )
 
 
 def dtype_of(tensor: Tensor) -> str:

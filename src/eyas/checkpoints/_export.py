@@ -1,4 +1,5 @@
-"""Writing a draft head in a format that another engine reads. Which formats there are, and what they hold, their modules say.
+"""Writing a draft head in a format that another engine reads. Which formats there are, and what
+they hold, their modules say.
 
 export          a folder in the format, complete or not at all; CheckpointError names what the format cannot hold
 export_formats  the formats' names
@@ -30,7 +31,8 @@ def export_formats() -> dict[str, tuple[str, ...]]:
 def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: ExportTarget) -> list[str]:
     """Write a draft head in the format `name` into a new folder.
 
-    The folder is made under a temporary name beside its place and renamed, so that it is there completely or not at all.
+    The folder is made under a temporary name beside its place and renamed, so that it is there
+    completely or not at all.
 
     Args:
         target: what is known about the target model.

@@ -1,4 +1,5 @@
-"""The files of a draft head: finding its folder, locally or on the hub; reading and writing config.json and tensors.
+"""The files of a draft head: finding its folder, locally or on the hub; reading and writing
+config.json and tensors.
 
 This module knows file names and file formats, and no tensor name. Reading never runs code from a
 file: pickles are read with weights_only.
@@ -29,7 +30,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
-_NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")  # may lie beside the weights of a whole model
+# may lie beside the weights of a whole model
+_NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 _FETCHED_FIRST = [_CONFIG, "*.safetensors", "*.safetensors.index.json"]
 _FETCHED_ELSE = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
@@ -46,7 +48,9 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
             raise InputError(f"revision {revision!r} is for a hub id, but {name} is a folder here: leave it out")
         return folder, name
     if folder.exists():
-        raise CheckpointError(f"draft head {name}: this is a file; give the folder that holds it together with its {_CONFIG}")
+        raise CheckpointError(
+            f"draft head {name}: this is a file; give the folder that holds it together with its {_CONFIG}"
+        )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"draft head {name}: there is no such folder, and it is no hub id (owner/name)")
     folder = _fetch(name, revision)
@@ -54,7 +58,8 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
 
 
 def _fetch(hub_id: str, revision: str | None) -> Path:
-    """The folder of a hub snapshot: config and safetensors, or pickled files where there are no safetensors."""
+    """The folder of a hub snapshot: config and safetensors, or pickled files where there are no
+    safetensors."""
     import huggingface_hub
 
     try:
@@ -62,7 +67,9 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
         if not any(folder.glob("*.safetensors")):
             folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_FETCHED_ELSE))
     except Exception as error:  # the hub's client raises errors of several libraries
-        raise CheckpointError(f"draft head {hub_id}: there is no such folder here, and {_refusal(error, revision)}") from error
+        raise CheckpointError(
+            f"draft head {hub_id}: there is no such folder here, and {_refusal(error, revision)}"
+        ) from error
     return folder
 
 
@@ -92,7 +99,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors, on the CPU, from the first of: files named for a method, safetensors, its shards, .bin, its shards."""
+    """All tensors, on the CPU, from the first of: files named for a method, safetensors, its
+    shards, .bin, its shards."""
     for name in _NAMED:
         if (folder / name).is_file():
             return _read_file(folder / name)
@@ -101,7 +109,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             return _read_file(folder / single)
         if (folder / f"{single}.index.json").is_file():
             return _read_shards(folder / f"{single}.index.json")
-    raise CheckpointError(f"the folder has no weights: neither {_SAFETENSORS} nor {_BIN}, nor the index.json of their shards")
+    raise CheckpointError(
+        f"the folder has no weights: neither {_SAFETENSORS} nor {_BIN}, nor the index.json of their shards"
+    )
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
@@ -128,7 +138,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         checked = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
         if checked and not all(bound.isfinite() for bound in tensor.aminmax()):
-            raise CheckpointError(f"{path.name}: tensor {name} holds NaN or infinite values: the file is broken, or its training failed")
+            raise CheckpointError(
+                f"{path.name}: tensor {name} holds NaN or infinite values: the file is broken, or its training failed"
+            )
     return tensors
 
 
@@ -145,8 +157,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     except MemoryError:
         raise
     except Exception as error:  # a broken pickle may raise anything
-        raise CheckpointError(f"{path.name} is corrupt, truncated or holds more than tensors: {_first_line(error)}") from error
-    if not isinstance(content, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()):
+        raise CheckpointError(
+            f"{path.name} is corrupt, truncated or holds more than tensors: {_first_line(error)}"
+        ) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
+    ):
         raise CheckpointError(f"{path.name} holds no dict from names to tensors")
     return dict(content)
 
@@ -164,7 +180,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _check_sum(path: Path) -> None:
     if is_altered(path):
-        raise CheckpointError(f"{path.name} is not the file whose SHA-256 stands in {CHECKSUMS}: it is damaged; install or fetch it again")
+        raise CheckpointError(
+            f"{path.name} is not the file whose SHA-256 stands in {CHECKSUMS}: it is damaged; install or fetch it again"
+        )
 
 
 def _first_line(error: BaseException) -> str:
@@ -177,7 +195,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = _SAFETENSORS) -> None:
-    """Write both files under temporary names in `folder`, then rename them: weights first, so that config.json completes a new head.
+    """Write both files under temporary names in `folder`, then rename them: weights first, so that
+    config.json completes a new head.
 
     Args:
         file: the name of the file of tensors: safetensors, or a pickle where it ends in .pt.

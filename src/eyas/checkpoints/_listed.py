@@ -1,7 +1,9 @@
-"""The list of published heads, `heads.json`: for a target, hub ids of heads that others have published, with the source of each entry.
+"""The list of published heads, `heads.json`: for a target, hub ids of heads that others have
+published, with the source of each entry.
 
-It is data that was read on the day that it names; nothing is asked for here. Heads of one target stand in the order in which `draft="auto"`
-tries them: those of a method's authors, then those whose format leaves nothing open, then others.
+It is data that was read on the day that it names; nothing is asked for here. Heads of one target
+stand in the order in which `draft="auto"` tries them: those of a method's authors, then those whose
+format leaves nothing open, then others.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def listed_heads(target: str | None = None) -> list[ListedHead]:
 
 
 def _names(target: str) -> set[str]:
-    """Names of a target, in lower case: its id; for a folder the id that it has in the hub's cache, or those that end as it."""
+    """Names of a target, in lower case: its id; for a folder the id that it has in the hub's cache,
+    or those that end as it."""
     folder, known = Path(target), {head.target.lower() for head in _read()}
     cached = [part.removeprefix(IN_CACHE).replace("--", "/") for part in folder.parts if part.startswith(IN_CACHE)]
     alike = [name for name in known if folder.is_dir() and name.split("/")[1] == folder.name.lower()]

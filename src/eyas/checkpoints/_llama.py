@@ -39,7 +39,8 @@ def layer_names(published: str, ours: str) -> dict[str, str]:
 
 
 def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -> dict[str, Shape]:
-    """Our names ("layer.attention.q.weight") and shapes of a layer whose attention reads `inputs` features."""
+    """Our names ("layer.attention.q.weight") and shapes of a layer whose attention reads `inputs`
+    features."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query, key = (config[heads] * config["head_dim"] for heads in ("num_heads", "num_kv_heads"))
     out: dict[str, Shape] = {}
@@ -64,9 +65,13 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise CheckpointError(f"config.json has {heads} attention heads, which is no multiple of its {kv_heads} key-value heads")
+        raise CheckpointError(
+            f"config.json has {heads} attention heads, which is no multiple of its {kv_heads} key-value heads"
+        )
     if config.get("head_dim") is None and hidden % heads:
-        raise CheckpointError(f"config.json has hidden_size {hidden}, no multiple of its {heads} attention heads, and no head_dim")
+        raise CheckpointError(
+            f"config.json has hidden_size {hidden}, no multiple of its {heads} attention heads, and no head_dim"
+        )
     head_dim = count(config, "head_dim", hidden // heads)
     if head_dim % 2:
         raise CheckpointError(f"config.json has heads of width {head_dim}; RoPE needs an even one")
@@ -95,10 +100,14 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     objects = [rope for key in ("rope_scaling", "rope_parameters") if (rope := mapping(config, key))]
     thetas = {number(rope, "rope_theta") for rope in (config, *objects) if rope.get("rope_theta") is not None}
     if len(thetas) > 1:
-        raise CheckpointError(f"config.json has more than one rope_theta, {' and '.join(map(str, sorted(thetas)))}: remove the wrong one")
+        raise CheckpointError(
+            f"config.json has more than one rope_theta, {' and '.join(map(str, sorted(thetas)))}: remove the wrong one"
+        )
     scalings = [_read_scaling(rope) for rope in objects]
     if any(scaling != scalings[0] for scaling in scalings):
-        raise CheckpointError("config.json has a rope_scaling and rope_parameters that contradict each other: remove the wrong one")
+        raise CheckpointError(
+            "config.json has a rope_scaling and rope_parameters that contradict each other: remove the wrong one"
+        )
     return {
         "rope_theta": thetas.pop() if thetas else 10000.0,
         "rope_scaling": scalings[0] if scalings else None,
@@ -137,9 +146,12 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
-    """CheckpointError for a head with biases of q, k and v, for engines that have them only together with one of o."""
+    """CheckpointError for a head with biases of q, k and v, for engines that have them only
+    together with one of o."""
     if config["qkv_bias"]:
-        raise CheckpointError(f"the head has biases of q, k and v, and {reader} has them only together with one of o, which the head lacks")
+        raise CheckpointError(
+            f"the head has biases of q, k and v, and {reader} has them only together with one of o, which the head lacks"
+        )
 
 
 # --- single values -----------------------------------------------------------------------------------

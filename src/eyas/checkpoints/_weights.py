@@ -20,7 +20,18 @@ from eyas.checkpoints._files import find, read_config, read_tensors, write
 from eyas.checkpoints._llama import Shape, mapping
 from eyas.errors import CheckpointError, near
 
-__all__ = ["ExportTarget", "Format", "Published", "Weights", "differences", "expect", "formats", "load", "refuse_dtypes", "save"]
+__all__ = [
+    "ExportTarget",
+    "Format",
+    "Published",
+    "Weights",
+    "differences",
+    "expect",
+    "formats",
+    "load",
+    "refuse_dtypes",
+    "save",
+]
 
 Published = tuple[dict[str, Any], dict[str, Tensor]]
 """A config.json and the tensors beside it."""
@@ -31,12 +42,14 @@ _FINGERPRINT = re.compile(rf"([0-9a-z_-]+\+)*[0-9a-f]+:{_FLOAT}(,{_FLOAT})*")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weights:
-    """A draft head in our names, whatever format it was published in. Filled by `load`, or by a trainer for `save`."""
+    """A draft head in our names, whatever format it was published in. Filled by `load`, or by a
+    trainer for `save`."""
 
     method: str
     """The method whose net these tensors are, a module of eyas.drafters: "eagle1", "eagle3"."""
     config: dict[str, Any]
-    """Our keys, documented by the format that fills them; "eyas" holds the record in heads written by eyas."""
+    """Our keys, documented by the format that fills them; "eyas" holds the record in heads written
+    by eyas."""
     tensors: dict[str, Tensor]
     """Our tensor names to tensors on the CPU, in the dtype of the file."""
     source: str
@@ -45,23 +58,27 @@ class Weights:
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """Facts about the target model that a format may ask for when a head is exported. The command line fills them in."""
+    """Facts about the target model that a format may ask for when a head is exported. The command
+    line fills them in."""
 
     name: str = ""
     """A folder or hub id by which other engines find the target; empty when nobody said."""
     architectures: tuple[str, ...] = ()
     """From the target's config.json."""
     embedding: Callable[[], Tensor] | None = None
-    """Computes the target's table of token embeddings [V, D], in float32; None when the target was not named."""
+    """Computes the target's table of token embeddings [V, D], in float32; None when the target was
+    not named."""
 
 
 class Format(Protocol):
-    """The interface of a format's module. All functions are pure; their CheckpointErrors need not name the source.
+    """The interface of a format's module. All functions are pure; their CheckpointErrors need not
+    name the source.
 
     At most one format recognises a folder, so their order does not matter. A format whose weights are
     not published as model.safetensors names its file in `FILE`.
 
-    A format of other engines has NAME, EXPORTS, `export` and `usage` too, and EXPORT_FILE where they want another file.
+    A format of other engines has NAME, EXPORTS, `export` and `usage` too, and EXPORT_FILE where
+    they want another file.
     """
 
     METHODS: tuple[str, ...]
@@ -72,23 +89,31 @@ class Format(Protocol):
     """The methods whose heads are exported to this format."""
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Whether config.json and the tensor names belong to this format, even if `read` then refuses them."""
+        """Whether config.json and the tensor names belong to this format, even if `read` then
+        refuses them."""
 
-    def read(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-        """Published config and tensors -> method, our config, our tensors. Unknown names or settings are errors."""
+    def read(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        """Published config and tensors -> method, our config, our tensors. Unknown names or
+        settings are errors."""
 
     def write(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
         """Our config and tensors -> config.json and the tensors to publish."""
 
-    def export(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-        """As `write`, for the engines of this format; CheckpointError with the reason when they would compute something else."""
+    def export(
+        self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget
+    ) -> Published:
+        """As `write`, for the engines of this format; CheckpointError with the reason when they
+        would compute something else."""
 
     def usage(self, method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
         """Lines by which the engines run the head in this folder; our config is given."""
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
-    """Load a draft head from a folder, or from the hub as "owner/name"; an existing folder takes precedence.
+    """Load a draft head from a folder, or from the hub as "owner/name"; an existing folder takes
+    precedence.
 
     The format is recognised from config.json and the tensor names. From the hub only the config and
     weight files are fetched (safetensors, or .bin where there are none).
@@ -113,7 +138,8 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
-    """Write a draft head in its published format: config.json and its safetensors, into a folder that is made if absent.
+    """Write a draft head in its published format: config.json and its safetensors, into a folder
+    that is made if absent.
 
     Both files are written under temporary names and then renamed, so that an interrupt leaves an older
     head whole; nothing else in the folder is touched. Raises InputError when the folder cannot be
@@ -121,7 +147,9 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     """
     writers = {method: form for form in formats() for method in form.METHODS}
     if weights.method not in writers:
-        raise CheckpointError(f"no format here can hold a head of method {weights.method!r}; {near(weights.method, writers)}")
+        raise CheckpointError(
+            f"no format here can hold a head of method {weights.method!r}; {near(weights.method, writers)}"
+        )
     form = writers[weights.method]
     config, tensors = form.write(weights.method, weights.config, weights.tensors)
     write(Path(folder).expanduser(), config, tensors, *([form.FILE] if hasattr(form, "FILE") else []))
@@ -142,9 +170,15 @@ def expect(weights: Weights, shapes: Mapping[str, Shape], optional: Collection[s
         raise CheckpointError(f"draft head {weights.source} does not fit {weights.method}: {faults}")
 
 
-def differences(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()) -> str:
+def differences(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()
+) -> str:
     """The missing, unexpected and mis-shaped tensors on one line; empty if there are none."""
-    missing = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in tensors and name not in optional]
+    missing = [
+        f"missing {name} {list(shape)}"
+        for name, shape in shapes.items()
+        if name not in tensors and name not in optional
+    ]
     extra = [f"unexpected {name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in shapes]
     other = [
         f"{name} is {list(tensors[name].shape)} and should be {list(shape)}"
@@ -155,14 +189,17 @@ def differences(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], opti
 
 
 def refuse_dtypes(tensors: Mapping[str, Tensor], but: Collection[str] = ()) -> None:
-    """Refuse quantised weights: all tensors, except those named in `but`, are floats of 16 bits or more."""
+    """Refuse quantised weights: all tensors, except those named in `but`, are floats of 16 bits or
+    more."""
     wrong = [
         f"{name} ({tensor.dtype})"
         for name, tensor in tensors.items()
         if name not in but and not (tensor.is_floating_point() and tensor.element_size() > 1)
     ]
     if wrong:
-        raise CheckpointError(f"tensors that are not floating point of 16 bits or more: {', '.join(wrong)}; quantised heads are not read")
+        raise CheckpointError(
+            f"tensors that are not floating point of 16 bits or more: {', '.join(wrong)}; quantised heads are not read"
+        )
 
 
 def _check_fingerprint(fingerprint: Any) -> None:

@@ -1,7 +1,9 @@
-"""Whole language models as Hugging Face publishes them, with config.json and tensors unchanged. They draft for a larger model.
+"""Whole language models as Hugging Face publishes them, with config.json and tensors unchanged.
+They draft for a larger model.
 
-They are recognised by their tensor names: decoder layers and a table of embeddings. transformers knows what the names mean; our config is
-theirs, with the writer's record under "eyas" in models written by eyas.
+They are recognised by their tensor names: decoder layers and a table of embeddings. transformers
+knows what the names mean; our config is theirs, with the writer's record under "eyas" in models
+written by eyas.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddi
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether these are the tensors of a whole model."""
     inner = any(_LAYER.match(name) for name in names)
-    other = "medusa_num_heads" in config or "backbone_hidden_size" in config  # heads of another format, with such layers
+    # heads of another format, with such layers
+    other = "medusa_num_heads" in config or "backbone_hidden_size" in config
     return inner and any(name.endswith(_TABLES) for name in names) and "model_type" in config and not other
 
 
@@ -32,7 +35,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     return "small_model", dict(config), dict(tensors)
 
 
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(
+    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors unchanged."""
     assert method in METHODS, method
     return dict(config), dict(tensors)

@@ -4,8 +4,9 @@
                     and target_layer_ids (the OUTPUT of layer i; -1: the embeddings), and in some heads block_size
     tensors         fc, hidden_norm, layers.i.* with q_norm and k_norm, norm; no embeddings and no lm_head: the target's are used
 
-Slot i of a block predicts the token at its own place, unless config.json has "sample_from_anchor": true. Heads of DFlash 2, with windows,
-or with a draft vocabulary are refused by name. Our config and our tensor names: see `_block`.
+Slot i of a block predicts the token at its own place, unless config.json has "sample_from_anchor":
+true. Heads of DFlash 2, with windows, or with a draft vocabulary are refused by name. Our config
+and our tensor names: see `_block`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.checkpoints._block import CLASSES, DFLASH, is_block_head, read_common, read_tensors, write_common, write_tensors
+from eyas.checkpoints._block import (
+    CLASSES,
+    DFLASH,
+    is_block_head,
+    read_common,
+    read_tensors,
+    write_common,
+    write_tensors,
+)
 from eyas.checkpoints._eagle3 import architecture
 from eyas.checkpoints._llama import mapping
 from eyas.checkpoints._weights import Published
@@ -33,18 +42,22 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("dflash", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("dflash", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     inner, name = mapping(config, "dflash_config"), architecture(config)
     if name in CLASSES and name != DFLASH:
         raise CheckpointError(f"this is a head of the class {name}; of DFlash's kind, heads of {DFLASH} are read")
     if inner.get("projector_type") not in (None, "dflash"):
-        raise CheckpointError(f"config.json has projector_type {inner['projector_type']!r}, and its part of the net is not computed here")
+        raise CheckpointError(
+            f"config.json has projector_type {inner['projector_type']!r}, and its part of the net is not computed here"
+        )
     ours = read_common(config, inner)
     return "dflash", ours, read_tensors(ours, tensors, tables=False)
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published. A table of embeddings of the head's own has no place there."""
+    """Our config and tensors -> config.json and tensors as published. A table of embeddings of the
+    head's own has no place there."""
     assert method in METHODS, method
     inner = {"mask_token_id": config["mask_token"], "target_layer_ids": [k - 1 for k in config["feature_layers"]]}
     return {**write_common(config, DFLASH), "dflash_config": inner}, write_tensors(config, tensors, tables=False)

@@ -6,9 +6,9 @@
     tensors         those of DFlash heads (`dflash`); markov_head.markov_w1 and markov_w2 [V, r], if markov_rank; confidence_head.proj;
                     embed_tokens and lm_head, copies of the target's, which may be absent
 
-Slot i of a block predicts the next token: DeepSpec's code knows no other way. For another class config.json must say so with
-"sample_from_anchor". Gated and recurrent Markov heads, and layers other than Qwen3's, are refused by name. Our config and our tensor names:
-see `_block`.
+Slot i of a block predicts the next token: DeepSpec's code knows no other way. For another class
+config.json must say so with "sample_from_anchor". Gated and recurrent Markov heads, and layers
+other than Qwen3's, are refused by name. Our config and our tensor names: see `_block`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ METHODS = ("dspark",)
 
 def looks_like_dspark(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a block head has DSpark's class or DSpark's parts."""
-    return "DSpark" in architecture(config) or any(name.startswith(("markov_head.", "confidence_head.")) for name in names)
+    return "DSpark" in architecture(config) or any(
+        name.startswith(("markov_head.", "confidence_head.")) for name in names
+    )
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -40,14 +42,17 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("dspark", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("dspark", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     inner = mapping(config, "dflash_config")
     merged = {**config, **inner}
     rank = merged.get("markov_rank", 0)
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < 2**31:
         raise CheckpointError(f"config.json has markov_rank {rank!r}; it must be a whole number, 0 or more")
     if rank and merged.get("markov_head_type") != "vanilla":
-        raise CheckpointError(f"config.json has markov_head_type {merged.get('markov_head_type')!r}; those of type 'vanilla' are read")
+        raise CheckpointError(
+            f"config.json has markov_head_type {merged.get('markov_head_type')!r}; those of type 'vanilla' are read"
+        )
     confident = flag(merged, "enable_confidence_head", False)
     with_markov = confident and flag(merged, "confidence_head_with_markov", False)
     if with_markov and not rank:

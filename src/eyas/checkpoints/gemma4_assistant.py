@@ -44,12 +44,20 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     settings = config["text_config"]
     wrong = [name for name in _NEVER if settings.get(name)]
     if wrong:
-        raise CheckpointError(f"text_config has {', '.join(wrong)}, which no assistant of Google's has: such layers are not read")
+        raise CheckpointError(
+            f"text_config has {', '.join(wrong)}, which no assistant of Google's has: such layers are not read"
+        )
     window = settings.get("sliding_window", 1)
     if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31:
         raise CheckpointError(f"text_config.sliding_window must be a number of tokens, got {str(window)[:40]!r}")
     refuse_dtypes(tensors, but=[_ORDER])
     order_V = tensors.get(_ORDER)
-    if order_V is not None and (order_V.is_floating_point() or order_V.ndim != 1 or sorted(order_V.tolist()) != list(range(len(order_V)))):
+    if order_V is not None and (
+        order_V.is_floating_point() or order_V.ndim != 1 or sorted(order_V.tolist()) != list(range(len(order_V)))
+    ):
         raise CheckpointError(f"{_ORDER} is no order of the tokens: each token id has to be there once")
-    return "gemma4_assistant", dict(config), {name: tensor for name, tensor in tensors.items() if not _OWN_KEYS.match(name)}
+    return (
+        "gemma4_assistant",
+        dict(config),
+        {name: tensor for name, tensor in tensors.items() if not _OWN_KEYS.match(name)},
+    )

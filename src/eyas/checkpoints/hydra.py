@@ -6,14 +6,16 @@
     tensors         hydra_mlp.{head}.{place}.linear.weight [D, (head + 2) D] and .bias, hydra_mlp.{head}.{place}.res_connection.weight and
                     .bias of a head's first block; only linear [D, D] of the others; hydra_lm_head.{head}.weight [V, D] and .bias
 
-Two architectures are read. "mlp" is Hydra: block j has place j. "prefix-mlp" is Hydra++: its training puts dropout between the blocks, so
-block j has place 2j + 1 and the lm_heads are hydra_lm_head.{head}.1; a decoder layer of the base model's shape comes first,
-prefix_embeding_layer.layers.0 (the authors' spelling), with prefix_embeding_layer.norm. config.json does not have the layer's sizes, which
-are the base model's, so they are taken from the target. Two embedding tables may be in the file: input_embed_fn.weight, the base model's,
-and prefix_embeding_layer.embed_tokens.weight, which no reader uses and which is left out here.
+Two architectures are read. "mlp" is Hydra: block j has place j. "prefix-mlp" is Hydra++: its
+training puts dropout between the blocks, so block j has place 2j + 1 and the lm_heads are
+hydra_lm_head.{head}.1; a decoder layer of the base model's shape comes first,
+prefix_embeding_layer.layers.0 (the authors' spelling), with prefix_embeding_layer.norm. config.json
+does not have the layer's sizes, which are the base model's, so they are taken from the target. Two
+embedding tables may be in the file: input_embed_fn.weight, the base model's, and
+prefix_embeding_layer.embed_tokens.weight, which no reader uses and which is left out here.
 
-Refused: other architectures (cross-attn, eagle-attn), heads that see no tokens (grounded_heads false: those are Medusa's), features of
-another layer than the last (hidden_state_offset).
+Refused: other architectures (cross-attn, eagle-attn), heads that see no tokens (grounded_heads
+false: those are Medusa's), features of another layer than the last (hidden_state_offset).
 
 Our config, which `read` returns and `write` takes:
 
@@ -60,7 +62,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("hydra", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("hydra", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     ours = _read_config(config, tensors)
     names = _names(ours)
     used = {name: tensor for name, tensor in tensors.items() if name != _UNREAD}
@@ -72,7 +75,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     refuse_dtypes(used)
     renamed = {names[published]: tensor for published, tensor in used.items()}
     shapes = _head_shapes(ours)
-    other = differences({name: tensor for name, tensor in renamed.items() if not name.startswith(("prefix.", "embed."))}, shapes)
+    other = differences(
+        {name: tensor for name, tensor in renamed.items() if not name.startswith(("prefix.", "embed."))}, shapes
+    )
     if other:
         raise CheckpointError(f"the tensors, under our names, are not what config.json says: {other}")
     return "hydra", ours, renamed
@@ -81,11 +86,17 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     arch = config.get("hydra_head_arch")
     if arch not in ARCHES:
-        raise CheckpointError(f"config.json has hydra_head_arch {arch!r}, which is not read here; {near(str(arch), ARCHES)}")
+        raise CheckpointError(
+            f"config.json has hydra_head_arch {arch!r}, which is not read here; {near(str(arch), ARCHES)}"
+        )
     if "grounded_heads" not in config:
-        raise CheckpointError("config.json has no grounded_heads: it tells whether these heads see the tokens drafted before them")
+        raise CheckpointError(
+            "config.json has no grounded_heads: it tells whether these heads see the tokens drafted before them"
+        )
     if not flag(config, "grounded_heads", True):
-        raise CheckpointError("config.json has grounded_heads false: heads that see no tokens are Medusa's, and not read in this form")
+        raise CheckpointError(
+            "config.json has grounded_heads false: heads that see no tokens are Medusa's, and not read in this form"
+        )
     if config.get("hidden_state_offset", 0) != 0:
         raise CheckpointError(
             f"config.json has hidden_state_offset {config['hidden_state_offset']!r}: only heads on the last layer's features (0) are read"
@@ -95,7 +106,9 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
         raise CheckpointError(f"there is no lm_head of the first head of architecture {arch}, which tells the sizes")
     layer = mapping(config, "eyas").get("layer")
     if layer is not None and not (isinstance(layer, dict) and layer.keys() == _SHAPE):
-        raise CheckpointError(f'config.json has an "eyas": "layer" that is no shape of a layer; one has {", ".join(sorted(_SHAPE))}')
+        raise CheckpointError(
+            f'config.json has an "eyas": "layer" that is no shape of a layer; one has {", ".join(sorted(_SHAPE))}'
+        )
     heads, blocks = count(config, "hydra_num_heads"), count(config, "hydra_num_layers")
     if heads * blocks > len(tensors):
         raise CheckpointError(f"the file holds {len(tensors)} tensors, too few for {heads} heads of {blocks} blocks")
@@ -111,7 +124,9 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
 
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(
+    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     names = {ours: published for published, ours in _names(config).items()}
@@ -129,7 +144,9 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     record = dict(config.get("eyas", {}))
     if config["layer"]:
         record["layer"] = config["layer"]
-    return {**published, **({"eyas": record} if record else {})}, {names[ours]: tensor for ours, tensor in tensors.items()}
+    return {**published, **({"eyas": record} if record else {})}, {
+        names[ours]: tensor for ours, tensor in tensors.items()
+    }
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:

@@ -5,8 +5,9 @@
     tensors         {head}.{block}.linear.weight [D, D] and .bias [D]; {head}.{medusa_num_layers}.weight [V, D], the head's own lm_head.
                     TGI's "version 2" has no such lm_heads: all heads use the target's
 
-Heads are counted in the file: published Vicuna heads hold five, and their config.json says two. A config that says more than the file
-holds is refused. The width and the vocabulary are read off the tensors' shapes, as config.json does not have them.
+Heads are counted in the file: published Vicuna heads hold five, and their config.json says two. A
+config that says more than the file holds is refused. The width and the vocabulary are read off the
+tensors' shapes, as config.json does not have them.
 
 Our config, which `read` returns and `write` takes:
 
@@ -17,7 +18,8 @@ Our config, which `read` returns and `write` takes:
     base_model         str, "" when absent: the target's name where the head was trained; not checked
     eyas               only in heads written by eyas: the writer's record
 
-Models that were fine-tuned together with their heads (Medusa-2) are whole models and are refused: their text is not the base model's.
+Models that were fine-tuned together with their heads (Medusa-2) are whole models and are refused:
+their text is not the base model's.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("medusa", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("medusa", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     if any(name.startswith(("model.", "lm_head.", "medusa_head.", "base_model.")) for name in tensors):
         raise CheckpointError(
             "this file holds a whole model with its heads (Medusa-2), or the heads under other names; "
@@ -83,7 +86,9 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
 
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(
+    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config))
@@ -107,7 +112,10 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
     """Lines by which other engines run the head."""
-    return [f'MedusaModel.from_pretrained("{folder}")  # the authors\' code', f"text-generation-launcher --model-id {folder}"]
+    return [
+        f'MedusaModel.from_pretrained("{folder}")  # the authors\' code',
+        f"text-generation-launcher --model-id {folder}",
+    ]
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:

@@ -1,5 +1,6 @@
-"""Multi-token-prediction modules that eyas trained, as heads of their own. Published modules stand in the checkpoints of their targets,
-where transformers' `MtpModel` reads them; this form is ours, with that class's names.
+"""Multi-token-prediction modules that eyas trained, as heads of their own. Published modules stand
+in the checkpoints of their targets, where transformers' `MtpModel` reads them; this form is ours,
+with that class's names.
 
     config.json     model_type "eyas_mtp", target_model_type, hidden_size, vocab_size, max_position_embeddings, eyas
     tensors         layers.0.enorm, layers.0.hnorm, layers.0.eh_proj, layers.0.mtp_block.* (a decoder layer of the target's class),
@@ -13,7 +14,8 @@ Our config, which `read` returns and `write` takes:
     hidden_size, vocab_size, max_positions     int
     eyas                                       the writer's record
 
-Our tensors: the names of `drafters._mtp_net.Net`: module.* for layers.0.*, shared_norm.* for shared_post_norm.*.
+Our tensors: the names of `drafters._mtp_net.Net`: module.* for layers.0.*, shared_norm.* for
+shared_post_norm.*.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors as written -> ("mtp", our config, our tensors). CheckpointError names what does not fit."""
+    """Config and tensors as written -> ("mtp", our config, our tensors). CheckpointError names what
+    does not fit."""
     refuse_dtypes(tensors)
     ours = {
         "target_model_type": text(config, "target_model_type"),
@@ -67,7 +70,8 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def _renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors under names with the other prefix; CheckpointError for a name with none of these prefixes."""
+    """The tensors under names with the other prefix; CheckpointError for a name with none of these
+    prefixes."""
     renamed = dict[str, Tensor]()
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)

@@ -1,4 +1,5 @@
-"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, with a mask's token and a mask's features.
+"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, with a mask's token
+and a mask's features.
 
     flat            vLLM's: config.json and tensors of an EAGLE-3 head in vLLM's format (`vllm`), whichever of its classes config.json
                     names; `pard_token`, `ptd_token_id` or `mask_token_id`: the mask's token; `parallel_drafting` may be true
@@ -6,10 +7,12 @@
                     `mask_token_id`; speculative_tokens of the proposal method: the number of levels that the head was trained for
     tensors         beside those of EAGLE-3: mask_hidden [F], published as [1, F] or [1, 1, F]
 
-A slot behind the first reads the embedding of the mask's token, and mask_hidden in place of the target's features, before the norms of
-features and fc. Layer ids mean inputs in both forms. eyas writes the flat form, with the number of levels under "eyas".
+A slot behind the first reads the embedding of the mask's token, and mask_hidden in place of the
+target's features, before the norms of features and fc. Layer ids mean inputs in both forms. eyas
+writes the flat form, with the number of levels under "eyas".
 
-Our config: EAGLE-3's (`_eagle3`), and `mask_token` int, `levels` int or None. Our tensors: EAGLE-3's, and mask_hidden [F].
+Our config: EAGLE-3's (`_eagle3`), and `mask_token` int, `levels` int or None. Our tensors:
+EAGLE-3's, and mask_hidden [F].
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("peagle", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("peagle", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     if MASK not in tensors:
         raise CheckpointError(f"the file of this P-EAGLE head has no {MASK}, the features of a mask")
     rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
@@ -55,11 +59,15 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     if levels is not None:
         levels = count({"levels": levels}, "levels")
     if ours["fc_bias"] or ours["qkv_bias"]:
-        raise CheckpointError("this P-EAGLE head has biases of fc or of the attention, and vLLM, which defines its format, computes none")
+        raise CheckpointError(
+            "this P-EAGLE head has biases of fc or of the attention, and vLLM, which defines its format, computes none"
+        )
     width = ours["num_features"] * ours["target_hidden_size"]
     mask = tensors[MASK]
     if mask.numel() != width or mask.shape[-1] != width or not mask.is_floating_point():
-        raise CheckpointError(f"{MASK} is {list(mask.shape)} of {mask.dtype} and should hold {width} numbers, the features of a mask")
+        raise CheckpointError(
+            f"{MASK} is {list(mask.shape)} of {mask.dtype} and should hold {width} numbers, the features of a mask"
+        )
     return "peagle", {**ours, "mask_token": token, "levels": levels}, {**held, MASK: mask.reshape(width)}
 
 
@@ -77,18 +85,24 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
     """As `write`, for vLLM. CheckpointError for mask features of a size that its class does not have."""
     if len(tensors[MASK]) != 3 * config["hidden_size"]:
-        raise CheckpointError("the head's mask has not the features of three layers of the head's own width, which vLLM's class expects")
+        raise CheckpointError(
+            "the head's mask has not the features of three layers of the head's own width, which vLLM's class expects"
+        )
     return write(method, config, tensors)
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
     """Lines by which vLLM runs the head."""
     levels = config.get("levels") or 5
-    speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {levels}, "parallel_drafting": true}}'
+    speculative = (
+        f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {levels}, "parallel_drafting": true}}'
+    )
     return [f"vllm serve {target} --speculative-config '{speculative}'"]
 
 
-def _read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def _read_flat(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     if architecture(config) not in CLASSES:
         raise CheckpointError(
             f"config.json says architectures {config.get('architectures')!r}, a P-EAGLE head of a kind that is not read; if its layers are "
@@ -107,12 +121,15 @@ def _mask_token(config: Mapping[str, Any]) -> int:
     wrong = [key for key in TOKENS if config.get(key) is not None and not isinstance(config[key], int)]
     if len(named) != 1 or wrong or min(named) < 0:
         said = {key: config.get(key) for key in TOKENS if config.get(key) is not None}
-        raise CheckpointError(f'config.json must name one mask token, like "pard_token": 128255, and has {said or "none"}')
+        raise CheckpointError(
+            f'config.json must name one mask token, like "pard_token": 128255, and has {said or "none"}'
+        )
     return int(named.pop())
 
 
 def _speculative_tokens(config: Mapping[str, Any]) -> Any:
-    """The number of drafted tokens that the first proposal method names; None if there is no such method."""
+    """The number of drafted tokens that the first proposal method names; None if there is no such
+    method."""
     methods = mapping(config, "speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
     return first.get("speculative_tokens") if isinstance(first, dict) else None

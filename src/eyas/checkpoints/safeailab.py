@@ -14,8 +14,9 @@ Our config, which `read` returns and `write` takes:
     inputs             the net's inputs, one of INPUTS; "shifted", which is EAGLE, unless the "eyas" object says otherwise
     eyas               only in heads written by eyas: the writer's record (method, version, target fingerprint, training)
 
-Heads with other inputs are those of EAGLE-1's ablation (paper, section 4.3.2), in the same tensors (no fc with a single input); only eyas
-reads them right. EAGLE-3 heads are another format, `safeailab3`.
+Heads with other inputs are those of EAGLE-1's ablation (paper, section 4.3.2), in the same tensors
+(no fc with a single input); only eyas reads them right. EAGLE-3 heads are another format,
+`safeailab3`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ OPTIONAL = frozenset({"embed.weight"})
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether these are the tensors of a head in this format; config.json only tells that it is no EAGLE-3 head."""
+    """Whether these are the tensors of a head in this format; config.json only tells that it is no
+    EAGLE-3 head."""
     record = config.get("eyas")
     has_inputs = "fc.weight" in names or (isinstance(record, dict) and "inputs" in record)
     is_other = is_eagle3(config, names) or is_block_head(config, names)
@@ -63,12 +65,17 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle1", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("eagle1", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     layers = sorted({int(layer[1]) for name in tensors if (layer := re.match(r"layers\.(\d+)\.", name))})
     if layers != [0]:
-        raise CheckpointError(f"an EAGLE-1 head has one layer, layers.0; this file has layers {', '.join(map(str, layers))}")
+        raise CheckpointError(
+            f"an EAGLE-1 head has one layer, layers.0; this file has layers {', '.join(map(str, layers))}"
+        )
     if "layers.0.input_layernorm.weight" in tensors:
-        raise CheckpointError("an EAGLE-1 head has no layers.0.input_layernorm.weight, this file has one: it is another kind of head")
+        raise CheckpointError(
+            "an EAGLE-1 head has no layers.0.input_layernorm.weight, this file has one: it is another kind of head"
+        )
     ours = read_config(config)
     our_shapes = shapes(ours)
     expected = {name: our_shapes[our_name] for name, our_name in NAMES.items() if our_name in our_shapes}
@@ -79,7 +86,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     return "eagle1", ours, {NAMES[name]: tensor for name, tensor in tensors.items()}
 
 
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(
+    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config), OPTIONAL)
@@ -90,9 +99,12 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """As `write`, for the authors' code. CheckpointError for the heads of the ablation, which only eyas computes."""
+    """As `write`, for the authors' code. CheckpointError for the heads of the ablation, which only
+    eyas computes."""
     if config["inputs"] != "shifted":
-        raise CheckpointError(f"the head reads {config['inputs']} inputs, a net of EAGLE-1's ablation, and only eyas computes it")
+        raise CheckpointError(
+            f"the head reads {config['inputs']} inputs, a net of EAGLE-1's ablation, and only eyas computes it"
+        )
     return write(method, config, tensors)
 
 
@@ -116,7 +128,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Published config.json -> our config. CheckpointError for a missing or impossible value, another activation or RoPE."""
+    """Published config.json -> our config. CheckpointError for a missing or impossible value,
+    another activation or RoPE."""
     inputs = mapping(config, "eyas").get("inputs", "shifted")
     if inputs not in INPUTS:
         raise CheckpointError(f'config.json has "eyas": "inputs" {inputs!r}; {near(str(inputs), INPUTS)}')

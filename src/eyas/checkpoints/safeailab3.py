@@ -6,10 +6,11 @@
                     midlayer.mlp.*_proj.weight, norm.weight, lm_head.weight, and where the draft vocabulary is smaller d2t (offsets,
                     int64) and t2d (bool); mostly no embed_tokens.weight
 
-A head that needs more than this format holds (explicit layers of the target, several layers of its own, norms before fc, a normed state
-that is carried, a bias, the target's head) is written with the architecture EyasEagle3ForCausalLM, with its settings under "eyas" and
-without draft_vocab_size beside them. SGLang and vLLM do not know this architecture, and the authors' code, which ignores it, stops at the
-missing draft_vocab_size: no other reader runs such a head wrongly.
+A head that needs more than this format holds (explicit layers of the target, several layers of its
+own, norms before fc, a normed state that is carried, a bias, the target's head) is written with the
+architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size
+beside them. SGLang and vLLM do not know this architecture, and the authors' code, which ignores it,
+stops at the missing draft_vocab_size: no other reader runs such a head wrongly.
 
 Our config and our tensor names: see `_eagle3`.
 """
@@ -50,13 +51,15 @@ _NEEDS = (*_FLAGS, "feature_layers", "carries", "head", "layers")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is an EAGLE-3 head that no other format claims, even if `read` refuses its architecture."""
+    """Whether this is an EAGLE-3 head that no other format claims, even if `read` refuses its
+    architecture."""
     claimed = architecture(config) in (SGLANG, VLLM) or "speculators_model_type" in config
     return is_eagle3(config, names) and not claimed and not is_parallel(config, names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     eyas, inner = mapping(config, "eyas"), mapping(config, "eagle_config")
     _refuse_other_forms(config, inner, eyas, tensors)
     published = config.get(IDS) if config.get(IDS) is not None else inner.get(IDS)
@@ -65,7 +68,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         **{key: flag(eyas, key, False) for key in _FLAGS},
         "carries": choice(eyas, "carries", CARRIES),
         "target_hidden_size": config.get("target_hidden_size"),
-        "draft_vocab_size": eyas.get("draft_vocab_size") if config.get("draft_vocab_size") is None else config["draft_vocab_size"],
+        "draft_vocab_size": eyas.get("draft_vocab_size")
+        if config.get("draft_vocab_size") is None
+        else config["draft_vocab_size"],
         "head": choice(eyas, "head", ("own", "target")),
     }
     return "eagle3", *assemble(
@@ -73,7 +78,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     )
 
 
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(
+    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     ours, published = publish_tensors(config, tensors, "midlayer")
@@ -81,10 +88,13 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """As `write`, for the authors' code. CheckpointError for a head that needs more than the published form holds."""
+    """As `write`, for the authors' code. CheckpointError for a head that needs more than the
+    published form holds."""
     published, named = write(method, config, tensors)
     if published["architectures"] == [EXTENDED]:
-        needs = [key for key in _NEEDS if published["eyas"].get(key)] + [name for name in named if name.endswith("bias")]
+        needs = [key for key in _NEEDS if published["eyas"].get(key)] + [
+            name for name in named if name.endswith("bias")
+        ]
         raise CheckpointError(f"SafeAILab's form has no place for what this head needs: {', '.join(needs)}")
     if config.get("window"):
         raise CheckpointError(
@@ -99,7 +109,9 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
     return [f'EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", use_eagle3=True)']
 
 
-def _refuse_other_forms(config: Mapping[str, Any], inner: Mapping[str, Any], eyas: Mapping[str, Any], names: Collection[str]) -> None:
+def _refuse_other_forms(
+    config: Mapping[str, Any], inner: Mapping[str, Any], eyas: Mapping[str, Any], names: Collection[str]
+) -> None:
     """Raise CheckpointError for the architecture, the flags and the layer's name of other formats."""
     name = architecture(config)
     if "eagle3" in name.lower() and name != EXTENDED:
@@ -113,11 +125,14 @@ def _refuse_other_forms(config: Mapping[str, Any], inner: Mapping[str, Any], eya
                 f"config.json has {key}, which this form of EAGLE-3 heads does not know; name the writer's: {NAME_THE_FORM}"
             )
     if any(name.startswith("layers.0.") for name in names) and not any(name.startswith("midlayer.") for name in names):
-        raise CheckpointError(f"the layer of this EAGLE-3 head is layers.0, and midlayer in this form; name the writer's: {NAME_THE_FORM}")
+        raise CheckpointError(
+            f"the layer of this EAGLE-3 head is layers.0, and midlayer in this form; name the writer's: {NAME_THE_FORM}"
+        )
 
 
 def _write_config(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Our complete config -> config.json, in the extended form where the published one would define another computation."""
+    """Our complete config -> config.json, in the extended form where the published one would define
+    another computation."""
     assert ours["feature_layers"] or ours["num_features"] == 3, "other than three features need feature_layers"
     extra: dict[str, Any] = {key: True for key in _FLAGS if ours[key]}
     if ours["layers"] > 1:

@@ -1,4 +1,5 @@
-"""Heads as SGLang serves them: EAGLE-3, also written by SpecForge, ModelOpt and others; EAGLE-1, exported (`safeailab` reads them).
+"""Heads as SGLang serves them: EAGLE-3, also written by SpecForge, ModelOpt and others; EAGLE-1,
+exported (`safeailab` reads them).
 
     config.json     architectures ["LlamaForCausalLMEagle3"], a LLaMA config, draft_vocab_size (null: the target's), `eagle_config` with
                     eagle_aux_hidden_state_layer_ids (the OUTPUT of layer i, so our i + 1; absent: inputs of 2, L//2, L-3) and ModelOpt's
@@ -7,15 +8,18 @@
     tensors         as in SafeAILab's EAGLE-3, or with layers.0 for midlayer; ModelOpt has no t2d; lm_head may be absent where the
                     vocabulary is the target's; fc_norm.i or aux_norm_{low,mid,high}; input_norm; all possibly prefixed with "model."
 
-Heads of several layers are refused, read and written: a version of SGLang computes the layers behind the first without the residual of
-the one before and norms their input by hidden_norm, vLLM computes them as plain LLaMA layers, and both know this architecture.
+Heads of several layers are refused, read and written: a version of SGLang computes the layers
+behind the first without the residual of the one before and norms their input by hidden_norm, vLLM
+computes them as plain LLaMA layers, and both know this architecture.
 
 `norm_output` is refused until "eyas" in config.json says which state is carried; exports say it.
 
-EAGLE-1 heads have the architecture LlamaForCausalLMEagle and SafeAILab's tensors. SGLang's fc always has a bias, so an export always
-writes one, and never the key `bias`, from which SGLang would give the attention's projections biases that no file fills.
+EAGLE-1 heads have the architecture LlamaForCausalLMEagle and SafeAILab's tensors. SGLang's fc
+always has a bias, so an export always writes one, and never the key `bias`, from which SGLang would
+give the attention's projections biases that no file fills.
 
-SGLang drafts with the target's embeddings, whatever the file has. Our config and our tensor names: see `_eagle3` and `safeailab`.
+SGLang drafts with the target's embeddings, whatever the file has. Our config and our tensor names:
+see `_eagle3` and `safeailab`.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     _refuse_two_meanings(config)
     inner = mapping(config, "eagle_config")
     meaning = "output" if inner.get("eagle_aux_hidden_state_layer_ids") is not None else None
@@ -56,7 +61,8 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors for SGLang. CheckpointError for what its classes do not compute."""
+    """Our config and tensors -> config.json and tensors for SGLang. CheckpointError for what its
+    classes do not compute."""
     held = _without_table(tensors, target)
     if method == "eagle1":
         return _export_eagle1(config, held, target)
@@ -66,13 +72,17 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
             f"the head has {ours['layers']} layers, and versions of SGLang differ in how they compute those behind the first"
         )
     if ours["norm_before_residual"]:
-        raise CheckpointError("the head's residual is the normed hidden state (norm_before_residual), and SGLang always takes the raw one")
+        raise CheckpointError(
+            "the head's residual is the normed hidden state (norm_before_residual), and SGLang always takes the raw one"
+        )
     settings: dict[str, Any] = {key: True for key in ("norm_before_fc", "fc_norm") if ours[key]}
     if ours["carries"] == "normed":
         settings |= {"norm_output": True, "eyas": {**published.get("eyas", {}), "carries": "normed"}}
     if ours["feature_layers"]:
         if ours["feature_layers"][0] == 0:
-            raise CheckpointError("the head reads the target's embeddings (hidden_states[0]), and SGLang names layers by their outputs")
+            raise CheckpointError(
+                "the head reads the target's embeddings (hidden_states[0]), and SGLang names layers by their outputs"
+            )
         settings["eagle_config"] = {IDS: [k - 1 for k in ours["feature_layers"]], "use_aux_hidden_state": True}
         settings["num_aux_hidden_states"] = ours["num_features"]
     vocabulary = ours["draft_vocab_size"] if ours["head"] == "own" else None
@@ -98,7 +108,8 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
 
 
 def _without_table(tensors: Mapping[str, Tensor], target: ExportTarget) -> dict[str, Tensor]:
-    """The tensors without an embedding table that is the target's, up to the rounding of storage. CheckpointError for another one."""
+    """The tensors without an embedding table that is the target's, up to the rounding of storage.
+    CheckpointError for another one."""
     held = dict(tensors)
     table = held.pop("embed.weight", None)
     if table is None:

@@ -1,15 +1,17 @@
-"""EAGLE-3 heads of the speculators library of the vLLM project: read and exported; P-EAGLE's exported (`peagle` reads them).
+"""EAGLE-3 heads of the speculators library of the vLLM project: read and exported; P-EAGLE's
+exported (`peagle` reads them).
 
     config.json     speculators_model_type "eagle3"; the layer's LLaMA config under `transformer_layer_config`; beside it
                     draft_vocab_size, target_hidden_size, eagle_aux_hidden_state_layer_ids (index of hidden_states, as ours; null:
                     2, L//2, L-3), norm_before_residual, norm_before_fc, fc_norm, norm_output (the normed state is carried)
     tensors         fc, layers.0.*, norm, lm_head, d2t and t2d, mostly embed_tokens, and input_norm or fc_norm.i
 
-An export also has `speculators_config`, which names the target: `vllm serve FOLDER` then finds it by itself. It always has embed_tokens,
-because the library's class drafts with zeros for a table that is missing (transformers initialises it before the target's is read).
+An export also has `speculators_config`, which names the target: `vllm serve FOLDER` then finds it
+by itself. It always has embed_tokens, because the library's class drafts with zeros for a table
+that is missing (transformers initialises it before the target's is read).
 
-Heads of other types (dflash, mtp ...) and layers that are no LLaMA's are refused by name. Our config and our tensor names: see
-`_eagle3`.
+Heads of other types (dflash, mtp ...) and layers that are no LLaMA's are refused by name. Our
+config and our tensor names: see `_eagle3`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     kind, layer = config["speculators_model_type"], mapping(config, "transformer_layer_config")
     if kind != "eagle3":
         raise CheckpointError(
@@ -49,7 +52,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     if not layer:
         raise CheckpointError("config.json has no transformer_layer_config, which holds the sizes of the layer")
     if layer.get("model_type") != "llama":
-        raise CheckpointError(f"the layer of this head is of model_type {layer.get('model_type')!r}; heads with a 'llama' layer are read")
+        raise CheckpointError(
+            f"the layer of this head is of model_type {layer.get('model_type')!r}; heads with a 'llama' layer are read"
+        )
     if config.get("norm_before_residual") is None:
         raise CheckpointError(
             "config.json has no norm_before_residual, which speculators takes for false and vLLM for true; say which by adding "
@@ -68,7 +73,8 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors of the library. CheckpointError for what its class does not compute."""
+    """Our config and tensors -> config.json and tensors of the library. CheckpointError for what
+    its class does not compute."""
     if not target.name or target.embedding is None:
         raise CheckpointError(
             "a head of this library names its target and has its embeddings: give the target's folder or hub id with --target"
@@ -104,7 +110,10 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     }
     if method == "peagle":
         published |= _parallel(config)
-        published["speculators_config"] |= {"algorithm": "peagle", "proposal_methods": [_proposal(config.get("levels") or TOKENS)]}
+        published["speculators_config"] |= {
+            "algorithm": "peagle",
+            "proposal_methods": [_proposal(config.get("levels") or TOKENS)],
+        }
         named[MASK] = tensors[MASK][None, None]
     return ({**published, "eyas": record} if record else published), named
 
@@ -120,11 +129,16 @@ def _proposal(tokens: int) -> dict[str, Any]:
 
 def _parallel(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a P-EAGLE head that differ from EAGLE-3's."""
-    return {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": config["mask_token"]}
+    return {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "mask_token_id": config["mask_token"],
+    }
 
 
 def _narrow(table_VD: Tensor, usual: torch.dtype) -> Tensor:
-    """The table in the first dtype of 16 bits that holds its very values, the head's own first; else unchanged."""
+    """The table in the first dtype of 16 bits that holds its very values, the head's own first;
+    else unchanged."""
     for dtype in (usual, torch.bfloat16, torch.float16):
         if torch.equal(table_VD.to(dtype).to(table_VD.dtype), table_VD):
             return table_VD.to(dtype)

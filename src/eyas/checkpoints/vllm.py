@@ -7,9 +7,11 @@
                     target's; t2d is optional, and checked where it exists; fc_norm.i, input_norm; layers.i from 1 on are LLaMA layers
                     over hidden states; their hidden_norm, which vLLM loads and does not use, may be there
 
-EAGLE-1 heads have the architecture EagleLlamaForCausalLM and SafeAILab's tensors without fc.bias, which vLLM does not compute. With
-"bias": true, which means a bias of fc to SafeAILab, vLLM gives the attention's projections biases that no file fills, and nothing that
-such a head drafts is accepted. An export moves the bias of fc into an embedding table of the head's own: see `bias_into_embedding`.
+EAGLE-1 heads have the architecture EagleLlamaForCausalLM and SafeAILab's tensors without fc.bias,
+which vLLM does not compute. With "bias": true, which means a bias of fc to SafeAILab, vLLM gives
+the attention's projections biases that no file fills, and nothing that such a head drafts is
+accepted. An export moves the bias of fc into an embedding table of the head's own: see
+`bias_into_embedding`.
 
 Our config and our tensor names: see `_eagle3` and `safeailab`.
 """
@@ -30,7 +32,17 @@ from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "bias_into_embedding", "export", "read", "recognises", "usage", "without_unused"]
+__all__ = [
+    "EXPORTS",
+    "METHODS",
+    "NAME",
+    "bias_into_embedding",
+    "export",
+    "read",
+    "recognises",
+    "usage",
+    "without_unused",
+]
 
 METHODS = ()
 NAME, EXPORTS = "vllm", ("eagle1", "eagle3")
@@ -44,18 +56,25 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does not fit."""
+    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
+    everything that does not fit."""
     normed = flag(config, "norm_output", False) or flag(mapping(config, "eagle_config"), "norm_output", False)
     return "eagle3", *read_flat(config, without_unused(tensors), "input", "normed" if normed else "raw")
 
 
 def without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the norms that vLLM's class loads for layers behind the first, and does not use."""
-    return {name: tensor for name, tensor in tensors.items() if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)}
+    """The tensors without the norms that vLLM's class loads for layers behind the first, and does
+    not use."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)
+    }
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors for vLLM. CheckpointError for what its classes do not compute."""
+    """Our config and tensors -> config.json and tensors for vLLM. CheckpointError for what its
+    classes do not compute."""
     if method == "eagle1":
         return _export_eagle1(config, tensors, target)
     ours, published, named = publish(config, tensors, "layers.0", "vLLM")
@@ -97,8 +116,8 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
 def bias_into_embedding(table_VD: Tensor, fc_weight: Tensor, bias_D: Tensor) -> Tensor:
     """An embedding table with which an EAGLE-1 head without a bias of fc computes what it did with it.
 
-    fc reads [embedding ; feature]. So the half W of its weight that reads the embedding takes a shift s of every embedding to W s, and
-    W s = bias has a solution unless W is singular.
+    fc reads [embedding ; feature]. So the half W of its weight that reads the embedding takes a
+    shift s of every embedding to W s, and W s = bias has a solution unless W is singular.
 
     Args:
         table_VD: the head's own table, or the target's.

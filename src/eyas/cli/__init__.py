@@ -34,7 +34,9 @@ def run(arguments: Sequence[str]) -> int:
         except ModuleNotFoundError as error:
             if error.name != "cyclopts":
                 raise
-            raise EyasError("the command line needs the package cyclopts: pip install cyclopts (`import eyas` works without it)") from error
+            raise EyasError(
+                "the command line needs the package cyclopts: pip install cyclopts (`import eyas` works without it)"
+            ) from error
         return dispatch(arguments)
 
     return exit_status(dispatch)

@@ -144,7 +144,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _has_methods(function: Callable[..., Any]) -> bool:
-    return any(isinstance(p.annotation, type) and issubclass(p.annotation, MethodOptions) for p in _signature(function).parameters.values())
+    return any(
+        isinstance(p.annotation, type) and issubclass(p.annotation, MethodOptions)
+        for p in _signature(function).parameters.values()
+    )
 
 
 def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[..., Any]:
@@ -186,7 +189,12 @@ def _explained(error: cyclopts.CycloptsError) -> str:
     """The error of cyclopts as one line in our words."""
     if isinstance(error, cyclopts.UnknownOptionError):
         name = error.token.keyword or error.token.value
-        known = [known for argument in error.argument_collection if argument.parse and argument.show for known in argument.names]
+        known = [
+            known
+            for argument in error.argument_collection
+            if argument.parse and argument.show
+            for known in argument.names
+        ]
         return f"unknown option {name}; {near(name, known)}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}: give texts with spaces in quotes"

@@ -1,4 +1,5 @@
-"""The model card of a draft head: what it is for, how good it is, how each engine runs it; from the record of its training.
+"""The model card of a draft head: what it is for, how good it is, how each engine runs it; from the
+record of its training.
 
 This module does not know where the card goes.
 """
@@ -34,7 +35,9 @@ def model_card(weights: Weights, record: Mapping[str, Any], repo: str, target: s
     }
     front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in about.items() if value)
     named = target or record.get("target", {}).get("name") or "the model that it was trained on"
-    fingerprint = (weights.config.get("eyas") or {}).get("target_fingerprint") or record.get("target", {}).get("fingerprint")
+    fingerprint = (weights.config.get("eyas") or {}).get("target_fingerprint") or record.get("target", {}).get(
+        "fingerprint"
+    )
     marked = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
     parts = [
         f"---\n{front}\n---",
@@ -74,12 +77,16 @@ def _training(record: Mapping[str, Any]) -> str:
         "steps": record.get("best_step"),
         "tokens": record.get("tokens"),
         "longest sequence": record.get("trained_length"),
-        "tokens that it can draft": f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}" if "draft_vocab_size" in head else None,
+        "tokens that it can draft": f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}"
+        if "draft_vocab_size" in head
+        else None,
         "precision": record.get("precision"),
         "versions": ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()),
     }
     rows = "\n".join(
-        f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |" for name, value in facts.items() if value
+        f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |"
+        for name, value in facts.items()
+        if value
     )
     return f"## Training\n\n| | |\n|---|---|\n{rows}\n\nEverything else is in `training.json`."
 
@@ -97,5 +104,9 @@ def _uses(method: str, repo: str, target: str) -> str:
     for name, methods in checkpoints.export_formats().items():
         if method in methods:
             export = f"eyas export {repo} --format {name} --target {target} --output FOLDER"
-            lines.append(f"As {name}:\n\n```\n" + "\n".join([export, *checkpoints.usage(method, name, "FOLDER", target)]) + "\n```")
+            lines.append(
+                f"As {name}:\n\n```\n"
+                + "\n".join([export, *checkpoints.usage(method, name, "FOLDER", target)])
+                + "\n```"
+            )
     return "\n\n".join([*lines, "What an engine would compute in another way, `eyas export` refuses with the reason."])

@@ -1,4 +1,5 @@
-"""The examples of a training: read from --data, or from --features, a folder that `eyas features` wrote."""
+"""The examples of a training: read from --data, or from --features, a folder that `eyas features`
+wrote."""
 
 from __future__ import annotations
 
@@ -46,11 +47,15 @@ def training_options(features: str | None, options: Mapping[str, Any]) -> dict[s
     fixed = {"max_length": settings.max_length, "heldout": settings.heldout}
     for name, value in fixed.items():
         if options.get(name, value) != value:
-            raise OptionError(f"{features} was made with {name} {value}, so it cannot be {options[name]}; leave the option out")
+            raise OptionError(
+                f"{features} was made with {name} {value}, so it cannot be {options[name]}; leave the option out"
+            )
     return {**options, **fixed}
 
 
-def training_data(llm: LLM, files: Sequence[str], features: str | None, config: TrainConfig) -> tuple[Data, dict[str, Any]]:
+def training_data(
+    llm: LLM, files: Sequence[str], features: str | None, config: TrainConfig
+) -> tuple[Data, dict[str, Any]]:
     """The examples, and what training.json tells about them."""
     if not features:
         from eyas.train.data import data_hash
@@ -64,7 +69,11 @@ def training_data(llm: LLM, files: Sequence[str], features: str | None, config: 
     store.check(llm.target, llm.tokenizer)
     data, settings = store.data(), store.settings
     total, present = len(store.lengths), len(data.train) + len(data.heldout)
-    part = "" if present == total else f"; only {present:,} of its {total:,} examples are there: the same `eyas features` makes the rest"
+    part = (
+        ""
+        if present == total
+        else f"; only {present:,} of its {total:,} examples are there: the same `eyas features` makes the rest"
+    )
     note(f"{features} holds the features of {data.report}{part}")
     return data, {
         "data": {

@@ -166,7 +166,8 @@ class _ClosedStream(io.TextIOBase):
 
 
 def replace_closed_streams() -> None:
-    """Give a name to each use of a standard stream that is closed; make the others never fail on a character.
+    """Give a name to each use of a standard stream that is closed; make the others never fail on a
+    character.
 
     The descriptors are filled first: the next file to be opened would become standard output.
     """

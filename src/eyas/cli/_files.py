@@ -48,10 +48,13 @@ def file_errors(path: str | Path, what: str = "file") -> Iterator[None]:
 def _reason(error: OSError, path: Path) -> str:
     if error.errno in FULL:
         return (
-            "cannot be written: no space left on the device; free some and run the same command again, it continues after the last result"
+            "cannot be written: no space left on the device; free some and run the same command again, "
+            "it continues after the last result"
         )
     if error.errno == errno.ENOENT:
-        return "does not exist" if path.parent.is_dir() else f"cannot be opened: the folder {str(path.parent)!r} does not exist"
+        if path.parent.is_dir():
+            return "does not exist"
+        return f"cannot be opened: the folder {str(path.parent)!r} does not exist"
     if error.errno == errno.EISDIR:
         return "is a folder"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -136,7 +139,9 @@ def _prompt(kind: str, value: Any) -> Any:
         raise InputError("prompt must be a string (messages and prompt_ids are keys of their own)")
     if kind == "messages" and not (isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value)):
         raise InputError('messages must be a list of objects like {"role": "user", "content": "..."}')
-    if kind == "prompt_ids" and not (isinstance(value, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in value)):
+    if kind == "prompt_ids" and not (
+        isinstance(value, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
+    ):
         raise InputError("prompt_ids must be a list of whole numbers")
     return value
 
@@ -242,7 +247,9 @@ class Results:
             result = None
         key = {name: result[name] for name in self.names if name in result} if isinstance(result, dict) else {}
         if len(key) != 1 or self.needs not in result:
-            raise InputError(f"output file {self.path!r} holds something else than results ({where}): choose another name")
+            raise InputError(
+                f"output file {self.path!r} holds something else than results ({where}): choose another name"
+            )
         self.first = self.first or result
         made_for = result.get("prompt_sha256")
         self.done[json.dumps(key)] = made_for if isinstance(made_for, str) else None

@@ -88,7 +88,9 @@ def load_target(model: TargetOptions, device: str | None = None) -> LLM:
     check_exact(model)
     llm = load(replace(model, kernels="off", device=device or model.device), DraftOptions(method="vanilla"), {})
     if llm.adapters:
-        raise OptionError("features are read from one model: give one adapter without a name, --adapter FOLDER, which is merged")
+        raise OptionError(
+            "features are read from one model: give one adapter without a name, --adapter FOLDER, which is merged"
+        )
     return llm
 
 
@@ -137,7 +139,8 @@ def sampling_of(options: SamplingOptions) -> dict[str, Any]:
 
 
 def structure_of(options: StructureOptions) -> dict[str, Any]:
-    """The keywords of `LLM.request` for structured output. Refuses what cannot be read before a model is loaded."""
+    """The keywords of `LLM.request` for structured output. Refuses what cannot be read before a
+    model is loaded."""
     from eyas import grammar
 
     given: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}

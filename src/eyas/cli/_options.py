@@ -77,19 +77,21 @@ class TargetOptions:
     gguf_file: Annotated[str | None, "Model", "NAME"] = None
     """A file in GGUF format of the target's folder or hub repository; its weights become plain ones."""
     adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
-    """An adapter of PEFT (LoRA, DoRA), which is merged into the target unless it is quantised. NAME=PATH, several times:
-    requests choose one by its name."""
+    """An adapter of PEFT (LoRA, DoRA), which is merged into the target unless it is quantised.
+    NAME=PATH, several times: requests choose one by its name."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the target."""
     dtype: Annotated[str, "Machine", "NAME"] = "auto"
-    """float32, bfloat16 or float16. auto: float32 on a CPU, the checkpoint's own type elsewhere and if it is quantised."""
+    """float32, bfloat16 or float16. auto: float32 on a CPU, the checkpoint's own type elsewhere and
+    if it is quantised."""
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
     device_map: Annotated[str | None, "Machine", "auto|balanced|FILE"] = None
-    """auto, balanced: layers are spread over all GPUs, and what does not fit there waits in memory or
-    on disk. Or a JSON file with a device, "cpu" or "disk" for each part of the model, as transformers takes it."""
+    """auto, balanced: layers are spread over all GPUs, and what does not fit there waits in memory
+    or on disk. Or a JSON file with a device, "cpu" or "disk" for each part of the model, as
+    transformers takes it."""
     offload_folder: Annotated[str | None, "Machine", "FOLDER"] = None
     """For weights that the device map puts on disk, where the checkpoint is not safetensors."""
     kernels: Annotated[Literal["auto", "on", "compile", "off"], "Machine"] = "auto"
@@ -108,7 +110,9 @@ class TargetOptions:
 DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
     "Machine",
-    Parameter(help="Round the draft head's weights: fp8 on GPUs that multiply it, int4 by the compiled kernels. The text stays the same."),
+    Parameter(
+        help="Round the draft head's weights: fp8 on GPUs that multiply it, int4 by the compiled kernels. The text stays the same."
+    ),
 ]
 
 
@@ -117,7 +121,8 @@ class DraftOptions:
     """The draft head and the method."""
 
     draft: Annotated[str | None, "Model", "PATH|HUB|auto"] = None
-    """The draft head: a folder or a hub id. auto: the one that is listed for the target (docs/checkpoints.md)."""
+    """The draft head: a folder or a hub id. auto: the one that is listed for the target
+    (docs/checkpoints.md)."""
     method: Annotated[str | None, "Method", "NAME"] = None
     """How to draft; `eyas methods` lists the names. Default: the best method for the head; without a
     head, suffix."""
@@ -187,7 +192,9 @@ class AnswerOptions(LawOptions, SamplingOptions, TemperatureOptions, LengthOptio
     """How an answer is sampled, and where it ends."""
 
 
-USE_ADAPTER = Annotated[str | None, "Model", "NAME", Parameter(help="Answer with this one of several adapters. Default: with none.")]
+USE_ADAPTER = Annotated[
+    str | None, "Model", "NAME", Parameter(help="Answer with this one of several adapters. Default: with none.")
+]
 
 
 @option_group
@@ -313,7 +320,9 @@ def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> t
     declared = []
     for option in options:
         flag = flags and option.annotation is bool
-        name = Parameter(name=f"--{option.name.replace('_', '-')}", n_tokens=None if flag else 1, show=not option.deprecated)
+        name = Parameter(
+            name=f"--{option.name.replace('_', '-')}", n_tokens=None if flag else 1, show=not option.deprecated
+        )
         kind: Any = Annotated[_value_type(option) | None, panel, name]
         annotation = annotated(kind, help=escape(option.help), show_default=False)
         default = field(default=None, metadata={"option": option.name})

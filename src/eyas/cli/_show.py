@@ -134,7 +134,8 @@ def print_table(
     title: str | None = None,
     bold: int | None = None,
 ) -> None:
-    """Print a table on stdout; `bold` is the number of a row to stress. Narrow terminals fold the cells."""
+    """Print a table on stdout; `bold` is the number of a row to stress. Narrow terminals fold the
+    cells."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table

@@ -202,8 +202,8 @@ def _progress() -> Iterator[OnPrompt]:
 
 
 def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
-    """Print the pooled tables and where the rest is. Status 1 when a float32 text is not plain decoding's,
-    or when every method failed."""
+    """Print the pooled tables and where the rest is. Status 1 when a float32 text is not plain
+    decoding's, or when every method failed."""
     from eyas.bench import report
     from eyas.bench.summary import wrong_texts
 
@@ -229,7 +229,9 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
     wrong = wrong_texts(summary)
     for line in wrong:
         problem(line)
-    methods = {name for name in summary["settings"]["methods"] if name != "vanilla" and not name.startswith("transformers")}
+    methods = {
+        name for name in summary["settings"]["methods"] if name != "vanilla" and not name.startswith("transformers")
+    }
     return 1 if wrong or (methods and methods <= summary["failed"].keys()) else 0
 
 
@@ -238,7 +240,9 @@ def _refuse_others(job: BenchOptions, *groups: Any) -> None:
     for group in (job, *groups):
         for field in fields(group):
             if field.name not in ("compare", "as_json") and getattr(group, field.name) != field.default:
-                raise OptionError(f"--compare only shows two finished benches: leave --{field.name.replace('_', '-')} out")
+                raise OptionError(
+                    f"--compare only shows two finished benches: leave --{field.name.replace('_', '-')} out"
+                )
 
 
 def _compare(a: str, b: str, *, as_json: bool) -> int:

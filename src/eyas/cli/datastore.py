@@ -1,4 +1,5 @@
-"""`eyas datastore`: texts and chats as sorted tokens, in which the method rest looks up what comes next."""
+"""`eyas datastore`: texts and chats as sorted tokens, in which the method rest looks up what comes
+next."""
 
 from __future__ import annotations
 
@@ -128,7 +129,9 @@ def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=options.trust_remote_code
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"tokenizer {name!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
     return tokenizer

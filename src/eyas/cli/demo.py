@@ -1,4 +1,5 @@
-"""`eyas demo`: plain decoding and the best method answer the same prompts side by side; then transformers does.
+"""`eyas demo`: plain decoding and the best method answer the same prompts side by side; then
+transformers does.
 
 Both sides advance a cycle at a time, always the one whose clock is behind, so that the screen shows
 the race as it is: each clock runs only while its side works. Everything is greedy, so all three
@@ -116,7 +117,8 @@ def _prompts(path: str | None) -> Sequence[Prompt]:
 
 
 def _best(job: DemoOptions, options: dict[str, Any]) -> LLM:
-    """The embedded model with the method and, unless the user chose, a small tree: `auto` has too few cycles to measure."""
+    """The embedded model with the method and, unless the user chose, a small tree: `auto` has too
+    few cycles to measure."""
     from eyas import drafters, tiny
     from eyas.adaptive import mode_of
     from eyas.core.drafter import flags
@@ -219,7 +221,9 @@ class Demo:
         if place is None:
             return ""
         apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain_ids[:place]) or 0.0
-        return f"{name} differs from plain decoding at token {place + 1}, where the two best logits are {apart:.1e} apart"
+        return (
+            f"{name} differs from plain decoding at token {place + 1}, where the two best logits are {apart:.1e} apart"
+        )
 
     def report(self, rounds: Sequence[Round], left_out: int = 0) -> None:
         """Print the table of this run's numbers, and what limits them."""

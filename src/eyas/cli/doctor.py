@@ -37,7 +37,8 @@ class Finding(NamedTuple):
 
 
 def command(*, as_json: AS_JSON = False) -> int:
-    """Check the installation, the machine and the embedded model. Exit status 1 when something is broken."""
+    """Check the installation, the machine and the embedded model. Exit status 1 when something is
+    broken."""
     machine, fast_paths = _machine(), _fast_paths()
     findings = [*_requirements(), *_bfloat16(), *_embedded()]
     broken = [finding.what for finding in findings if finding.good is False]
@@ -137,7 +138,11 @@ def _bfloat16() -> list[Finding]:
     """A remark where torch cannot multiply bfloat16 matrices; nothing where it can."""
     from eyas.hardware import BFLOAT16_CURE, multiplies_bfloat16
 
-    return [] if multiplies_bfloat16() else [Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")]
+    return (
+        []
+        if multiplies_bfloat16()
+        else [Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")]
+    )
 
 
 # --- the embedded model -------------------------------------------------------------------------

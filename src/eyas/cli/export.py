@@ -38,10 +38,12 @@ class ExportOptions:
     output: Annotated[str, "Output", "FOLDER"]
     """A new folder."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
-    """The target model: its name goes into the head where the format has one; its embeddings are read where the head's have to be
-    compared or changed. "embedded" is the embedded model. Default: the name that the head's record has."""
+    """The target model: its name goes into the head where the format has one; its embeddings are
+    read where the head's have to be compared or changed. "embedded" is the embedded model. Default:
+    the name that the head's record has."""
     generate_hook: Annotated[bool, "Output"] = False
-    """Also write custom_generate/, by which generate of transformers decodes with this head: docs/transformers.md."""
+    """Also write custom_generate/, by which generate of transformers decodes with this head:
+    docs/transformers.md."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the target."""
     as_json: AS_JSON = False
@@ -64,7 +66,17 @@ def command(head: Annotated[str, "Model"], /, *, job: ExportOptions) -> None:
 
         write_custom_generate(job.output)
     if job.as_json:
-        print(json.dumps({"head": weights.source, "method": weights.method, "format": job.format, "output": job.output, "usage": lines}))
+        print(
+            json.dumps(
+                {
+                    "head": weights.source,
+                    "method": weights.method,
+                    "format": job.format,
+                    "output": job.output,
+                    "usage": lines,
+                }
+            )
+        )
         return
     print(f"{job.output} holds the {weights.method} head in the form of {job.format}:")
     for line in lines:
@@ -113,7 +125,9 @@ def _architectures(target: str) -> tuple[str, ...]:
         with quiet():
             config, _ = PretrainedConfig.get_config_dict(target)
     except (OSError, ValueError) as error:
-        raise InputError(f"target {target}: its config.json cannot be read ({str(error).splitlines()[0][:200]})") from error
+        raise InputError(
+            f"target {target}: its config.json cannot be read ({str(error).splitlines()[0][:200]})"
+        ) from error
     if not config:
         raise InputError(f"target {target} has no config.json: name a folder in Hugging Face layout, or a hub id")
     return tuple(map(str, config.get("architectures") or ()))

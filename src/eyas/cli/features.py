@@ -142,8 +142,11 @@ def _part(text: str) -> tuple[int, int]:
 # --- the plan -----------------------------------------------------------------------------------
 
 
-def _planned(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]) -> FeatureStore:
-    """The store to be filled: begun here, or found as this command began it. Tells what it will take, and asks."""
+def _planned(
+    llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]
+) -> FeatureStore:
+    """The store to be filled: begun here, or found as this command began it. Tells what it will
+    take, and asks."""
     from eyas.train.feature_plan import chosen_layers, feature_settings, open_or_plan
 
     need_tokenizer(llm)
@@ -181,7 +184,9 @@ def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequen
         f"to be made: {len(shards):,}{of_all} shards, {gib:,.2f} GiB; free there: {free:,.1f} GiB"
     )
     if gib > free:
-        raise InputError(f"{gib:,.2f} GiB do not fit into the {free:,.2f} GiB that are free for {folder}: take less data or fewer layers")
+        raise InputError(
+            f"{gib:,.2f} GiB do not fit into the {free:,.2f} GiB that are free for {folder}: take less data or fewer layers"
+        )
     if gib <= LARGE_GIB or job.yes:
         return
     if not _on_terminal():

@@ -92,7 +92,8 @@ class InputOptions:
     drafting: Annotated[str | None, "Method", "auto|off|N"] = None
     """off: decode plainly; N: verify at most N draft tokens per cycle."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
+    """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8
+    elsewhere."""
 
 
 def command(
@@ -158,7 +159,9 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
         bypass = "--raw" if inputs.raw else "--prompt-ids"
         raise UsageError(f"--system needs the chat template, which {bypass} bypasses")
     if inputs.image and (inputs.raw or prompt is None):
-        raise UsageError("--image goes with a prompt of text, by the chat template; lines of --input hold images in their messages")
+        raise UsageError(
+            "--image goes with a prompt of text, by the chat template; lines of --input hold images in their messages"
+        )
     if inputs.output and inputs.output == inputs.input:
         raise UsageError("--output would write into the file that --input reads: give it another name")
 
@@ -174,7 +177,9 @@ def _drafts(inputs: InputOptions) -> dict[str, Any]:
         try:
             keywords["prediction"] = Path(inputs.prediction).expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--prediction {inputs.prediction} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise InputError(
+                f"--prediction {inputs.prediction} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
     return keywords
 
 
@@ -185,7 +190,9 @@ def _prompt(text: str | None, prompt_ids: str | None) -> str | list[int]:
     try:
         return [int(part) for part in prompt_ids.replace(" ", ",").split(",") if part]
     except ValueError:
-        raise InputError(f"--prompt-ids must be whole numbers separated by commas, like 1,2,3; got {prompt_ids!r}") from None
+        raise InputError(
+            f"--prompt-ids must be whole numbers separated by commas, like 1,2,3; got {prompt_ids!r}"
+        ) from None
 
 
 def _with_images(prompt: str | list[int], images: Sequence[str]) -> Any:
@@ -220,7 +227,11 @@ def _answer_one(
             if number == 0:  # the request is valid
                 note_no_head(llm, model, draft)
             if not as_json:
-                ids = "" if llm.tokenizer else f"{','.join(map(str, piece.token_ids))}{'' if piece.finish_reason else ','}"
+                ids = (
+                    ""
+                    if llm.tokenizer
+                    else f"{','.join(map(str, piece.token_ids))}{'' if piece.finish_reason else ','}"
+                )
                 print(piece.text or ids, end="", flush=True)
     except KeyboardInterrupt:
         stopped = True
@@ -235,7 +246,8 @@ def _answer_one(
 
 
 def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: InputOptions) -> None:
-    """Answer one prompt several times: the texts one below the other, or one JSON object with the results."""
+    """Answer one prompt several times: the texts one below the other, or one JSON object with the
+    results."""
     results = llm.generate(prompt, n=inputs.n, batch_size=inputs.batch_size, **keywords)
     if inputs.as_json:
         print(json.dumps({"results": [record(llm, result) for result in results]}, ensure_ascii=False))
@@ -268,7 +280,8 @@ class _FileRun:
         return tau(self.emitted, self.cycles)
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
-        """The tasks without a result. OptionError when the results are those of other prompts or settings."""
+        """The tasks without a result. OptionError when the results are those of other prompts or
+        settings."""
         first = self.results.first
         other = differences(first, self.settings, UNWRITTEN)
         refuse(self.results.path, other + differences(first.get("settings"), self.keywords, UNWRITTEN_KEYWORDS))
@@ -323,7 +336,8 @@ class _FileRun:
                 bar.show(self.written, f"tau {self.tau:.2f}")
 
     def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Prompt]]:
-        """The tasks that can be answered, with their prompts as token ids; a line that cannot is reported."""
+        """The tasks that can be answered, with their prompts as token ids; a line that cannot is
+        reported."""
         from eyas.arguments import MediaIds
         from eyas.core.engine import Decoder
 

@@ -42,7 +42,8 @@ class PushOptions:
     private: Annotated[bool, "Output"] = False
     """Make a private repository, if there is none yet."""
     license: Annotated[str, "Output", "NAME"] = "other"
-    """The licence on the card, as the hub names it: apache-2.0, mit, ... Mind that of the target and of the data."""
+    """The licence on the card, as the hub names it: apache-2.0, mit, ... Mind that of the target
+    and of the data."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target's name for the card. Default: the one in the head's record."""
     as_json: AS_JSON = False
@@ -69,7 +70,11 @@ def command(head: Annotated[str, "Model"], repo: Annotated[str, "Output"], /, *,
     with ExitStack() as stack:
         parcel = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         card = _fill(parcel, folder, weights, repo, job)
-        files = {path.relative_to(parcel).as_posix(): path.stat().st_size for path in sorted(parcel.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(parcel).as_posix(): path.stat().st_size
+            for path in sorted(parcel.rglob("*"))
+            if path.is_file()
+        }
         if not job.as_json:
             _show(files, card, repo, job.yes)
         url = _send(parcel, repo, job.private, weights.method) if job.yes else None
@@ -123,5 +128,7 @@ def _send(parcel: Path, repo: str, private: bool, method: str) -> str:
         sent = api.upload_folder(repo_id=repo, folder_path=parcel, commit_message=f"{method} draft head by eyas")
     except Exception as error:  # the hub's client raises errors of several libraries
         reason = str(error).strip().splitlines()
-        raise EyasError(f"the hub did not take {repo} ({type(error).__name__}: {reason[0][:200] if reason else ''})") from error
+        raise EyasError(
+            f"the hub did not take {repo} ({type(error).__name__}: {reason[0][:200] if reason else ''})"
+        ) from error
     return str(sent.commit_url)

@@ -199,7 +199,9 @@ class _Run:
                         self._pass_over(outcome)
         except KeyboardInterrupt:
             there = counts.there + counts.conversations
-            raise Interrupted(f"{there} conversations are in {self.results.path}; the same command goes on after them") from None
+            raise Interrupted(
+                f"{there} conversations are in {self.results.path}; the same command goes on after them"
+            ) from None
         self._report()
 
     def _todo(self) -> set[str]:

@@ -163,7 +163,9 @@ def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> int:
     from eyas.train.progress import figures_text
 
     if outcome.interrupted:
-        raise Interrupted(f"step {outcome.step} of {outcome.steps} is saved in {folder}; the same command goes on from there")
+        raise Interrupted(
+            f"step {outcome.step} of {outcome.steps} is saved in {folder}; the same command goes on from there"
+        )
     figures = f": held-out {figures_text(outcome.heldout)}" if outcome.heldout else ""
     stopped = outcome.step < outcome.steps
     early = f" (ended early: {config.patience} evaluations without a better one)" if stopped else ""

@@ -1,4 +1,5 @@
-"""`eyas tune`: measures passes and drafts on this machine, and shows the tree that makes most tokens a second."""
+"""`eyas tune`: measures passes and drafts on this machine, and shows the tree that makes most
+tokens a second."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
     llm = load(model, draft, options)
     limit = llm.drafter.max_tree
     if limit is None:
-        raise OptionError(f"{llm.method} does not grow its trees: there is nothing to tune; name another --method, like eagle3")
+        raise OptionError(
+            f"{llm.method} does not grow its trees: there is nothing to tune; name another --method, like eagle3"
+        )
     costs, known = load_costs(llm.drafter, job.force)
     guess = Acceptance(limit)
     plans = [Plan(s, guess(s), costs.cycle(s)) for s in sizes(limit)]
@@ -91,7 +94,10 @@ def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
     trees += [("nodes {} depth {} branch {}".format(*p.shape), p.seconds, 1 + p.accepted, p.rate) for p in shown]
     print_table(
         ("tree", "ms a cycle", "tokens a cycle", "tokens/s", "vs plain"),
-        [(name, f"{1e3 * s:.2f}", f"{tokens:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x") for name, s, tokens, rate in trees],
+        [
+            (name, f"{1e3 * s:.2f}", f"{tokens:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x")
+            for name, s, tokens, rate in trees
+        ],
         title="Expected, before anything was drafted",
         bold=1 + shown.index(chosen),
     )

@@ -1,13 +1,15 @@
-"""Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is always in use, or several that requests choose from.
+"""Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is always in use, or several that
+requests choose from.
 
     merge(model, folder)             -> the same model with other weights; nothing of PEFT is left in it
     beside(model, folder)            -> the same model with layers of PEFT that add the adapter's part: for quantised weights
     digest(folder)                   -> a hash of the adapter's tensors
     AdapterSet.load(model, folders)  -> layers of PEFT around the model's own; `use` switches the whole model to one of them
 
-The whole model has one adapter at a time. `Target.with_adapter` makes a view of the target for each adapter, and a view switches the model
-before each of its forwards. A Decoder belongs to one view, so a batch never mixes adapters, and keys and values that one adapter made are
-never read by another.
+The whole model has one adapter at a time. `Target.with_adapter` makes a view of the target for each
+adapter, and a view switches the model before each of its forwards. A Decoder belongs to one view,
+so a batch never mixes adapters, and keys and values that one adapter made are never read by
+another.
 
 This module knows no tree, no cache and no drafter. PEFT (the extra `peft`) is imported where it is used.
 """
@@ -34,7 +36,8 @@ log = logging.getLogger(__name__)  # the command line prints these messages
 
 BASE = "base"  # in requests: the model without an adapter
 REASON_LENGTH = 240  # characters of a library's message that are shown
-# Kinds of adapters that do a part of their work outside of the model's layers, which its own forward would leave out.
+# Kinds of adapters that do a part of their work outside of the model's layers, which its own
+# forward would leave out.
 OUTSIDE = (
     "PROMPT_TUNING",
     "MULTITASK_PROMPT_TUNING",
@@ -63,7 +66,8 @@ def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
 
 
 def beside(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with the adapter in layers of its own, always in use. Merged into quantised weights, it would be rounded as they are.
+    """The model with the adapter in layers of its own, always in use. Merged into quantised
+    weights, it would be rounded as they are.
 
     Raises:
         ModelError: the adapter cannot be loaded, or does not fit the model.
@@ -76,7 +80,8 @@ def beside(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
 
 
 def digest(folder: str | Path) -> str:
-    """A hash of the adapter's tensors as they are stored: few weights of a merged model tell nothing of an adapter that changes others."""
+    """A hash of the adapter's tensors as they are stored: few weights of a merged model tell
+    nothing of an adapter that changes others."""
     with _one_line_errors(folder):
         tensors = _import_peft().load_peft_weights(str(folder), device="cpu")
     total = hashlib.sha256()
@@ -89,11 +94,13 @@ class AdapterSet:
     """Adapters that are in one model, and which of them is in use.
 
     Args:
-        tuned: a PeftModel. Its base model is changed by `use`, and by nobody else while eyas decodes with it.
+        tuned: a PeftModel. Its base model is changed by `use`, and by nobody else while eyas
+            decodes with it.
     """
 
     def __init__(self, tuned: Any, inner: Mapping[str, str] | None = None) -> None:
-        """`inner`: the name in PEFT of each adapter; None: adapters have the names that they have there."""
+        """`inner`: the name in PEFT of each adapter; None: adapters have the names that they have
+        there."""
         for name, config in tuned.peft_config.items():
             _check_kind(name, config)
         self.tuned = tuned
@@ -112,7 +119,8 @@ class AdapterSet:
             OptionError: PEFT is not installed.
         """
         peft, tuned = _import_peft(), None
-        inner = {name: f"adapter{number}" for number, name in enumerate(folders)}  # PEFT takes no dots, and nothing that "lora_" contains
+        # PEFT takes no dots, and nothing that "lora_" contains
+        inner = {name: f"adapter{number}" for number, name in enumerate(folders)}
         for name, folder in folders.items():
             with _one_line_errors(folder):
                 _check_folder(folder)
@@ -161,12 +169,14 @@ def is_peft_model(model: object) -> bool:
 
 
 def has_adapter_layers(model: nn.Module) -> bool:
-    """Whether layers of PEFT are in the model. Whoever reads `weight` of such a layer reads the base model's, without the adapter."""
+    """Whether layers of PEFT are in the model. Whoever reads `weight` of such a layer reads the
+    base model's, without the adapter."""
     return any(isinstance(module, _layer_kinds()) for module in model.modules())
 
 
 def _layer_kinds() -> tuple[type, ...]:
-    """The classes of PEFT's layers; () where PEFT is not imported, as there can be no layers of it then."""
+    """The classes of PEFT's layers; () where PEFT is not imported, as there can be no layers of it
+    then."""
     layers, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
     kinds = getattr(layers, "BaseTunerLayer", None), getattr(others, "AuxiliaryTrainingWrapper", None)
     return tuple(kind for kind in kinds if kind is not None)
@@ -183,7 +193,9 @@ def _import_peft() -> Any:
 def _check_folder(folder: str | Path) -> None:
     path = Path(folder)
     if path.is_dir() and not (path / "adapter_config.json").exists():
-        raise ModelError(f"adapter folder {str(folder)!r} has no adapter_config.json: name a folder that PEFT has written")
+        raise ModelError(
+            f"adapter folder {str(folder)!r} has no adapter_config.json: name a folder that PEFT has written"
+        )
     if not path.exists() and (path.is_absolute() or str(folder).startswith((".", "~")) or str(folder).count("/") > 1):
         raise ModelError(f"adapter {str(folder)!r} does not exist")
 
@@ -193,13 +205,17 @@ def _check_kind(name: str, config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning or kind in OUTSIDE or getattr(config, "alora_invocation_tokens", None):
         kind = "aLoRA" if kind == "LORA" else kind
-        raise ModelError(f"adapter {name!r} is of kind {kind}, which does more than change layers: eyas serves LoRA, DoRA and the like")
+        raise ModelError(
+            f"adapter {name!r} is of kind {kind}, which does more than change layers: eyas serves LoRA, DoRA and the like"
+        )
 
 
 def _check_keys(folder: str | Path, read: Any) -> None:
     """ModelError where tensors of the adapter have no place in the model, or places no tensor."""
     if read.unexpected_keys:
-        raise ModelError(f"adapter {str(folder)!r} was made for another model: there is no place for {read.unexpected_keys[0]}")
+        raise ModelError(
+            f"adapter {str(folder)!r} was made for another model: there is no place for {read.unexpected_keys[0]}"
+        )
     absent = [key for key in read.missing_keys if "lora_" in key or "modules_to_save" in key]
     if absent:
         raise ModelError(f"adapter {str(folder)!r} lacks tensors: {absent[0]}")
@@ -207,7 +223,8 @@ def _check_keys(folder: str | Path, read: Any) -> None:
 
 @contextmanager
 def _one_line_errors(folder: str | Path) -> Iterator[None]:
-    """Turn what PEFT raises into a ModelError of one line. What it says about other libraries' future is not for the user."""
+    """Turn what PEFT raises into a ModelError of one line. What it says about other libraries'
+    future is not for the user."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

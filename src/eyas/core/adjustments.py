@@ -1,16 +1,19 @@
-"""The law of a token depends on more than logits and temperature: on the text before it, a logit bias, and a least length.
+"""The law of a token depends on more than logits and temperature: on the text before it, a logit
+bias, and a least length.
 
     repetition_penalty                      `seen`: the tokens of prompt and answer
     presence_penalty, frequency_penalty     `counts`: how often each token occurs in the answer
     logit_bias                              `bias`
     min_tokens                              `ending`: the tokens that end the text; `wait`: how many others must come before
 
-In a tree each node has a text of its own: that of the row, of its ancestors, and itself (`at`). Drafts that are grown level by level
-follow their nodes with `take` and `then`. A field that no row of a batch needs is None; a batch that needs none has no Adjustments.
+In a tree each node has a text of its own: that of the row, of its ancestors, and itself (`at`).
+Drafts that are grown level by level follow their nodes with `take` and `then`. A field that no row
+of a batch needs is None; a batch that needs none has no Adjustments.
 
 This module knows no model and no sampling: `sampling.apply_sampling` applies the numbers.
-Letters: B rows, N nodes, Q nodes of a level, K of the next level, V vocabulary of the target, v of the draft. [...] stands for the same
-dimensions in all fields: none (a single text), rows, or rows and nodes.
+Letters: B rows, N nodes, Q nodes of a level, K of the next level, V vocabulary of the target, v of
+the draft. [...] stands for the same dimensions in all fields: none (a single text), rows, or rows
+and nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ __all__ = ["Adjustments"]
 
 @dataclass(frozen=True, eq=False)
 class Adjustments:
-    """See the module. An index selects rows, or rows and nodes, in every field: `adjustments[b]`, `adjustments[:, nodes]`."""
+    """See the module. An index selects rows, or rows and nodes, in every field: `adjustments[b]`,
+    `adjustments[:, nodes]`."""
 
     seen: Tensor | None = None  # bool [..., V]
     counts: Tensor | None = None  # float32 [..., V]
@@ -44,7 +48,11 @@ class Adjustments:
         def stacked(name: str) -> Tensor | None:
             parts = [None if text is None else getattr(text, name) for text in texts]
             like = next((part for part in parts if part is not None), None)
-            return None if like is None else torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
+            return (
+                None
+                if like is None
+                else torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
+            )
 
         batch = {field.name: stacked(field.name) for field in fields(cls)}
         return cls(**batch) if any(x is not None for x in batch.values()) else None
@@ -59,13 +67,16 @@ class Adjustments:
     # --- from rows to nodes
 
     def repeated(self, level_Q: Tensor) -> Adjustments:
-        """[B, Q, ...]: each row's own for nodes at these depths, as if no token lay between them and the root."""
+        """[B, Q, ...]: each row's own for nodes at these depths, as if no token lay between them
+        and the root."""
         nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, len(level_Q), -1))
         return nodes._waiting(lambda wait_B: wait_B[:, None] - level_Q)
 
     def at(self, tree: Tree, tokens_BN: Tensor) -> Adjustments:
         """[B, N, ...]: each node's own."""
-        nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, tree.nodes, -1))._waiting(lambda wait_B: wait_B[:, None] - tree.depth_BN)
+        nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, tree.nodes, -1))._waiting(
+            lambda wait_B: wait_B[:, None] - tree.depth_BN
+        )
         if self.seen is not None:
             nodes = replace(nodes, seen=tree.seen(tokens_BN, self.seen))
         if nodes.counts is not None:
@@ -90,7 +101,9 @@ class Adjustments:
         if self.seen is not None:
             nodes = replace(nodes, seen=self.seen.scatter(2, column_BQ1, True))
         if self.counts is not None:
-            nodes = replace(nodes, counts=self.counts.scatter_add(2, column_BQ1, self.counts.new_ones(column_BQ1.shape)))
+            nodes = replace(
+                nodes, counts=self.counts.scatter_add(2, column_BQ1, self.counts.new_ones(column_BQ1.shape))
+            )
         return nodes
 
     def flat(self) -> Adjustments:

@@ -1,17 +1,19 @@
 """Preallocated KV caches in which each row has its own length.
 
-The slots of a row hold its committed tokens first, then the nodes that are being verified (or drafted). Slot s of the committed part holds
-position s; a node at depth d has position length + d, whatever its slot.
+The slots of a row hold its committed tokens first, then the nodes that are being verified (or
+drafted). Slot s of the committed part holds position s; a node at depth d has position length + d,
+whatever its slot.
 
     slot      0 1 2 3 4 | 5 6 7 8 9
     row 0     c c c c c | n n n n n        5 committed, 5 nodes
     row 1     c c c n n   n n n            3 committed, nodes right behind
 
-`KVCache` is passed to Hugging Face models as `past_key_values`: `at` sets where the next forward writes, the model calls `update` once for
-each layer, `commit` moves the accepted nodes behind the committed slots. Sliding windows of a target are a matter of masks, not of slots.
-`WindowCache` is the cache of a draft net; with a window it keeps only the first and the last slots (SEAGLE).
-Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W width of this forward,
-E layers x {key, value}.
+`KVCache` is passed to Hugging Face models as `past_key_values`: `at` sets where the next forward
+writes, the model calls `update` once for each layer, `commit` moves the accepted nodes behind the
+committed slots. Sliding windows of a target are a matter of masks, not of slots. `WindowCache` is
+the cache of a draft net; with a window it keeps only the first and the last slots (SEAGLE).
+Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W
+width of this forward, E layers x {key, value}.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ __all__ = [
     "slot_positions",
 ]  # fmt: skip
 
-Layout = tuple[tuple[int, int, int] | None, ...]  # per layer: (heads, key width, value width); None = the layer stores nothing of its own
+# per layer: (heads, key width, value width); None = the layer stores nothing of its own
+Layout = tuple[tuple[int, int, int] | None, ...]
 Shape = tuple[int, int, torch.device]  # of the keys or values of one layer: heads, width, and where they lie
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
 SYSTEM_PAGES = 2**20  # bytes; larger tensors are made of pages of the system, see `_zeros`
-ALIGNED = 64  # on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and few shapes
+# on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and
+# few shapes
+ALIGNED = 64
 
 
 def layout_of(cache: Cache) -> Layout:
@@ -47,7 +52,8 @@ def layout_of(cache: Cache) -> Layout:
 
 
 def devices_of(cache: Cache) -> tuple[torch.device | None, ...]:
-    """The device of each layer's keys in a growing cache that a forward of the model has filled; None for a layer without keys."""
+    """The device of each layer's keys in a growing cache that a forward of the model has filled;
+    None for a layer without keys."""
     stored = (getattr(layer, "keys", None) for layer in cache.layers)
     return tuple(None if keys is None else keys.device for keys in stored)
 
@@ -55,14 +61,25 @@ def devices_of(cache: Cache) -> tuple[torch.device | None, ...]:
 class LayerCache:
     """The keys and values of one layer, and the slots of the next forward.
 
-    Compiled layers get this in place of the whole cache: it does not depend on the layer's index, so all layers share one compilation.
+    Compiled layers get this in place of the whole cache: it does not depend on the layer's index,
+    so all layers share one compilation.
     """
 
-    def __init__(self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int, some: bool = False) -> None:
-        self.key_RHSw, self.value_RHSw, self.row_R1, self.slot_RN, self.width = key_RHSw, value_RHSw, row_R1, slot_RN, width
+    def __init__(
+        self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int, some: bool = False
+    ) -> None:
+        self.key_RHSw, self.value_RHSw, self.row_R1, self.slot_RN, self.width = (
+            key_RHSw,
+            value_RHSw,
+            row_R1,
+            slot_RN,
+            width,
+        )
         self.some = some  # the tensors hold further rows than those of the forward
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """See `KVCache.update`."""
         for store, states in ((self.key_RHSw, key_states), (self.value_RHSw, value_states)):
             store[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
@@ -71,7 +88,8 @@ class LayerCache:
 
 
 class DraftLayerCache:
-    """The cache of a draft net's layer, with slots and mask of the next forward. Compiled draft nets get this, like `LayerCache`.
+    """The cache of a draft net's layer, with slots and mask of the next forward. Compiled draft
+    nets get this, like `LayerCache`.
 
     Args:
         part: keys and values.
@@ -80,7 +98,13 @@ class DraftLayerCache:
     """
 
     def __init__(self, part: LayerCache, unrotated: LayerCache | None, length_R: Tensor, visible_RNT: Tensor) -> None:
-        self.part, self.unrotated, self.length_R, self.visible_RNT, self.width = part, unrotated, length_R, visible_RNT, part.width
+        self.part, self.unrotated, self.length_R, self.visible_RNT, self.width = (
+            part,
+            unrotated,
+            length_R,
+            visible_RNT,
+            part.width,
+        )
 
     @property
     def mask_R1NW(self) -> Tensor:
@@ -95,8 +119,11 @@ class DraftLayerCache:
         """None: kernels do not run compiled layers."""
         return None
 
-    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new nodes' keys, not yet rotated, and values [R, N, K, h]. Returns those below the width, rotated, [R, K, W, h]."""
+    def store(
+        self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new nodes' keys, not yet rotated, and values [R, N, K, h]. Returns those below
+        the width, rotated, [R, K, W, h]."""
         key_RKNh, value_RKNh = key_RNKh.transpose(1, 2), value_RNKh.transpose(1, 2)
         if self.unrotated is not None:
             self.unrotated.update(key_RKNh, value_RKNh[..., :0])
@@ -104,7 +131,8 @@ class DraftLayerCache:
 
 
 class KVCache(Cache):
-    """Keys and values of B rows in one tensor [E, B, H, S, width]; one for each (heads, width, device), if layers differ.
+    """Keys and values of B rows in one tensor [E, B, H, S, width]; one for each (heads, width,
+    device), if layers differ.
 
     Args:
         layout: the sizes of each layer.
@@ -132,7 +160,9 @@ class KVCache(Cache):
             if sizes is not None:
                 heads, *widths = sizes
                 place = (devices[layer] if devices else None) or device
-                self._place[layer] = tuple(((heads, width, place), self._next((heads, width, place))) for width in widths)
+                self._place[layer] = tuple(
+                    ((heads, width, place), self._next((heads, width, place))) for width in widths
+                )
         self._stores: dict[Shape, Tensor] = {}
         self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
         self._where: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows [R, 1] and slots [R, N] of the next forward
@@ -156,7 +186,8 @@ class KVCache(Cache):
         self.slots = size
 
     def clear(self, row: int) -> None:
-        """Set everything that the row holds to zero: NaN would spread from slots that a mask hides, as 0 x NaN is NaN."""
+        """Set everything that the row holds to zero: NaN would spread from slots that a mask hides,
+        as 0 x NaN is NaN."""
         for store in self._stores.values():
             store[:, row] = 0
 
@@ -165,32 +196,43 @@ class KVCache(Cache):
 
         Args:
             rows: a range if there may be no others between them, and else any, ascending.
-            slot_RN: returns int64 [R, N], the slot for each new node. It is called only if torch stores the nodes; kernels compute the
-                slots themselves.
-            width: the forward attends to slots below this, or below a somewhat larger number: see `width`.
+            slot_RN: returns int64 [R, N], the slot for each new node. It is called only if torch
+                stores the nodes; kernels compute the slots themselves.
+            width: the forward attends to slots below this, or below a somewhat larger number: see
+                `width`.
         """
         width = self.aligned(width)
         self.reserve(width)
         self._rows, self._slots_of, self._where, self._width = rows, slot_RN, {}, width
 
     def aligned(self, width: int) -> int:
-        """The width of a forward that attends to slots below `width`: on a GPU the next multiple of ALIGNED."""
+        """The width of a forward that attends to slots below `width`: on a GPU the next multiple of
+        ALIGNED."""
         return -(-width // ALIGNED) * ALIGNED if self.device.type == "cuda" else width
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, H, N, width]; returns those of all slots below the forward's width. Called by attention layers."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [R, H, N, width]; returns those of all slots below the forward's
+        width. Called by attention layers."""
         return self.part(layer_idx).update(key_states, value_states)
 
     def part(self, layer: int) -> LayerCache:
         """The cache of one layer for the next forward."""
         (_, _, device), _ = self._place[layer][0]
-        return LayerCache(*self.keys_values(layer), *self._rows_and_slots(device), self._width, not isinstance(self._rows, range))
+        return LayerCache(
+            *self.keys_values(layer), *self._rows_and_slots(device), self._width, not isinstance(self._rows, range)
+        )
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Rows [R, 1] and slots [R, N] of the next forward, on this device."""
         if not self._where:
             slot_RN, rows = self._slots_of(), self._rows
-            row_R = torch.arange(len(rows), device=self.device) if isinstance(rows, range) else torch.tensor(rows, device=self.device)
+            row_R = (
+                torch.arange(len(rows), device=self.device)
+                if isinstance(rows, range)
+                else torch.tensor(rows, device=self.device)
+            )
             self._where[self.device] = row_R[:, None], slot_RN
         if device not in self._where:
             row_R1, slot_RN = self._where[self.device]
@@ -198,13 +240,15 @@ class KVCache(Cache):
         return self._where[device]
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, H, S, width] of one layer, for the rows of the next forward; for all rows if those are not a range."""
+        """Keys and values [R, H, S, width] of one layer, for the rows of the next forward; for all
+        rows if those are not a range."""
         span = slice(self._rows.start, self._rows.stop) if isinstance(self._rows, range) else slice(None)
         key, value = (self._stores[shape][entry, span] for shape, entry in self._place[layer])
         return key, value
 
     def committed(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, W, width] of one layer in all rows: the first W = `width` slots, or all if there are fewer."""
+        """Keys and values [B, H, W, width] of one layer in all rows: the first W = `width` slots,
+        or all if there are fewer."""
         key, value = (self._stores[shape][entry, :, :, :width] for shape, entry in self._place[layer])
         return key, value
 
@@ -231,7 +275,8 @@ class KVCache(Cache):
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width, device)."""
+        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width,
+        device)."""
         return tuple(self._stores.values())
 
     @property
@@ -241,7 +286,8 @@ class KVCache(Cache):
 
     @property
     def tensor(self) -> Tensor:
-        """The only tensor [layers x {key, value}, B, H, slots, width] of a model whose layers have equal sizes."""
+        """The only tensor [layers x {key, value}, B, H, slots, width] of a model whose layers have
+        equal sizes."""
         (only,) = self._stores.values()
         return only
 
@@ -271,25 +317,38 @@ class KVCache(Cache):
 
 
 class WindowCache(KVCache):
-    """The cache of a draft net. With a window it keeps the first `sink` and the last `size` committed slots of each row.
+    """The cache of a draft net. With a window it keeps the first `sink` and the last `size`
+    committed slots of each row.
 
-    For a window, keys are also stored before RoPE. `trim` removes the slots between sinks and window, and rotates the remaining keys by
-    their new index in the cache (SEAGLE; attention sinks: Xiao et al. 2023, section 3.2). The properties and methods of `DraftCache`, for
-    one layer, are those of the first; `layer` gives those of the others.
+    For a window, keys are also stored before RoPE. `trim` removes the slots between sinks and
+    window, and rotates the remaining keys by their new index in the cache (SEAGLE; attention sinks:
+    Xiao et al. 2023, section 3.2). The properties and methods of `DraftCache`, for one layer, are
+    those of the first; `layer` gives those of the others.
     """
 
     def __init__(
-        self, heads: int, width: int, rows: int, dtype: torch.dtype, device: torch.device, window: tuple[int, int] | None, layers: int = 1
+        self,
+        heads: int,
+        width: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: tuple[int, int] | None,
+        layers: int = 1,
     ) -> None:
-        """`window`: (sink, size); None: all slots are kept. `layers`: of the net, all of the same size."""
+        """`window`: (sink, size); None: all slots are kept. `layers`: of the net, all of the same
+        size."""
         keys_and_values = (heads, width, width)
         unrotated_keys = (heads, width, 0)  # stored as the keys of `layers` further layers
-        super().__init__((keys_and_values,) * layers + (() if window is None else (unrotated_keys,) * layers), rows, dtype, device)
+        super().__init__(
+            (keys_and_values,) * layers + (() if window is None else (unrotated_keys,) * layers), rows, dtype, device
+        )
         self.window, self.shape, self.net_layers = window, (heads, width, device), layers
         self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
     def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
-        """Set the mask of the next forward: the committed slots, and of the T slots behind them those that are visible."""
+        """Set the mask of the next forward: the committed slots, and of the T slots behind them
+        those that are visible."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
     def layer(self, number: int) -> WindowCache | OneLayer:
@@ -307,7 +366,8 @@ class WindowCache(KVCache):
         return slot_mask(self._length_R, self._visible_RNT, self.width)[:, None]
 
     def contents(self, number: int = 0) -> CacheContents | None:
-        """The tensors of one layer for kernels, which store keys and values themselves; None with a window, which they do not support."""
+        """The tensors of one layer for kernels, which store keys and values themselves; None with a
+        window, which they do not support."""
         if self.window is not None:
             return None
         return CacheContents(self._length_R, self._visible_RNT, self.tensor[2 * number : 2 * number + 2], self._rows)
@@ -317,12 +377,15 @@ class WindowCache(KVCache):
         unrotated = None if self.window is None else self.keys_values(self.net_layers + number)[0]
         return DraftSlots(self._length_R, self._visible_RNT, *self.keys_values(number), unrotated)
 
-    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
+    def store(
+        self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See `DraftLayerCache.store`."""
         return self.layer_cache().store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
     def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:
-        """Remove the slots between the sinks and the window of each row; returns the new numbers of slots, int64 [B]."""
+        """Remove the slots between the sinks and the window of each row; returns the new numbers of
+        slots, int64 [B]."""
         assert self.window is not None
         sink, size = self.window
         slot_C = torch.arange(sink + size, device=self.device)
@@ -331,7 +394,9 @@ class WindowCache(KVCache):
         source_BC = slot_C + over_B1 * (slot_C >= sink)
         row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.shape]
         for layer in range(self.net_layers):
-            (key, value), (unrotated, _) = ([entry for _, entry in self._place[number]] for number in (layer, self.net_layers + layer))
+            (key, value), (unrotated, _) = (
+                [entry for _, entry in self._place[number]] for number in (layer, self.net_layers + layer)
+            )
             for entry in (unrotated, value):
                 store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
             unrotated_BCKh = store[unrotated, row_B1, :, slot_C[None]]
@@ -359,14 +424,17 @@ class OneLayer:
     def slots_for_kernels(self) -> DraftSlots:
         return self.cache.slots_for_kernels(self.number)
 
-    def store(self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> tuple[Tensor, Tensor]:
+    def store(
+        self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return self.cache.layer_cache(self.number).store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. Large ones on a CPU are pages that the system makes when they are first written to.
 
-    `torch.zeros` writes all of them at once: room for 8,000 tokens in sixteen rows would stall every request for seconds.
+    `torch.zeros` writes all of them at once: room for 8,000 tokens in sixteen rows would stall
+    every request for seconds.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < SYSTEM_PAGES:
@@ -376,7 +444,8 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, width] to the slots behind its committed ones.
+    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, width] to the slots
+    behind its committed ones.
 
     The root is there already: it is node 0, and so in the first slot behind the committed ones.
     """
@@ -387,7 +456,8 @@ def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
-    """bool [B, N, W]: each node attends to the committed slots of its row, and to those of the T slots behind them that are visible."""
+    """bool [B, N, W]: each node attends to the committed slots of its row, and to those of the T
+    slots behind them that are visible."""
     relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
     T = visible_BNT.shape[-1]
     index_BNW = relative_BW.clamp(0, T - 1)[:, None].expand(-1, visible_BNT.shape[1], -1)

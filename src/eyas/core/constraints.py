@@ -1,7 +1,9 @@
-"""Constraints: texts that a request may have and no others (JSON, a grammar, a list of choices), as one more step of each node's law.
+"""Constraints: texts that a request may have and no others (JSON, a grammar, a list of choices), as
+one more step of each node's law.
 
-A `Constraint` belongs to one request and follows its text. At every node of a draft tree it says which tokens may come next; the others get
-probability 0 before the temperature is applied. So the ids are those of plain decoding under the same constraint, with the same seed.
+A `Constraint` belongs to one request and follows its text. At every node of a draft tree it says
+which tokens may come next; the others get probability 0 before the temperature is applied. So the
+ids are those of plain decoding under the same constraint, with the same seed.
 
 This module has the interface and asks for masks; it knows no grammar. Letters: N nodes, V vocabulary.
 """
@@ -21,23 +23,28 @@ __all__ = ["Constraint", "GuardedConstraint", "tree_mask"]
 
 
 class Constraint(Protocol):
-    """The texts that one request may have. It follows the emitted tokens, so it serves one request, once."""
+    """The texts that one request may have. It follows the emitted tokens, so it serves one request,
+    once."""
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """The tokens that may follow each node of a tree.
 
         Args:
-            parents: the parent of each of N nodes, -1 for node 0, the root; each parent before its children.
-            tokens: of the nodes. The root's token has been accepted already, or is the prompt's last token.
+            parents: the parent of each of N nodes, -1 for node 0, the root; each parent before its
+                children.
+            tokens: of the nodes. The root's token has been accepted already, or is the prompt's
+                last token.
 
         Returns:
-            bool [N, V] on the CPU. All True for a node that the constraint forbids: one whose token its parent's row excludes, or that
-            lies below such a node, or behind the end of the text. Such nodes are never accepted.
+            bool [N, V] on the CPU. All True for a node that the constraint forbids: one whose token
+            its parent's row excludes, or that lies below such a node, or behind the end of the
+            text. Such nodes are never accepted.
         """
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Follow the emitted tokens, in order, an EOS included. Called after every cycle, and after the first token."""
+        """Follow the emitted tokens, in order, an EOS included. Called after every cycle, and after
+        the first token."""
         ...
 
     @property
@@ -46,13 +53,14 @@ class Constraint(Protocol):
         ...
 
     def forced(self, limit: int) -> list[int]:
-        """Tokens of the text that must come next, at most `limit`; they may be drafted, and are verified like any draft."""
+        """Tokens of the text that must come next, at most `limit`; they may be drafted, and are
+        verified like any draft."""
         ...
 
 
 class GuardedConstraint:
-    """A constraint whose exceptions are InputErrors, and so are masks of another shape. What fails in `forced`, which only drafts, is
-    raised by the next call of `mask`."""
+    """A constraint whose exceptions are InputErrors, and so are masks of another shape. What fails
+    in `forced`, which only drafts, is raised by the next call of `mask`."""
 
     def __init__(self, constraint: Constraint, vocab: int) -> None:
         self.constraint, self.vocab = constraint, vocab
@@ -64,7 +72,9 @@ class GuardedConstraint:
         with code_of_request("constraint"):
             mask_NV = self.constraint.mask(parents, tokens)
             if mask_NV.shape != (len(parents), self.vocab):
-                raise InputError(f"constraint gave a mask of shape {list(mask_NV.shape)}: it must be {[len(parents), self.vocab]}")
+                raise InputError(
+                    f"constraint gave a mask of shape {list(mask_NV.shape)}: it must be {[len(parents), self.vocab]}"
+                )
             return mask_NV
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -85,11 +95,14 @@ class GuardedConstraint:
             return []
 
 
-def tree_mask(constraint: Constraint, draft: Draft, row: int, eos: Collection[int], remaining: int, like_NV: Tensor) -> Tensor:
-    """bool [N, V]: the tokens that the constraint allows after each node of a row's tree, on the device of `like_NV`.
+def tree_mask(
+    constraint: Constraint, draft: Draft, row: int, eos: Collection[int], remaining: int, like_NV: Tensor
+) -> Tensor:
+    """bool [N, V]: the tokens that the constraint allows after each node of a row's tree, on the
+    device of `like_NV`.
 
-    The constraint sees only nodes that may be accepted. After the others everything is allowed: padding, scouts, and what stands behind
-    an EOS or the request's length.
+    The constraint sees only nodes that may be accepted. After the others everything is allowed:
+    padding, scouts, and what stands behind an EOS or the request's length.
     """
     parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
     candidates, depths = draft.tree.candidate_BN[row].tolist(), draft.tree.depth_BN[row].tolist()

@@ -1,6 +1,8 @@
-"""One cycle of speculative decoding on the device: draft, one forward of the target over the tree, verification, commit.
+"""One cycle of speculative decoding on the device: draft, one forward of the target over the tree,
+verification, commit.
 
-The engine (core/engine.py) reads the result on the host and emits the tokens. This module knows no requests, no method and no model family.
+The engine (core/engine.py) reads the result on the host and emits the tokens. This module knows no
+requests, no method and no model family.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from eyas.timing import StageTimer
 
 __all__ = ["Cycle", "CycleRunner", "Verify", "verified"]
 
-Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]  # (draft, scores_BNV, position_B of the root, noise, ops)
+# (draft, scores_BNV, position_B of the root, noise, ops)
+Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,13 @@ class Cycle:
     output: TargetOutput
     scores_BNV: Tensor  # float32, or logits in their own dtype if nothing changes them
     verdict: Verdict
-    columns_BX: Tensor  # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
+    # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P
+    # path nodes
+    columns_BX: Tensor
     failures: Failures  # nodes without a distribution
     logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
-    arrived: Callable[[], None] | None = None  # waits until `columns_BX`, which is on its way to the host, has arrived; None: it is not
+    # waits until `columns_BX`, which is on its way to the host, has arrived; None: it is not
+    arrived: Callable[[], None] | None = None
 
     def columns(self) -> list[list[int]]:
         """`columns_BX` on the host, which waits for the cycle's end."""
@@ -52,7 +58,8 @@ class Cycle:
 
 
 class CycleRunner:
-    """Runs the cycles of one decoder. A target's runner may wrap it (`Runner.wrap_cycle`), for example to replay recorded cycles.
+    """Runs the cycles of one decoder. A target's runner may wrap it (`Runner.wrap_cycle`), for
+    example to replay recorded cycles.
 
     Attributes:
         extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
@@ -70,18 +77,22 @@ class CycleRunner:
         """Launch the cycle that follows the last one, before the host has read the last one's result.
 
         Args:
-            cycle_input: `max_position` is an upper bound, and `row_tokens` and `remaining` are those before the last cycle.
+            cycle_input: `max_position` is an upper bound, and `row_tokens` and `remaining` are
+                those before the last cycle.
 
         Returns:
             the cycle; None: it depends on what the host reads, and nothing was run.
         """
         return None
 
-    def run(self, cycle_input: CycleInput, timer: StageTimer, drafter: DraftSession | None, draft: Draft | None = None) -> Cycle:
+    def run(
+        self, cycle_input: CycleInput, timer: StageTimer, drafter: DraftSession | None, draft: Draft | None = None
+    ) -> Cycle:
         """Run one cycle.
 
         Args:
-            drafter: its `draft` (unless `draft` is given) and its `commit` are called; None: the caller calls both.
+            drafter: its `draft` (unless `draft` is given) and its `commit` are called; None: the
+                caller calls both.
             draft: the draft, if it is made already.
         """
         if draft is None:

@@ -1,19 +1,23 @@
-"""Drafting that may pause: before each cycle a policy, or the requests themselves, decide whether a method drafts, and with which tree.
+"""Drafting that may pause: before each cycle a policy, or the requests themselves, decide whether a
+method drafts, and with which tree.
 
     decision              all active rows plain    a fallback drafts        some rows plain, or none
     tree to be verified   the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
     method's session      is dormant               is dormant               drafts for all rows, as a batch has one shape
 
-While the method's session is dormant, accepted tokens and their features are stored here, and so is the prompt of a new row.
-Before the session drafts again, or when a new prompt shares a prefix with its text (`keep`), it reads the stored tokens with
-`prefill`, in one call for each row. A row that has stored `WAITING` tokens is read at once, and a prompt of more tokens than that is
-not stored at all. So memory is bounded, no call takes long, and later drafts are the same as without the pause. A row whose request has
-ended is read too if the session has drafted for it: `prefill` goes on behind its last `commit`, of which the next `commit` leaves nothing.
+While the method's session is dormant, accepted tokens and their features are stored here, and so is
+the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
+its text (`keep`), it reads the stored tokens with `prefill`, in one call for each row. A row that
+has stored `WAITING` tokens is read at once, and a prompt of more tokens than that is not stored at
+all. So memory is bounded, no call takes long, and later drafts are the same as without the pause. A
+row whose request has ended is read too if the session has drafted for it: `prefill` goes on behind
+its last `commit`, of which the next `commit` leaves nothing.
 
-A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy says; the policy is not asked about
-cycles in which all rows are plain for that reason.
+A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy
+says; the policy is not asked about cycles in which all rows are plain for that reason.
 
-A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs nothing while it does not draft.
+A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs
+nothing while it does not draft.
 
 This module knows no method and no policy.
 Letters: B rows, P places of the longest path, T tokens, F feature width.
@@ -53,7 +57,8 @@ class Decision:
         return self.fallback is None and not self.plain
 
     def label(self, row: int) -> str:
-        """How this row is drafted: "plain" (not at all), the fallback's name, "nodes/depth/branch", or "fixed" (by the options)."""
+        """How this row is drafted: "plain" (not at all), the fallback's name, "nodes/depth/branch",
+        or "fixed" (by the options)."""
         if row in self.plain:
             return "plain"
         if self.fallback is not None:
@@ -67,7 +72,8 @@ FIXED = Decision()
 class Policy(Protocol):
     """Decides who drafts each cycle, and how large a tree.
 
-    It decides before the cycle's draft, from earlier cycles only. So drawn trees keep the target's distribution too.
+    It decides before the cycle's draft, from earlier cycles only. So drawn trees keep the target's
+    distribution too.
     """
 
     def decide(self, cycle_input: CycleInput) -> Decision:
@@ -88,7 +94,8 @@ class Policy(Protocol):
         return
 
     def is_dormant(self, rows: int) -> bool:
-        """Whether the method is expected not to draft the next cycle of `rows` rows: then the prompt of a new row may be stored."""
+        """Whether the method is expected not to draft the next cycle of `rows` rows: then the
+        prompt of a new row may be stored."""
         return False
 
 
@@ -118,7 +125,8 @@ def adapted(drafter: Drafter, policy: Policy | None) -> Drafter:
 
 
 class _Accepted(NamedTuple):
-    """The accepted tokens of a cycle and their features, padded to the longest path: the host does not know the lengths yet."""
+    """The accepted tokens of a cycle and their features, padded to the longest path: the host does
+    not know the lengths yet."""
 
     tokens_BP: Tensor
     features_BPF: Tensor
@@ -147,7 +155,8 @@ class DormantSession(DraftSession):
     """A session of a method, and what that session misses while it is dormant.
 
     Args:
-        policy: decides about every cycle; None: the method drafts with its own options for all rows that want drafts.
+        policy: decides about every cycle; None: the method drafts with its own options for all rows
+            that want drafts.
         max_tree: `Drafter.max_tree` of the method.
     """
 
@@ -182,7 +191,8 @@ class DormantSession(DraftSession):
         return self.decision or FIXED
 
     def _limited_shape(self, cycle_input: CycleInput) -> Shape | None:
-        """The size of a dynamic tree if every active row is limited to fewer nodes than the tree has; else None."""
+        """The size of a dynamic tree if every active row is limited to fewer nodes than the tree
+        has; else None."""
         limits = [cycle_input.draft_limits[row] for row in cycle_input.active_rows] if cycle_input.draft_limits else []
         shape = self.asked.shape if self.asked is not None and self.asked.shape is not None else self.max_tree
         most = max((limit for limit in limits if limit is not None), default=0)
@@ -229,7 +239,11 @@ class DormantSession(DraftSession):
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
-        may_wait = missed is not None or self.all_off or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
+        may_wait = (
+            missed is not None
+            or self.all_off
+            or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
+        )
         if not may_wait or self.long_prompt[row] or len(tokens_T) + (missed.places if missed else 0) > WAITING:
             self._catch_up(row)
             self.session.prefill(row, tokens_T, features_TF, position)
@@ -302,7 +316,8 @@ class DormantSession(DraftSession):
 
 
 class _FallbackSession:
-    """The session of a method that drafts from the text alone. It reads the new text of each row just before it drafts."""
+    """The session of a method that drafts from the text alone. It reads the new text of each row
+    just before it drafts."""
 
     def __init__(self, drafter: Drafter, rows: int) -> None:
         self.drafter, self.session = drafter, drafter.open(rows)

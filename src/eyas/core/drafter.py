@@ -1,14 +1,17 @@
-"""The interface of drafting methods: `Drafter` and `DraftSession`, and the records that they read and return.
+"""The interface of drafting methods: `Drafter` and `DraftSession`, and the records that they read
+and return.
 
-A `Drafter` is a method with its weights and options, for one target; it does not change during decoding. `Drafter.open(rows)` makes a
-`DraftSession`, which holds the state of the rows (caches, features not yet read). The engine calls it in this order:
+A `Drafter` is a method with its weights and options, for one target; it does not change during
+decoding. `Drafter.open(rows)` makes a `DraftSession`, which holds the state of the rows (caches,
+features not yet read). The engine calls it in this order:
 
     keep(row, length) -> begin(row, ...) -> prefill(row, chunk, ...)*             a request enters a row
     [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all active rows together
     end(row), or clear(row)                                                       the request has ended, or failed
 
-Instead of `keep` it calls `copy(source, row, length)` if another row's text begins like the prompt. Cycles of other rows may come between
-the chunks of a prompt. Such a row is not active in them (`CycleInput.active_B`), and `draft` and `commit` leave its state as it is.
+Instead of `keep` it calls `copy(source, row, length)` if another row's text begins like the prompt.
+Cycles of other rows may come between the chunks of a prompt. Such a row is not active in them
+(`CycleInput.active_B`), and `draft` and `commit` leave its state as it is.
 
 This module knows no method, no tree policy and no training loop.
 """
@@ -37,12 +40,23 @@ from eyas.nn import Documents
 if TYPE_CHECKING:
     from eyas.core.target import Target
 
-__all__ = ["Batch", "CycleInput", "DraftSession", "Drafter", "Loss", "NoOptions", "Shape", "build_options", "method_name"]
+__all__ = [
+    "Batch",
+    "CycleInput",
+    "DraftSession",
+    "Drafter",
+    "Loss",
+    "NoOptions",
+    "Shape",
+    "build_options",
+    "method_name",
+]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The input of a training step: documents packed end to end, without padding, with features of the frozen target."""
+    """The input of a training step: documents packed end to end, without padding, with features of
+    the frozen target."""
 
     tokens_N: Tensor  # int64
     features_NF: Tensor  # of the layers `Drafter.train_feature_layers`, concatenated
@@ -52,7 +66,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Loss:
-    """The training loss of a batch, as sums: the training loop adds them over batches and processes and divides by the total count."""
+    """The training loss of a batch, as sums: the training loop adds them over batches and processes
+    and divides by the total count."""
 
     total: Tensor  # scalar with gradient, summed over the tokens that count
     count: Tensor  # scalar; number of tokens that count
@@ -63,13 +78,15 @@ class Loss:
 class Capturable:
     """A session whose cycles can be recorded as a CUDA graph and replayed.
 
-    It drafts and commits without reading any value on the host. The operations are the same for all inputs with the same Sampling of
-    each row (seeds may differ), the same `tree_shape` and the same `max_position`.
+    It drafts and commits without reading any value on the host. The operations are the same for all
+    inputs with the same Sampling of each row (seeds may differ), the same `tree_shape` and the same
+    `max_position`.
     """
 
     session: DraftSession
     state: Mapping[str, tuple[int, ...]]
-    """Names of the session's tensors that a cycle reads and replaces by new ones, with their full shapes; a new one may be shorter."""
+    """Names of the session's tensors that a cycle reads and replaces by new ones, with their full
+    shapes; a new one may be shorter."""
     addresses: tuple[int, ...] = ()
     """Data pointers of the session's caches: a recording is valid for these only."""
     inplace_state: tuple[Tensor, ...] = ()
@@ -86,23 +103,28 @@ class DraftSession(ABC):
     decision: PlanLabel | None = None  # an adaptive drafter's decision about the current cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        """How to record the cycle that begins with this input; None: drafting or verifying it reads values on the host."""
+        """How to record the cycle that begins with this input; None: drafting or verifying it reads
+        values on the host."""
         return None
 
     def keep(self, row: int, length: int) -> int:
-        """Cut the row back to its first `length` tokens or fewer. Returns how many are kept: `prefill` continues after these.
+        """Cut the row back to its first `length` tokens or fewer. Returns how many are kept:
+        `prefill` continues after these.
 
         Called before `begin`, when a new prompt shares its first tokens with the row's last text.
         """
         return 0
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """Replace what is known of an empty row's text by the first `length` tokens of another row's, or fewer.
+        """Replace what is known of an empty row's text by the first `length` tokens of another
+        row's, or fewer.
 
-        The other row may be in flight. Called before `begin`, when a new prompt shares its first tokens with the other row's text.
+        The other row may be in flight. Called before `begin`, when a new prompt shares its first
+        tokens with the other row's text.
 
         Returns:
-            how many tokens were copied: `prefill` continues after these. 0: the prompt is read from its beginning.
+            how many tokens were copied: `prefill` continues after these. 0: the prompt is read from
+            its beginning.
         """
         return 0
 
@@ -110,15 +132,16 @@ class DraftSession(ABC):
         """A request enters the row.
 
         Args:
-            kept: tokens of the prompt that are known already: the number that `keep` or `copy` returned, or 0.
+            kept: tokens of the prompt that are known already: the number that `keep` or `copy`
+                returned, or 0.
             total: tokens of the prompt.
         """
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         """Read the next chunk of the row's prompt.
 
-        Also called with text that was decoded while this session did not draft (`core.dormant`). The chunk then begins with the root
-        that followed the last `commit`.
+        Also called with text that was decoded while this session did not draft (`core.dormant`).
+        The chunk then begins with the root that followed the last `commit`.
 
         Args:
             features_TF: the target's features of these tokens.
@@ -130,19 +153,22 @@ class DraftSession(ABC):
         """Propose a tree for every row. Shapes may not depend on values."""
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        """Read the accepted path; drop the state of all other nodes. `output` has the target's features at every node of the draft."""
+        """Read the accepted path; drop the state of all other nodes. `output` has the target's
+        features at every node of the draft."""
 
     def observe(self, steps: Sequence[Step]) -> None:
         """Called after every cycle with its Steps, one for each active row: for adaptive drafters."""
 
     def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
-        """Called after every chunk of a prompt: so many tokens, for which `prefill` took so many seconds. For adaptive drafters."""
+        """Called after every chunk of a prompt: so many tokens, for which `prefill` took so many
+        seconds. For adaptive drafters."""
 
     def end(self, row: int) -> None:
         """The request in the row has ended; the row is empty."""
 
     def clear(self, row: int) -> None:
-        """The request in the row has failed: as `end`, and nothing that the row's tensors hold may be read again, as it may be NaN."""
+        """The request in the row has failed: as `end`, and nothing that the row's tensors hold may
+        be read again, as it may be NaN."""
         self.end(row)
 
 
@@ -155,19 +181,22 @@ class Drafter(ABC):
     """A method with its weights and options, for one target.
 
     Attributes:
-        Options: frozen dataclass whose fields are the command line's flags. A field may be a frozen dataclass itself: `--tree.nodes`.
+        Options: frozen dataclass whose fields are the command line's flags. A field may be a frozen
+            dataclass itself: `--tree.nodes`.
         summary: one line for `eyas methods`.
-        feature_layers: hidden states of the target that the method reads: k = Hugging Face's hidden_states[k], the input of layer k;
-            L (the number of layers) = after the final norm.
+        feature_layers: hidden states of the target that the method reads: k = Hugging Face's
+            hidden_states[k], the input of layer k; L (the number of layers) = after the final norm.
         train_feature_layers: the same for `loss`, which may read more.
         net: the draft net as it was loaded; None for methods without one.
         needs_weights: whether the method has a net that must be loaded.
         reads: the format of the heads that it loads: `Weights.method`.
         trained_length: tokens of the longest sequence that the net was trained on, if known.
-        target_fingerprint: fingerprint of the target that the net was trained for, if its checkpoint has one.
+        target_fingerprint: fingerprint of the target that the net was trained for, if its
+            checkpoint has one.
         model_free: whether the method drafts from the text alone, without a net.
         trainable: whether `loss` is implemented.
-        gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None: the method has no such option.
+        gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None:
+            the method has no such option.
         parts: the two methods of a merged drafter; the wrapped method of an adaptive one; else empty.
     """
 
@@ -190,17 +219,20 @@ class Drafter(ABC):
 
     @property
     def max_tree(self) -> Shape | None:
-        """The largest dynamic tree that `CycleInput.tree_shape` may ask for; None: the method has no dynamic trees."""
+        """The largest dynamic tree that `CycleInput.tree_shape` may ask for; None: the method has
+        no dynamic trees."""
         return None
 
     @property
     def samples_children(self) -> bool:
-        """Whether children are drawn from q in rows that sample (`Draft.q_BNV`): the tokens of a seed then depend on the trees."""
+        """Whether children are drawn from q in rows that sample (`Draft.q_BNV`): the tokens of a
+        seed then depend on the trees."""
         return False
 
     @cached_property
     def decoding_net(self) -> Any:
-        """The net for decoding: `net` itself, or the version of the target's runner, which may be faster, or rounded on request."""
+        """The net for decoding: `net` itself, or the version of the target's runner, which may be
+        faster, or rounded on request."""
         return None if self.net is None else self.target.run.ops.draft_net(self.net, self.target.draft_weights)
 
     def __init__(self, target: Target, options: Any = None) -> None:
@@ -216,7 +248,8 @@ class Drafter(ABC):
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """Load the method from `--draft`: the folder or hub id of a head, unless the method overrides this; None: no `--draft`.
+        """Load the method from `--draft`: the folder or hub id of a head, unless the method
+        overrides this; None: no `--draft`.
 
         CheckpointError if there is no such head, or if it does not fit the target.
         """
@@ -236,7 +269,9 @@ class Drafter(ABC):
         return cls(target, options)
 
     @classmethod
-    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Drafter:
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Drafter:
         """Make the method with initial weights for training.
 
         Args:

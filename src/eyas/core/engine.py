@@ -1,20 +1,24 @@
-"""The engine: add requests, then step until all are finished (continuous batching: requests enter empty rows between cycles).
+"""The engine: add requests, then step until all are finished (continuous batching: requests enter
+empty rows between cycles).
 
     step = read prompts (core/prompts.py)
            -> draft -> one forward of the target over the tree -> verify -> commit (core/cycle.py) -> emit
 
 A `Step` is the result of one cycle for one row; generate, stream and metrics add Steps up.
 
-**Running ahead.** On a GPU a cycle is launched, and some time later it is done. Where the next cycle of the same rows needs nothing that
-the host must read first (`CycleRunner.ahead`), it is launched before the last one's result is read, so that the GPU does not wait:
+**Running ahead.** On a GPU a cycle is launched, and some time later it is done. Where the next
+cycle of the same rows needs nothing that the host must read first (`CycleRunner.ahead`), it is
+launched before the last one's result is read, so that the GPU does not wait:
 
     host    launch 1   launch 2   read 1   launch 3   read 2   ...
     GPU     [ cycle 1         ][ cycle 2         ][ cycle 3
 
-A row that has ended meanwhile ignores the cycle that ran ahead, and its length is cut back when the row is released. The other rows go on
-with it. So ids, noise and Steps are those of cycles one after the other; a request that enters meanwhile joins one cycle later.
+A row that has ended meanwhile ignores the cycle that ran ahead, and its length is cut back when the
+row is released. The other rows go on with it. So ids, noise and Steps are those of cycles one after
+the other; a request that enters meanwhile joins one cycle later.
 
-This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like any other.
+This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like
+any other.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ class _Launched:
     rows: tuple[Row | None, ...]  # when it was launched
 
     def still_in(self, rows: Sequence[Row | None]) -> list[int | None]:
-        """For each row of the cycle its number; None for rows that were empty, or whose request has left."""
+        """For each row of the cycle its number; None for rows that were empty, or whose request has
+        left."""
         return [b if row is not None and row is rows[b] else None for b, row in enumerate(self.rows)]
 
 
@@ -64,13 +69,17 @@ class Decoder:
     """Decodes up to `rows` requests at a time; further ones wait in a queue.
 
     Args:
-        reuse: a prompt is read from the end of the longest prefix that it shares with the text of any row. Finished rows keep
-            their keys and values for that.
-        prefill_budget: most prompt tokens that a step reads; rows that are still reading take no part in cycles. "auto": as many as
-            take about as long as a cycle (`core.prompts`). None: whole prompts.
-        verify: the verification rule. Any other than `core.verify.verify` is an experiment: the text is then not the target's.
-        watch: called after every cycle with its input, draft, scores and verdict; its time is not part of `Step.seconds`.
-        timer: makes the timer of one cycle; the default, `StageTimer`, measures the seconds of each stage.
+        reuse: a prompt is read from the end of the longest prefix that it shares with the text of
+            any row. Finished rows keep their keys and values for that.
+        prefill_budget: most prompt tokens that a step reads; rows that are still reading take no
+            part in cycles. "auto": as many as take about as long as a cycle (`core.prompts`). None:
+            whole prompts.
+        verify: the verification rule. Any other than `core.verify.verify` is an experiment: the
+            text is then not the target's.
+        watch: called after every cycle with its input, draft, scores and verdict; its time is not
+            part of `Step.seconds`.
+        timer: makes the timer of one cycle; the default, `StageTimer`, measures the seconds of each
+            stage.
     """
 
     def __init__(
@@ -83,7 +92,9 @@ class Decoder:
         self.cycle = CycleRunner(self.target, self.drafter, verify)
         if watch is None and timer is None:
             self.cycle = target.run.wrap_cycle(self.cycle)
-        self.prompts = PromptReader(self.target, self.drafter, self.cycle.extra_slots, self.timer, reuse, prefill_budget)
+        self.prompts = PromptReader(
+            self.target, self.drafter, self.cycle.extra_slots, self.timer, reuse, prefill_budget
+        )
         self.rows: list[Row | None] = [None] * rows  # requests whose prompts are read
         self._tickets = 0
         self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
@@ -95,11 +106,14 @@ class Decoder:
         return not self.prompts and not any(self.rows)
 
     def add(self, request: Request) -> int:
-        """Put a request into the queue; returns its number. InputError or FitError at once if it cannot be served."""
+        """Put a request into the queue; returns its number. InputError or FitError at once if it
+        cannot be served."""
         check_request(request, self.model.vocab_size)
         check_draft(request, self.model.vocab_size)
         if request.adapter not in (None, self.model.adapter):
-            raise OptionError(f"this decoder serves the adapter {self.model.adapter!r}, and the request asks for {request.adapter!r}")
+            raise OptionError(
+                f"this decoder serves the adapter {self.model.adapter!r}, and the request asks for {request.adapter!r}"
+            )
         if request.media:
             check_media(self.model.model, self.model.family.has_states, request.media, request.prompt)
         self.target.check_fit(len(request.prompt), request.max_new_tokens)
@@ -132,7 +146,8 @@ class Decoder:
         return prefills + steps
 
     def _launch(self, timer: StageTimer) -> _Launched | None:
-        """The cycle that ran ahead, if a row of it is still in flight; else launch that of all rows in flight. None: there are none."""
+        """The cycle that ran ahead, if a row of it is still in flight; else launch that of all rows
+        in flight. None: there are none."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and any(b is not None for b in ahead.still_in(self.rows)):
             return ahead
@@ -142,14 +157,16 @@ class Decoder:
             self._roots_B = torch.tensor([row.tokens[-1] if row else 0 for row in self.rows], device=self.model.device)
         if self._settings is None:
             self._settings = RowSettings.of(self.rows, self.model)
-        roots = cycle_input(self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths), self.target.cache)
+        roots = cycle_input(
+            self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths), self.target.cache
+        )
         cycle = self.cycle(roots, timer)
         self._roots_B = cycle.verdict.bonus_B
         return _Launched(roots, cycle, tuple(self.rows))
 
     def _launch_ahead(self, last: _Launched, timer: StageTimer) -> _Launched | None:
-        """Launch the cycle behind `last` for the same rows, if it does not depend on what the host reads; not if a row is sure to end in
-        `last`, or has entered or left."""
+        """Launch the cycle behind `last` for the same rows, if it does not depend on what the host
+        reads; not if a row is sure to end in `last`, or has entered or left."""
         longest = last.cycle.verdict.path_BP.shape[1]
         if self._settings is None or any(row.remaining <= longest for row in self.rows if row):
             return None
@@ -163,7 +180,8 @@ class Decoder:
     def _first_token(self, prompt: Prompt, read: Tensor | EyasError) -> Step:
         """The row of a prompt that is read, and its first token.
 
-        The token is drawn by `verify` from a tree whose only node is the prompt's last token, so prompt and cycles share one rule.
+        The token is drawn by `verify` from a tree whose only node is the prompt's last token, so
+        prompt and cycles share one rule.
 
         Args:
             read: logits [V] of the prompt's last token; or why the prompt cannot be read.
@@ -178,8 +196,11 @@ class Decoder:
         (step,) = self._emit(prompt_end(row, read, self.model), [b], timer, about)
         return step
 
-    def _emit(self, cycle: Cycle, rows: Sequence[int | None], timer: StageTimer, prefill: dict[str, Any] | None = None) -> list[Step]:
-        """Read the result of a cycle of these rows, its only transfer to the host, and append the tokens to the rows.
+    def _emit(
+        self, cycle: Cycle, rows: Sequence[int | None], timer: StageTimer, prefill: dict[str, Any] | None = None
+    ) -> list[Step]:
+        """Read the result of a cycle of these rows, its only transfer to the host, and append the
+        tokens to the rows.
 
         Args:
             rows: the decoder's number of each row of the cycle; None: what it did is ignored.
@@ -187,13 +208,17 @@ class Decoder:
         """
         columns, P = cycle.columns(), cycle.verdict.path_BP.shape[1]
         if prefill is None:
-            self.target.settle([n + (columns[b][0] if rows[b] is not None else 0) for b, n in enumerate(self.target.lengths)])
+            self.target.settle(
+                [n + (columns[b][0] if rows[b] is not None else 0) for b, n in enumerate(self.target.lengths)]
+            )
         steps = []
         for number, (b, (length, bonus, nan, *rest)) in enumerate(zip(rows, columns, strict=True)):
             if b is None or (row := self.rows[b]) is None:
                 continue
             tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
-            about = {"path": path, "draft": cycle.draft, "decision": self.drafter.decision} if prefill is None else prefill
+            about = (
+                {"path": path, "draft": cycle.draft, "decision": self.drafter.decision} if prefill is None else prefill
+            )
             try:
                 if nan:
                     raise self.model.nan_error(row.tokens)
@@ -210,7 +235,8 @@ class Decoder:
         return steps
 
     def _release(self, b: int, failed: bool = False) -> None:
-        """Empty the row. With `reuse` its keys and values stay, for later prompts, unless its request has failed."""
+        """Empty the row. With `reuse` its keys and values stay, for later prompts, unless its
+        request has failed."""
         self.rows[b], self._settings = None, None
         self.prompts.release(b, failed)
         if self.finished and self.model.device.type == "cpu":
@@ -220,8 +246,8 @@ class Decoder:
 def keeps_well(decoder: Decoder) -> bool:
     """Whether to use an idle decoder again for the next request, instead of a new one.
 
-    Recorded CUDA graphs are tied to the addresses of its caches. On a CPU a new cache costs milliseconds, which shows in short answers;
-    a large cache is freed all the same.
+    Recorded CUDA graphs are tied to the addresses of its caches. On a CPU a new cache costs
+    milliseconds, which shows in short answers; a large cache is freed all the same.
     """
     cache = decoder.target.cache
     has_recordings = decoder.cycle.extra_slots > 0

@@ -58,7 +58,8 @@ SPARSE = "its sparse attention chooses keys by an index of its own, which a tree
 ALIBI = "its attention biases come from slot numbers (ALiBi), so position_ids cannot express a tree"
 SLOTS = "it masks attention by slot numbers of its own, which a tree's mask cannot change"
 CACHED_WINDOW = (
-    "transformers gives it a sliding window in its cache only, not in its masks, so whole texts and single tokens see different keys"
+    "transformers gives it a sliding window in its cache only, not in its masks, "
+    "so whole texts and single tokens see different keys"
 )
 NO_MASK = "its forward takes no 4-D mask, which a tree needs"
 
@@ -73,7 +74,8 @@ REFUSED_TYPES: Mapping[str, str] = {
     "moshi": CACHED_WINDOW,
     **dict.fromkeys(("openai-gpt", "xlm"), NO_MASK),
 }
-# Kinds of layers (entries of layer_types and layers_block_type) that are refused; a kind in no table is refused as unknown.
+# Kinds of layers (entries of layer_types and layers_block_type) that are refused; a kind in no
+# table is refused as unknown.
 REFUSED_KINDS: Mapping[str, str] = {
     "recurrent": STATE,
     **dict.fromkeys(
@@ -89,19 +91,21 @@ REFUSED_KINDS: Mapping[str, str] = {
     ),
 }
 SERVED_KINDS = (FULL, SLIDING, CHUNKED)
-STATE_KINDS = ("conv", "hybrid", "linear_attention", "mamba", "mamba2")  # layers with recurrent or convolutional state (core/recurrent.py)
+# layers with recurrent or convolutional state (core/recurrent.py)
+STATE_KINDS = ("conv", "hybrid", "linear_attention", "mamba", "mamba2")
 MASKLESS_KINDS = ("mlp", "moe")  # layers that attend to nothing
 KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
 OTHER_NAMES = {"attention": FULL}  # older names of kinds
-# Model types for which `_takes_dict` reads the code wrongly, with the right answer. None is known; a custom model may need a line.
+# Model types for which `_takes_dict` reads the code wrongly, with the right answer. None is known;
+# a custom model may need a line.
 TAKES_DICT: dict[str, bool] = {}
 
 BACKENDS = ("eager", "sdpa")
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # the latter in models without attention
 UNLIMITED = 2**20  # positions of a request in a model without positions, which has no limit of its own
 
-# Fields of a configuration that hold a scale. 1: the model multiplies by it; -1: it divides. Gemma's root of the hidden size
-# stands in no table: its embedding module applies it.
+# Fields of a configuration that hold a scale. 1: the model multiplies by it; -1: it divides.
+# Gemma's root of the hidden size stands in no table: its embedding module applies it.
 LOGIT_SCALES: Mapping[str, int] = {"logit_scale": 1, "logits_scaling": -1}
 EMBED_SCALES: Mapping[str, int] = {"embedding_multiplier": 1}
 SOFTCAPS = ("final_logit_softcapping",)
@@ -170,7 +174,10 @@ def describe(model: PreTrainedModel) -> Family:
     every_kind = _kinds(config)
     kinds = tuple(kind for kind in every_kind if kind not in (*STATE_KINDS, *MASKLESS_KINDS))
     has_states = bool(getattr(model, "_is_stateful", False)) or any(kind in STATE_KINDS for kind in every_kind)
-    cache_argument = next((name for name in CACHE_ARGUMENTS if name in inspect.signature(type(base).forward).parameters), "past_key_values")
+    cache_argument = next(
+        (name for name in CACHE_ARGUMENTS if name in inspect.signature(type(base).forward).parameters),
+        "past_key_values",
+    )
     has_attention = cache_argument == "past_key_values"
     _refuse_layers(config, kinds)
     if has_attention:
@@ -221,12 +228,16 @@ def _refuse_whole_model(model: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(config, "it is an encoder-decoder model; eyas serves causal language models")
     if not model.can_generate() or model.get_output_embeddings() is None:
-        raise _refusal(config, f"{type(model).__name__} is not a causal language model; load it with AutoModelForCausalLM")
+        raise _refusal(
+            config, f"{type(model).__name__} is not a causal language model; load it with AutoModelForCausalLM"
+        )
     backend = getattr(text, "_attn_implementation", None)
     if backend is not None and backend not in BACKENDS:
         by_sdpa = getattr(model, "_supports_sdpa", True) and getattr(text, "attn_logit_softcapping", None) is None
         way_out = "sdpa" if by_sdpa else "eager"
-        raise _refusal(config, f'{backend} cannot take the mask of a tree; load it with attn_implementation="{way_out}"')
+        raise _refusal(
+            config, f'{backend} cannot take the mask of a tree; load it with attn_implementation="{way_out}"'
+        )
 
 
 def _refuse_layers(config: Any, kinds: tuple[str, ...]) -> None:
@@ -242,7 +253,9 @@ def _refuse_positions(config: Any, base: nn.Module) -> None:
         raise _refusal(config, "its forward takes no position_ids, which a tree's depths need")
     reads_both_ways = getattr(config, "is_decoder", True) is False and "is_decoder" in _names(base, every_method=True)
     if reads_both_ways or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise _refusal(config, "its attention is bidirectional as it is configured, so it is not a causal language model")
+        raise _refusal(
+            config, "its attention is bidirectional as it is configured, so it is not a causal language model"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- masks
@@ -276,7 +289,9 @@ def _names(module: nn.Module, every_method: bool = False) -> frozenset[str]:
     globals, attributes, nested functions.
     """
     functions = vars(type(module)).values() if every_method else [type(module).forward]
-    return frozenset(name for function in functions for name in _names_of(getattr(inspect.unwrap(function), "__code__", None)))
+    return frozenset(
+        name for function in functions for name in _names_of(getattr(inspect.unwrap(function), "__code__", None))
+    )
 
 
 def _names_of(code: CodeType | None) -> Iterator[str]:
@@ -297,14 +312,16 @@ def _decoder(model: Any) -> nn.Module:
     if decoder is None or decoder is model:
         decoder = model.base_model
     has_head = getattr(decoder, "get_output_embeddings", lambda: None)() is not None
-    base: nn.Module = getattr(decoder, "model", decoder) if has_head else decoder  # Llama 4's own methods return the model with its head
+    # Llama 4's own methods return the model with its head
+    base: nn.Module = getattr(decoder, "model", decoder) if has_head else decoder
     return base
 
 
 def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
     """The decoder layers: the outermost list with as many modules as the configuration has layers."""
     count = config.num_hidden_layers
-    counts = (count, getattr(config, "num_layers", count))  # LongCat's configuration counts its attentions, two in each layer
+    # LongCat's configuration counts its attentions, two in each layer
+    counts = (count, getattr(config, "num_layers", count))
     lists = [(name.count("."), module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
     for _, module in sorted(lists, key=lambda pair: pair[0]):
         if len(module) in counts:
@@ -331,17 +348,31 @@ def _context(config: Any, has_attention: bool) -> tuple[int, str]:
     """(positions that a request may use, why they are fewer than the model accepts)"""
     context = getattr(config, "max_position_embeddings", None if has_attention else UNLIMITED)
     if not isinstance(context, int) or context < 1:
-        raise _refusal(config, f"max_position_embeddings in its configuration must be a whole number, 1 or more; it is {context!r}")
-    if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)) and scale - 1 < context:
+        raise _refusal(
+            config, f"max_position_embeddings in its configuration must be a whole number, 1 or more; it is {context!r}"
+        )
+    if (
+        getattr(config, "attn_temperature_tuning", False)
+        and (scale := getattr(config, "floor_scale", None))
+        and scale - 1 < context
+    ):
         return int(scale) - 1, f"from position {scale - 1} on, layers without RoPE scale their queries by slot numbers"
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type", "default")))
         if "dynamic" in kind:
-            return context, f"past {context} positions dynamic NTK changes the frequencies of all keys, also of those in the cache"
+            return (
+                context,
+                f"past {context} positions dynamic NTK changes the frequencies of all keys, also of those in the cache",
+            )
         if kind == "longrope":
-            original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
             if original is not None and original < context:
-                return original, f"past {original} positions longrope changes the frequencies of all keys, also of those in the cache"
+                return (
+                    original,
+                    f"past {original} positions longrope changes the frequencies of all keys, also of those in the cache",
+                )
     return context, ""
 
 

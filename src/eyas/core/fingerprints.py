@@ -1,4 +1,5 @@
-"""Fingerprints of models: short texts by which a draft head finds out whether a target is the one that it was trained for."""
+"""Fingerprints of models: short texts by which a draft head finds out whether a target is the one
+that it was trained for."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ __all__ = ["fingerprint_of", "same_weights"]
 def fingerprint_of(model: nn.Module) -> str:
     """A hash of all shapes of weights, and sums over a few of them.
 
-    For a quantised model: a hash of the library's name and of its layers' names and classes, and sums over what a few of these layers
-    return, because their weights are stored in many ways.
+    For a quantised model: a hash of the library's name and of its layers' names and classes, and
+    sums over what a few of these layers return, because their weights are stored in many ways.
     """
     if library := quantised.library_of(model):
         return _of_quantised(model, library)
@@ -43,7 +44,10 @@ def _of_quantised(model: Any, library: str) -> str:
     dtype = model.dtype if isinstance(getattr(model, "dtype", None), torch.dtype) else torch.float32
     layers = sorted(quantised.layers_of(model).items())
     returned = [quantised.response(layer, dtype) for _, layer in _three(layers)]
-    kinds = [(name, type(layer).__name__, getattr(layer, "in_features", 0), getattr(layer, "out_features", 0)) for name, layer in layers]
+    kinds = [
+        (name, type(layer).__name__, getattr(layer, "in_features", 0), getattr(layer, "out_features", 0))
+        for name, layer in layers
+    ]
     return f"{library}+{_text(kinds, [x for x in returned if x is not None])}"
 
 

@@ -1,4 +1,5 @@
-"""The input of one cycle: the state of all rows, and the size of a dynamic tree. Letters: B rows, V vocabulary."""
+"""The input of one cycle: the state of all rows, and the size of a dynamic tree. Letters: B rows, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class CycleInput:
-    """The state of all rows when a cycle begins. Tensors are on the device, everything else is known to the host."""
+    """The state of all rows when a cycle begins. Tensors are on the device, everything else is
+    known to the host."""
 
     tokens_B: Tensor  # int64; the roots: each row's newest token, emitted and not yet in any cache; 0 in empty rows
     position_B: Tensor  # int64; the roots' absolute positions = numbers of committed tokens
@@ -38,16 +40,20 @@ class CycleInput:
     sampling: tuple[Sampling, ...]  # of each row; empty rows have that of an active one
     noise: GumbelNoise
     max_position: int  # the largest of `position_B`
-    adjustments: Adjustments | None = None  # [B, ...], of the texts up to the roots; None if no row's law depends on them
+    # [B, ...], of the texts up to the roots; None if no row's law depends on them
+    adjustments: Adjustments | None = None
     active_rows: tuple[int, ...] = ()  # indices of the rows that are not empty
-    row_tokens: tuple[Sequence[int], ...] = ()  # prompt and emitted tokens of each row, root last; these lists grow after the cycle
+    # prompt and emitted tokens of each row, root last; these lists grow after the cycle
+    row_tokens: tuple[Sequence[int], ...] = ()
     processors: tuple[tuple[Processor, ...], ...] = ()  # logits processors of each row; () if no row has any
     eos: tuple[frozenset[int], ...] = ()  # EOS ids of each row; no token after one is emitted
     remaining: tuple[int, ...] = ()  # tokens that each row may still emit
-    draft_limits: tuple[int | None, ...] = ()  # most candidates below each row's root; None: no limit; () if no row has one
+    # most candidates below each row's root; None: no limit; () if no row has one
+    draft_limits: tuple[int | None, ...] = ()
     predictions: tuple[tuple[int, ...], ...] = ()  # text that probably comes in each row; () if no row has any
     constraints: tuple[Constraint | None, ...] = ()  # of each row; () if no row has any
     logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
     trace: bool = False  # whether scores or logits are read after the cycle
-    target_cache: KVCache | None = None  # the target's keys and values; slot s < `position_B` of a row holds those of its token s
+    # the target's keys and values; slot s < `position_B` of a row holds those of its token s
+    target_cache: KVCache | None = None
     tree_shape: Shape | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

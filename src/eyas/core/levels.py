@@ -1,11 +1,14 @@
 """State modules read the nodes of trees level by level, each level as a batch of rows of one token.
 
-`tree_levels` sorts nodes by depth; `run_levels` runs one module over them. Linear layers act on each token alone. So those that read
-the module's input (the input projections) run once for all nodes before the levels, and the one that makes its output (the output
-projection) once behind them: their weights, most of what such a module has, are read once instead of once per level.
+`tree_levels` sorts nodes by depth; `run_levels` runs one module over them. Linear layers act on
+each token alone. So those that read the module's input (the input projections) run once for all
+nodes before the levels, and the one that makes its output (the output projection) once behind them:
+their weights, most of what such a module has, are read once instead of once per level.
 
-This module knows no cache and no rows: whoever calls `run_levels` puts the states of a level's parents where the module reads them.
-Letters: R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one level in all rows.
+This module knows no cache and no rows: whoever calls `run_levels` puts the states of a level's
+parents where the module reads them.
+Letters: R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one level in
+all rows.
 """
 
 from __future__ import annotations
@@ -40,10 +43,13 @@ class Level:
         """The same with its tensors on another device."""
         if device == self.row_M.device:
             return self
-        return replace(self, row_M=self.row_M.to(device), node_M=self.node_M.to(device), parent_M=self.parent_M.to(device))
+        return replace(
+            self, row_M=self.row_M.to(device), node_M=self.node_M.to(device), parent_M=self.parent_M.to(device)
+        )
 
     def of(self, value: Any, shape: tuple[int, int]) -> Any:
-        """The part of a module's arguments that belongs to these nodes: tensors [R, Q, ...] become [M, 1, ...]."""
+        """The part of a module's arguments that belongs to these nodes: tensors [R, Q, ...] become
+        [M, 1, ...]."""
 
         def nodes(tensor: Tensor) -> Tensor:
             every = tensor.expand(shape[0], *tensor.shape[1:])
@@ -55,7 +61,8 @@ class Level:
 
 
 def tree_levels(depth_RT: Tensor, visible_RQT: Tensor) -> list[Level]:
-    """The new nodes by depth, parents before children. The parent of a node is the deepest node that it attends to, beside itself."""
+    """The new nodes by depth, parents before children. The parent of a node is the deepest node
+    that it attends to, beside itself."""
     R, Q, T = visible_RQT.shape
     own_QT = torch.arange(T - Q, T, device=depth_RT.device)[:, None] == torch.arange(T, device=depth_RT.device)
     ancestor_RQT = visible_RQT & ~own_QT
@@ -104,9 +111,12 @@ def run_levels(
 
 
 class _Projections:
-    """The linear layers at the beginning and at the end of a state module, while it reads levels. Without a module: none."""
+    """The linear layers at the beginning and at the end of a state module, while it reads levels.
+    Without a module: none."""
 
-    def __init__(self, one: StateModule | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, one: StateModule | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> None:
         self._one = one
         self._whole = {} if one is None else {linear: linear(one.input.of(args, kwargs or {})) for linear in one.first}
         self._part: dict[Any, Tensor] = {}  # the outputs of the first layers for the present level
@@ -143,7 +153,8 @@ class _Projections:
         self._input = None if self._one is None else self._one.input.of(args, kwargs)
 
     def output(self, output: Any) -> Any:
-        """The part of a call's `output` to collect: the input of the last layer where that has still to run, else the output itself."""
+        """The part of a call's `output` to collect: the input of the last layer where that has
+        still to run, else the output itself."""
         waiting, self._waiting = self._waiting, None
         return output if waiting is None else waiting
 
@@ -154,7 +165,8 @@ class _Projections:
 
 @contextmanager
 def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
-    """Within this context calls of the module run `forward`. Its class is not touched, nor a forward of its own (accelerate's) lost."""
+    """Within this context calls of the module run `forward`. Its class is not touched, nor a
+    forward of its own (accelerate's) lost."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:

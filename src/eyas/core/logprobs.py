@@ -1,9 +1,11 @@
 """Log-probabilities of emitted tokens and of prompts, as `TokenLogprobs`.
 
-They are the float32 log-softmax of the target's raw logits at the node before each token. On the device they are computed only if a row
-of the batch asks for them; the number of most probable tokens is one of a few widths, so that few recordings of cycles are needed.
+They are the float32 log-softmax of the target's raw logits at the node before each token. On the
+device they are computed only if a row of the batch asks for them; the number of most probable
+tokens is one of a few widths, so that few recordings of cycles are needed.
 
-This module knows no model and no requests. Letters: B rows, N nodes, P places of the longest path, V vocabulary, W width, T tokens.
+This module knows no model and no requests. Letters: B rows, N nodes, P places of the longest path,
+V vocabulary, W width, T tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ def width_for(counts: Iterable[int | None], vocab: int) -> int | None:
 
 
 def path_logprobs(logits_BNV: Tensor, verdict: Verdict, width: int) -> Tensor:
-    """float64 [B, P, 1 + 2 W]: for each node of the path the log-probability of the token that follows it, those of the W most probable
-    ones, and their ids. Whatever stands past the end of a path means nothing."""
+    """float64 [B, P, 1 + 2 W]: for each node of the path the log-probability of the token that
+    follows it, those of the W most probable ones, and their ids. Whatever stands past the end of a
+    path means nothing."""
     B, V = logits_BNV.shape[0], logits_BNV.shape[-1]
     node_BP = verdict.path_BP.clamp(min=0)
     last_B1 = verdict.length_B[:, None] - 1
@@ -43,14 +46,16 @@ def path_logprobs(logits_BNV: Tensor, verdict: Verdict, width: int) -> Tensor:
 
 
 def _numbers(logits_NV: Tensor, tokens_N: Tensor, width: int) -> Tensor:
-    """float64 [N, 1 + 2 W]: see `path_logprobs`. Float64 holds ids and float32 alike, so the host reads everything at once."""
+    """float64 [N, 1 + 2 W]: see `path_logprobs`. Float64 holds ids and float32 alike, so the host
+    reads everything at once."""
     logp_NV = logits_NV.float().log_softmax(-1)
     top_NW, ids_NW = logp_NV.topk(width, dim=-1)
     return torch.cat([logp_NV.gather(1, tokens_N[:, None]).double(), top_NW.double(), ids_NW.double()], dim=1)
 
 
 def entries(numbers: Iterable[Sequence[float]], tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """The entries of these tokens, each with the `count` most probable ones, from rows of `path_logprobs`."""
+    """The entries of these tokens, each with the `count` most probable ones, from rows of
+    `path_logprobs`."""
     made = []
     for token, (logprob, *rest) in zip(tokens, numbers, strict=False):
         width = len(rest) // 2
@@ -67,7 +72,8 @@ class PromptLogprobs:
         self.entries: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
 
     def read(self, logits_TV: Tensor, position: int) -> None:
-        """The logits after the tokens from `position` on; those after the prompt's last token are the answer's."""
+        """The logits after the tokens from `position` on; those after the prompt's last token are
+        the answer's."""
         assert position == len(self.entries) - 1, "every token is read once, in order"
         following = self.prompt[position + 1 : position + 1 + len(logits_TV)]
         for begin in range(0, len(following), ROWS):

@@ -1,11 +1,15 @@
-"""Prompts with images, sounds or videos: what a processor of transformers makes of them, beside token ids.
+"""Prompts with images, sounds or videos: what a processor of transformers makes of them, beside
+token ids.
 
-The model's own forward reads such a prompt, whole: only its code knows where the features of an image go, which tokens of an image see
-each other (in Gemma 3 all of them), and how positions count (in Qwen's models in three dimensions). Its keys and values are then put into
-a row's cache (`TargetSession.prefill`). What follows is text, and is decoded as behind any prompt; but where positions count otherwise, the
-text's go on from another number than the prompt's length: `position_shift`.
+The model's own forward reads such a prompt, whole: only its code knows where the features of an
+image go, which tokens of an image see each other (in Gemma 3 all of them), and how positions count
+(in Qwen's models in three dimensions). Its keys and values are then put into a row's cache
+(`TargetSession.prefill`). What follows is text, and is decoded as behind any prompt; but where
+positions count otherwise, the text's go on from another number than the prompt's length:
+`position_shift`.
 
-This module knows no cache of ours, no tree and no method. Letters: T tokens, V vocabulary, F feature width, K heads, h their width.
+This module knows no cache of ours, no tree and no method. Letters: T tokens, V vocabulary, F
+feature width, K heads, h their width.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ def counts_otherwise(model: nn.Module) -> bool:
 
 
 def _counting(model: nn.Module) -> Any:
-    """The part of the model that counts positions, and keeps the shift of the last prompt as `rope_deltas`; None: there is none."""
+    """The part of the model that counts positions, and keeps the shift of the last prompt as
+    `rope_deltas`; None: there is none."""
     return next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
 
 
@@ -60,16 +65,21 @@ def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, An
     """
     known = inspect.signature(model.forward).parameters
     if unknown := [name for name in media if name not in known]:
-        raise InputError(f"{type(model).__name__} takes no {unknown[0]}: the prompt was made by the processor of another model")
+        raise InputError(
+            f"{type(model).__name__} takes no {unknown[0]}: the prompt was made by the processor of another model"
+        )
     if has_states:
-        raise ModelError(f"{', '.join(media)}: eyas reads images only into models without recurrent state; give text alone")
+        raise ModelError(
+            f"{', '.join(media)}: eyas reads images only into models without recurrent state; give text alone"
+        )
     for name, value in media.items():
         if "token_type_ids" in name and value.shape[-1] != len(tokens):
             raise InputError(f"{name} describes {value.shape[-1]} tokens, and the prompt has {len(tokens)}")
 
 
 def _placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A tensor on the model's device, and floats in its dtype. Other objects, such as the outputs of an encoder, as they are."""
+    """A tensor on the model's device, and floats in its dtype. Other objects, such as the outputs
+    of an encoder, as they are."""
     return value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
 
 
@@ -91,7 +101,8 @@ def read_media(
     """
     inputs = {name: _placed(value, tokens_1T.device, model.dtype) for name, value in media.items()}
     takes_number = "logits_to_keep" in inspect.signature(model.forward).parameters
-    if not all_logits and takes_number and not has_several_devices(model):  # the tensor must lie on the LM head's device
+    # the tensor must lie on the LM head's device
+    if not all_logits and takes_number and not has_several_devices(model):
         inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
     cache, counting = DynamicCache(), _counting(model)
     if counting is not None:
@@ -103,16 +114,26 @@ def read_media(
             raise
         except Exception as error:  # the model's own code, on inputs that somebody sent
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{type(model).__name__} cannot read this prompt with {', '.join(media)}: {reason}") from error
+            raise InputError(
+                f"{type(model).__name__} cannot read this prompt with {', '.join(media)}: {reason}"
+            ) from error
         features_1TF = features()
-    stored = {number: (getattr(layer, "keys", None), getattr(layer, "values", None)) for number, layer in enumerate(cache.layers)}
+    stored = {
+        number: (getattr(layer, "keys", None), getattr(layer, "values", None))
+        for number, layer in enumerate(cache.layers)
+    }
     if (positions := inputs.get("position_ids")) is not None:
-        shift = positions[-3:].max() + 1 - tokens_1T.shape[1]  # before the last three: positions of text, counted one by one
+        # before the last three: positions of text, counted one by one
+        shift = positions[-3:].max() + 1 - tokens_1T.shape[1]
     else:
         shift = getattr(counting, "rope_deltas", None)
     return MediaPrompt(
         logits_1TV[0],
         features_1TF[0],
-        {number: (keys, values) for number, (keys, values) in stored.items() if keys is not None and values is not None},
+        {
+            number: (keys, values)
+            for number, (keys, values) in stored.items()
+            if keys is not None and values is not None
+        },
         0 if shift is None else int(shift.flatten()[0]),
     )

@@ -1,9 +1,10 @@
 """The operations of a cycle that a runner may replace by faster ones: here the reference, in torch.
 
-Each runner has its operations (`Runner.ops`); runners/cpu_ops.py has those of the compiled kernels. Every implementation must return the
-results of this one: the same draws, paths and caches.
+Each runner has its operations (`Runner.ops`); runners/cpu_ops.py has those of the compiled kernels.
+Every implementation must return the results of this one: the same draws, paths and caches.
 
-Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x {key, value}, K heads, S slots, h width of a head.
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x {key, value}, K
+heads, S slots, h width of a head.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ class TreeGrower(Protocol):
         self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """Let the net read the pending pairs, in the slots behind `length_B`, then grow the tree below the roots.
+        """Let the net read the pending pairs, in the slots behind `length_B`, then grow the tree
+        below the roots.
 
         Args:
-            features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and their number in each row.
+            features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and
+                their number in each row.
             tree: the options of the dynamic tree (`drafters._grow.DynamicTree`).
             width: at least as many slots of the cache as any row uses, the tree's included.
         """
@@ -55,9 +58,11 @@ class TreeGrower(Protocol):
 class WindowGrower(Protocol):
     """A `TreeGrower` that serves drafts with a window, too."""
 
-    def grow(self, hidden_BD: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache, length_B: Tensor, width: int) -> Draft:
-        """Grow the tree from the net's output at the newest pair, which the session has let it read, and behind which it has trimmed the
-        window."""
+    def grow(
+        self, hidden_BD: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache, length_B: Tensor, width: int
+    ) -> Draft:
+        """Grow the tree from the net's output at the newest pair, which the session has let it
+        read, and behind which it has trimmed the window."""
         ...
 
 
@@ -82,11 +87,16 @@ class Ops:
         """Verify a chosen tree: `draw` at every node, then `follow`."""
         draw_BN, broken_B = self.draw(scores_BNV, draft.tree, position_B, noise)
         if draft.tree.nodes == 1:  # plain decoding
-            return Verdict(torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], broken_B)
+            return Verdict(
+                torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], broken_B
+            )
         return replace(self.follow(draft, draw_BN), broken_B=broken_B)
 
-    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
-        """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score in greedy rows.
+    def draw(
+        self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score
+        in greedy rows.
 
         The noise is that of the position after the node, so nodes of one depth share it.
 
@@ -94,7 +104,8 @@ class Ops:
             position_B: int64; absolute position of the root.
 
         Returns:
-            int64 [B, N] tokens; bool [B], rows with NaN among their scores, or None if the implementation does not look.
+            int64 [B, N] tokens; bool [B], rows with NaN among their scores, or None if the
+            implementation does not look.
         """
         if noise.all_greedy:
             return scores_BNV.argmax(-1), None
@@ -105,7 +116,8 @@ class Ops:
         return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
 
     def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
-        """The path from the root on which each node is the token that was drawn at its parent. Siblings have distinct tokens."""
+        """The path from the root on which each node is the token that was drawn at its parent.
+        Siblings have distinct tokens."""
         check_siblings(draft.tree, draft.tokens_BN)
         return verdict_of(draft.tree, draft.tokens_BN, *accepted_nodes(draft.tree, draft.tokens_BN, draw_BN))
 
@@ -117,8 +129,11 @@ class Ops:
         """A draft net for decoding. draft_weights: "exact", or "fp8": rounded."""
         return fp8(net) if draft_weights == "fp8" else net
 
-    def grower(self, target: Any, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
-        """A function that grows dynamic trees of this net in one call; None: they are grown level by level.
+    def grower(
+        self, target: Any, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
+    ) -> TreeGrower | None:
+        """A function that grows dynamic trees of this net in one call; None: they are grown level
+        by level.
 
         Args:
             target: the `Target` that the net drafts for.
@@ -133,7 +148,8 @@ REFERENCE = Ops()
 
 
 def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its ancestors were drawn at their parents."""
+    """Accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its
+    ancestors were drawn at their parents."""
     drawn_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
     drawn_BN = drawn_BN | (tree.parents_BN < 0)
     accepted_BN = (drawn_BN[:, None] | ~tree.mask_BNN).all(-1)
@@ -152,7 +168,8 @@ def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tens
 
 
 def check_siblings(tree: Tree, tokens_BN: Tensor) -> None:
-    """Assert that no two candidates have the same parent and the same token. On a GPU the error appears later, as nothing waits for it."""
+    """Assert that no two candidates have the same parent and the same token. On a GPU the error
+    appears later, as nothing waits for it."""
     same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
     both_BNN = tree.candidate_BN[:, :, None] & tree.candidate_BN[:, None]
     duplicate = (same_BNN & both_BNN).triu(1).any()

@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from eyas.errors import OptionError
 
-__all__ = ["DEPRECATED", "NEW_HEADS", "TRAINING", "Option", "field_docstrings", "list_options", "parse_option", "plain_type"]
+__all__ = [
+    "DEPRECATED",
+    "NEW_HEADS",
+    "TRAINING",
+    "Option",
+    "field_docstrings",
+    "list_options",
+    "parse_option",
+    "plain_type",
+]
 
 TRAINING = "training only"
 NEW_HEADS = "new heads only"
@@ -54,9 +63,13 @@ def list_options(kind: type, prefix: str = "") -> Iterator[Option]:
         if is_dataclass(default):
             yield from list_options(type(default), f"{prefix}{field.name}.")
             continue
-        annotation, *marks = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
+        annotation, *marks = (
+            get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
+        )
         use = next((mark for mark in marks if mark in (TRAINING, NEW_HEADS)), "")
-        yield Option(prefix + field.name, default, annotation, described.get(field.name, ""), use, "deprecated" in field.metadata)
+        yield Option(
+            prefix + field.name, default, annotation, described.get(field.name, ""), use, "deprecated" in field.metadata
+        )
 
 
 def plain_type(annotation: Any) -> Any:

@@ -1,15 +1,17 @@
-"""Models whose weights are not whole on one device: layers compute on several devices, or weights wait in memory or on a disk (both by a
-`device_map`), or processes share them (`tp_plan`).
+"""Models whose weights are not whole on one device: layers compute on several devices, or weights
+wait in memory or on a disk (both by a `device_map`), or processes share them (`tp_plan`).
 
-accelerate puts a hook on each module, which fetches the module's weights before its forward and moves its inputs to the device that it
-computes on. The hook of the whole model returns the logits to the device that the token ids came from. That is the main device: trees,
-masks, positions, features and the draft lie there, and the keys and values of each layer lie where the layer computes.
+accelerate puts a hook on each module, which fetches the module's weights before its forward and
+moves its inputs to the device that it computes on. The hook of the whole model returns the logits
+to the device that the token ids came from. That is the main device: trees, masks, positions,
+features and the draft lie there, and the keys and values of each layer lie where the layer
+computes.
 
     cuda:0   token ids, trees, masks, draft   | embedding, layers 0 to 15, their keys and values
     cuda:1                                    | layers 16 to 31, their keys and values, norm, LM head
 
-With a `tp_plan` each process computes a part of every layer. All get the same logits, and draw with the same seeds, so all reach the same
-verdict, as long as nothing depends on a process's own clock.
+With a `tp_plan` each process computes a part of every layer. All get the same logits, and draw with
+the same seeds, so all reach the same verdict, as long as nothing depends on a process's own clock.
 
 This module knows accelerate's hooks and torch's DTensor, and imports neither.
 """
@@ -28,7 +30,8 @@ __all__ = ["check_layers", "device_of", "has_several_devices", "has_waiting_weig
 
 
 def has_waiting_weights(model: nn.Module) -> bool:
-    """Whether some weights of the model are fetched by hooks, so that its own forward is the only way to compute."""
+    """Whether some weights of the model are fetched by hooks, so that its own forward is the only
+    way to compute."""
     return any(getattr(hook, "offload", False) for hook in _hooks(model))
 
 
@@ -38,7 +41,8 @@ def has_several_devices(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The main device: the one that all modules compute on, or else the one of the hook of the whole model.
+    """The main device: the one that all modules compute on, or else the one of the hook of the
+    whole model.
 
     Raises:
         ModelError: there are several devices and no such hook, or weights without values.
@@ -58,10 +62,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_layers(layers: Iterable[nn.Module]) -> None:
-    """ModelError if the parts of some layer compute on several devices, which no layer of transformers can: nothing moves its residuals."""
+    """ModelError if the parts of some layer compute on several devices, which no layer of
+    transformers can: nothing moves its residuals."""
     for number, layer in enumerate(layers):
         if len(places := _places(layer)) > 1:
-            raise ModelError(f"the parts of layer {number} lie on {_listed(places)}: write a device_map that keeps each layer whole")
+            raise ModelError(
+                f"the parts of layer {number} lie on {_listed(places)}: write a device_map that keeps each layer whole"
+            )
 
 
 def _places(module: nn.Module) -> set[torch.device]:
@@ -76,8 +83,10 @@ def _listed(places: Iterable[torch.device]) -> str:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether the weights are split over processes (`tp_plan` of transformers), each of which computes a part of every layer."""
-    return any(hasattr(weight, "full_tensor") for weight in model.parameters())  # torch's DTensor, whose module takes seconds to import
+    """Whether the weights are split over processes (`tp_plan` of transformers), each of which
+    computes a part of every layer."""
+    # torch's DTensor, whose module takes seconds to import
+    return any(hasattr(weight, "full_tensor") for weight in model.parameters())
 
 
 def _device(place: Any) -> torch.device:
@@ -86,12 +95,14 @@ def _device(place: Any) -> torch.device:
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """The value of a weight, by its name among the model's parameters. One that waits is read. The parts of one that is split are gathered,
-    so all processes must call this."""
+    """The value of a weight, by its name among the model's parameters. One that waits is read. The
+    parts of one that is split are gathered, so all processes must call this."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     weight: Tensor = getattr(module, last)
-    waiting = next((hook.weights_map for hook in _hooks_of(module) if getattr(hook, "weights_map", None) is not None), None)
+    waiting = next(
+        (hook.weights_map for hook in _hooks_of(module) if getattr(hook, "weights_map", None) is not None), None
+    )
     value: Tensor = weight if weight.device.type != "meta" or waiting is None else waiting[last]
     gathered: Any = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()

@@ -22,7 +22,9 @@ __all__ = ["Guess", "Prediction"]
 
 LONGEST = 32  # tokens of the answer's end that are looked up
 FIRST = 8  # tokens that are drafted before the answer has begun
-LOST = 4  # so many tokens after the answer has left the prediction, it may still be a token by token replacement, or an insertion
+# so many tokens after the answer has left the prediction, it may still be a token by token
+# replacement, or an insertion
+LOST = 4
 
 
 class Guess(NamedTuple):
@@ -57,7 +59,10 @@ class Prediction:
             self.matched = min(self.matched + 1, LONGEST)
             return
         self.missed += 1
-        found = [(self._common_end(index), -abs(index - self.place - self.missed), index) for index in self._behind.get(token, ())]
+        found = [
+            (self._common_end(index), -abs(index - self.place - self.missed), index)
+            for index in self._behind.get(token, ())
+        ]
         if found:
             self.matched, _, self.place = max(found)
             self.missed = 0

@@ -64,8 +64,10 @@ TOKENIZER_FILES = (
 class Spread(NamedTuple):
     """Where accelerate puts a model's weights."""
 
-    device_map: str | Mapping[str, str | int]  # "auto" and the like, or a device ("cpu", "disk", 0 ...) for each part of the model
-    folder: str | Path | None = None  # for the weights that the map puts on "disk", if the checkpoint is not safetensors
+    # "auto" and the like, or a device ("cpu", "disk", 0 ...) for each part of the model
+    device_map: str | Mapping[str, str | int]
+    # for the weights that the map puts on "disk", if the checkpoint is not safetensors
+    folder: str | Path | None = None
 
 
 def read_model(
@@ -113,7 +115,9 @@ def read_model(
     info = loaded[1]
     if absent := sorted(info["missing_keys"]):
         raise ModelError(f"{role} {str(source)!r} lacks tensors: {_first_of(absent)}")
-    if mismatched := sorted(f"{name} {list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]):
+    if mismatched := sorted(
+        f"{name} {list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]
+    ):
         raise ModelError(f"{role} {str(source)!r} has tensors of another shape: {_first_of(mismatched)}")
     return model
 
@@ -155,7 +159,8 @@ def check_config(
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _config_faults, "config.json: "):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     folder = _folder(source)  # a hub id is in the cache by now
-    if folder is not None and (fault := next(_json_faults(folder, ("generation_config.json",)), None)):  # transformers ignores it
+    # transformers ignores it
+    if folder is not None and (fault := next(_json_faults(folder, ("generation_config.json",)), None)):
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
     return config
 
@@ -168,7 +173,8 @@ def read_tokenizer(
     Args:
         source: local folder or hub id.
         required: raise instead of returning None.
-        gguf_file: a file in GGUF format, which may hold a tokenizer; it is read if the folder has no files of one.
+        gguf_file: a file in GGUF format, which may hold a tokenizer; it is read if the folder has
+            no files of one.
 
     Raises:
         ModelError: the files of a tokenizer are there and it cannot be loaded.
@@ -182,7 +188,9 @@ def read_tokenizer(
         return None
     try:
         with _one_line_errors(f"the tokenizer in {str(source)!r} cannot be loaded", source, _tokenizer_faults):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(source), trust_remote_code=trust_remote_code
+            )
             empty = len(tokenizer) == 0
     except ModelError:
         folder = _folder(source)
@@ -190,14 +198,17 @@ def read_tokenizer(
             raise
         return None
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
-        raise ModelError(f"the tokenizer in {str(source)!r} has a chat template that is no text: repair tokenizer_config.json")
+        raise ModelError(
+            f"the tokenizer in {str(source)!r} has a chat template that is no text: repair tokenizer_config.json"
+        )
     if empty and required:
         raise _no_tokenizer(source)
     return None if empty else tokenizer
 
 
 def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
-    """(folder or hub id, file in GGUF format or None): a path to such a file stands for its folder and its name."""
+    """(folder or hub id, file in GGUF format or None): a path to such a file stands for its folder
+    and its name."""
     path = Path(source)
     if gguf_file is None and path.suffix == ".gguf" and path.is_file():
         return path.parent, path.name
@@ -205,7 +216,8 @@ def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | 
 
 
 def _gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a file in GGUF format; None, with a warning, where transformers cannot make one of it."""
+    """The tokenizer in a file in GGUF format; None, with a warning, where transformers cannot make
+    one of it."""
     try:
         with _one_line_errors("", source, _no_faults):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
@@ -216,7 +228,8 @@ def _gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBa
 
 
 def _gguf_options(gguf_file: str) -> dict[str, Any]:
-    """Keywords of from_pretrained that make plain weights of a file in GGUF format; an older transformers knows no other way."""
+    """Keywords of from_pretrained that make plain weights of a file in GGUF format; an older
+    transformers knows no other way."""
     settings = getattr(transformers, "GgufConfig", None)
     return {"gguf_file": gguf_file, **({} if settings is None else {"quantization_config": settings(dequantize=True)})}
 
@@ -239,12 +252,16 @@ def _check_path(source: str | Path, role: str, gguf_file: str | None = None) -> 
     if gguf_file is not None and path.is_dir():
         if not (path / gguf_file).is_file():
             there = ", ".join(sorted(file.name for file in path.glob("*.gguf"))[:5])
-            raise ModelError(f"{role} folder {name!r} has no file {gguf_file!r}; files in GGUF format there: {there or 'none'}")
+            raise ModelError(
+                f"{role} folder {name!r} has no file {gguf_file!r}; files in GGUF format there: {there or 'none'}"
+            )
         return
     if path.is_file():
         raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ModelError(f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{_gguf_hint(path)}")
+        raise ModelError(
+            f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{_gguf_hint(path)}"
+        )
     if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name):
         raise ModelError(f"{role} {name!r} does not exist")
 
@@ -275,7 +292,9 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 @contextmanager
-def _one_line_errors(beginning: str, source: str | Path, faults: Callable[[Path], Iterator[str]], place: str = "") -> Iterator[None]:
+def _one_line_errors(
+    beginning: str, source: str | Path, faults: Callable[[Path], Iterator[str]], place: str = ""
+) -> Iterator[None]:
     """Turn what a library raises into a ModelError of one line.
 
     The line names the first broken file, or else holds the library's message.
@@ -298,7 +317,8 @@ def _one_line_errors(beginning: str, source: str | Path, faults: Callable[[Path]
 def _message(error: Exception) -> str:
     """An exception's message on one line; with its type where the message alone says little."""
     message = " ".join(str(error).split())
-    if type(error).__name__.startswith("StrictDataclass"):  # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
+    # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
+    if type(error).__name__.startswith("StrictDataclass"):
         return message[max(0, message.find("Field ")) :].partition(". Errors:")[0][:REASON_LENGTH]
     if len(message) > REASON_LENGTH:
         message = f"{message[:REASON_LENGTH].rstrip()} ..."

@@ -1,14 +1,16 @@
-"""The scores of every node of a tree, with masks of constraints, and Hugging Face's logits processors once per node, with its own prefix.
+"""The scores of every node of a tree, with masks of constraints, and Hugging Face's logits
+processors once per node, with its own prefix.
 
-A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises), so it is
-run on those prefixes only that decoding can reach. Nodes are skipped
+A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises),
+so it is run on those prefixes only that decoding can reach. Nodes are skipped
 
     that are no candidates (scouts, padding), and all nodes below a skipped one;
     whose token the processed scores of their parent forbid (greedy rows: whose token is not the best one);
     that end the text (EOS), or stand where the request's length is already reached.
 
-Skipped nodes keep their logits: they are never accepted, or what follows them is cut off. So do nodes at which a processor fails; the
-request fails if the accepted path reaches such a node (`Failures`), and others go on.
+Skipped nodes keep their logits: they are never accepted, or what follows them is cut off. So do
+nodes at which a processor fails; the request fails if the accepted path reaches such a node
+(`Failures`), and others go on.
 
 This module knows no model. Letters: N nodes, V vocabulary, T tokens.
 """
@@ -35,14 +37,18 @@ NOTHING_LEFT = "no token may come next: what the constraint allows, min_tokens e
 Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 
 
-def node_scores(logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput, ops: Ops = REFERENCE) -> tuple[Tensor, Failures]:
+def node_scores(
+    logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput, ops: Ops = REFERENCE
+) -> tuple[Tensor, Failures]:
     """The scores at each node, and the nodes that have none because a processor or a constraint failed.
 
-    Each row's own `Sampling`, constraint and processors, with each node's own prefix where something depends on it.
+    Each row's own `Sampling`, constraint and processors, with each node's own prefix where
+    something depends on it.
 
     Returns:
-        [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each node; the failures. float32, but where
-        tokens are only drawn from them, `ops` may leave logits in their own dtype.
+        [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each
+        node; the failures. float32, but where tokens are only drawn from them, `ops` may leave
+        logits in their own dtype.
     """
     nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.at(draft.tree, draft.tokens_BN)
     if not cycle_input.processors and not cycle_input.constraints:
@@ -88,7 +94,8 @@ def _row_scores(
 def run_processors(
     processors: Sequence[Processor], tokens: Sequence[int], greedy: bool, mask_1V: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """The mask and the processors of one prefix as `apply_sampling` takes them: scores [1, V] -> scores [1, V].
+    """The mask and the processors of one prefix as `apply_sampling` takes them: scores [1, V] ->
+    scores [1, V].
 
     Raises:
         InputError: a processor returns something else than scores, or scores that allow no token.
@@ -98,7 +105,8 @@ def run_processors(
         if scores_1V.isnan().any():  # the target is broken, which the Decoder reports
             return scores_1V
         ids_1T = torch.tensor([list(tokens)], device=scores_1V.device)
-        scores_1V = scores_1V.clone() if mask_1V is None else scores_1V.masked_fill(~mask_1V, -torch.inf)  # processors may write into it
+        # processors may write into it
+        scores_1V = scores_1V.clone() if mask_1V is None else scores_1V.masked_fill(~mask_1V, -torch.inf)
         if bool((scores_1V == -torch.inf).all()):
             raise InputError(NOTHING_LEFT)
         for processor in processors:
@@ -118,9 +126,13 @@ def _name(processor: Processor) -> str:
 def _check(processor: Processor, scores: object, shape: torch.Size, greedy: bool) -> None:
     name = _name(processor)
     if not isinstance(scores, Tensor):
-        raise InputError(f"processor {name} returned {type(scores).__name__}: it must return its scores, a tensor of shape {list(shape)}")
+        raise InputError(
+            f"processor {name} returned {type(scores).__name__}: it must return its scores, a tensor of shape {list(shape)}"
+        )
     if scores.shape != shape:
-        raise InputError(f"processor {name} returned scores of shape {list(scores.shape)}: it must return {list(shape)}")
+        raise InputError(
+            f"processor {name} returned scores of shape {list(scores.shape)}: it must return {list(shape)}"
+        )
     if bool(scores.isnan().any()) or (not greedy and bool((scores == torch.inf).any())):
         raise InputError(
             f"processor {name} returned scores that are {'NaN' if scores.isnan().any() else 'inf'}: they must be numbers or -inf"
@@ -159,7 +171,9 @@ def apply_processors(
             least = parent_V.amax() if sampling.greedy else torch.finfo(parent_V.dtype).min
             path = [*above, token] if bool(parent_V[token] >= least) else None
         if path is not None:
-            custom = run_processors(processors, [*tokens, *path], sampling.greedy, None if mask_NV is None else mask_NV[n : n + 1])
+            custom = run_processors(
+                processors, [*tokens, *path], sampling.greedy, None if mask_NV is None else mask_NV[n : n + 1]
+            )
             own = None if adjustments is None else adjustments[n : n + 1]
             try:
                 scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, own, custom)[0]

@@ -1,26 +1,31 @@
-"""Prompts on their way into rows: which one is read next, how many of its tokens, and behind which prefix it starts.
+"""Prompts on their way into rows: which one is read next, how many of its tokens, and behind which
+prefix it starts.
 
-With a budget, a step of the decoder reads at most so many prompt tokens before the cycle of the rows whose prompts are read:
+With a budget, a step of the decoder reads at most so many prompt tokens before the cycle of the
+rows whose prompts are read:
 
     step        1         2         3         4         5
     row 0    cycle     cycle     cycle     cycle     cycle
     row 1    [ 256 ]   [ 256 ]   [64] cycle ...            a prompt of 576 tokens, a budget of 256
     row 2                        [192 ]    [ 8 ] cycle     a prompt of 200 tokens, which came later
 
-**Budgets.** A number of tokens is the same for every machine and load. "auto" gives prompts so many tokens that reading them takes about
-`PAUSE` times as long as a cycle takes at present: then two tokens of a running row are about 1 + `PAUSE` = 2.5 cycles apart while one
-prompt is read, whether the cycles are those of one row or of sixteen, and 1 + n `PAUSE` while n prompts are. Each prompt gets so much: if
-they only shared the time of one, rows would stay empty while prompts queue, and everybody would wait longer. While no row runs, chunks
-are large.
+**Budgets.** A number of tokens is the same for every machine and load. "auto" gives prompts so many
+tokens that reading them takes about `PAUSE` times as long as a cycle takes at present: then two
+tokens of a running row are about 1 + `PAUSE` = 2.5 cycles apart while one prompt is read, whether
+the cycles are those of one row or of sixteen, and 1 + n `PAUSE` while n prompts are. Each prompt
+gets so much: if they only shared the time of one, rows would stay empty while prompts queue, and
+everybody would wait longer. While no row runs, chunks are large.
 
-**Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the oldest one is. So a short prompt
-does not wait for a long one, and a long one gets at least 1 / `OLDEST_EVERY` of the budget however many shorter ones come.
-Without a budget prompts are read whole, in order of arrival. Rows are always given away in order of arrival.
+**Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the
+oldest one is. So a short prompt does not wait for a long one, and a long one gets at least 1 /
+`OLDEST_EVERY` of the budget however many shorter ones come. Without a budget prompts are read
+whole, in order of arrival. Rows are always given away in order of arrival.
 
-**Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of its last one, kept. A new prompt
-starts behind the longest prefix that it shares with any of them. It takes the place of a kept text that it continues; otherwise the
-prefix is copied into the empty row whose text was used least recently. What the drafter's session cannot copy is read again; so is what
-lies behind the last known state of a target with recurrent state (`TargetSession.longest`).
+**Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of
+its last one, kept. A new prompt starts behind the longest prefix that it shares with any of them.
+It takes the place of a kept text that it continues; otherwise the prefix is copied into the empty
+row whose text was used least recently. What the drafter's session cannot copy is read again; so is
+what lies behind the last known state of a target with recurrent state (`TargetSession.longest`).
 
 This module knows no requests' sampling, no cycles and no method.
 """
@@ -90,18 +95,23 @@ class PromptReader:
         budget: Budget,
     ) -> None:  # fmt: skip
         if budget not in ("auto", None) and (not isinstance(budget, int) or budget < 1):
-            raise OptionError(f"prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got {budget!r}")
+            raise OptionError(
+                f"prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got {budget!r}"
+            )
         self.target, self.drafter, self.extra_slots, self.timer = target, drafter, extra_slots, timer
         self.reuse, self.budget = reuse, budget
         self.waiting: deque[Prompt] = deque()
         self.reading: dict[int, Prompt] = {}  # by row
         self.empty = set(range(target.rows))  # rows without a request
-        self.texts: list[Sequence[int]] = [()] * target.rows  # the text whose keys and values a row holds, as far as the target's length
+        # the text whose keys and values a row holds, as far as the target's length
+        self.texts: list[Sequence[int]] = [()] * target.rows
         self._unshared = set[int]()  # rows whose keys and values depend on more than their text: on images
         self._used_at = [0] * target.rows  # when a row's text was last used; counted in prompts
         self._steps = self._started = 0
-        self.beside_seconds = 0.0  # of the cycles that other decoders run between two steps of this one, on the same machine
-        self._cycle_seconds = self._token_seconds = 0.0  # moving averages: of a cycle, of reading a token; 0: not known yet
+        # of the cycles that other decoders run between two steps of this one, on the same machine
+        self.beside_seconds = 0.0
+        # moving averages: of a cycle, of reading a token; 0: not known yet
+        self._cycle_seconds = self._token_seconds = 0.0
 
     def __bool__(self) -> bool:
         """Whether any prompt waits or is being read."""
@@ -125,7 +135,8 @@ class PromptReader:
         return False
 
     def release(self, row: int, failed: bool = False) -> None:
-        """The row is empty now. With `reuse` its text stays, for later prompts; not if its request has failed, as it may be NaN."""
+        """The row is empty now. With `reuse` its text stays, for later prompts; not if its request
+        has failed, as it may be NaN."""
         self.empty.add(row)
         if failed:
             self.texts[row] = ()
@@ -159,8 +170,9 @@ class PromptReader:
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.
 
-        Yields each one that is complete, with the logits [V] of its last token; and each one that does not fit the memory, or that the
-        model refuses, with the error: its row is empty again. The caller may release a row before it asks for the next prompt.
+        Yields each one that is complete, with the logits [V] of its last token; and each one that
+        does not fit the memory, or that the model refuses, with the error: its row is empty again.
+        The caller may release a row before it asks for the next prompt.
         """
         self._steps += 1
         left = self.tokens_per_step
@@ -247,10 +259,13 @@ class PromptReader:
         return row, source, shared[source]
 
     def _shared(self, row: int, prompt: Sequence[int]) -> int:
-        """How many tokens of the prompt are in the row's cache already. The last one is always read: its logits are wanted."""
+        """How many tokens of the prompt are in the row's cache already. The last one is always
+        read: its logits are wanted."""
         if not self.reuse or row in self._unshared or not prompt:
             return 0
-        return self.target.longest(row, min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1))
+        return self.target.longest(
+            row, min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1)
+        )
 
     def _kept(self, row: int, source: int, shared: int) -> int:
         """How many of the shared tokens the drafter's session keeps or copies, and the target can."""

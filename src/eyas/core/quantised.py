@@ -1,12 +1,14 @@
-"""Models whose weights a library keeps quantised: torchao, bitsandbytes, compressed-tensors and others that transformers loads.
+"""Models whose weights a library keeps quantised: torchao, bitsandbytes, compressed-tensors and
+others that transformers loads.
 
     layers_of(model)     -> the quantised layers, by name
     library_of(model)    -> the library that computes them; "" for a model of plain weights
     mixing_layer(model)  -> a layer whose result for one token depends on the other tokens of the pass
 
-Such layers are run by the library's own code: a pass over a draft tree calls them as plain decoding does. The two give the same numbers,
-up to rounding, as long as a layer treats every token by itself. A layer that rounds its inputs by one scale for the whole pass (per-tensor
-dynamic scales), or that picks outlier columns from all tokens (bitsandbytes' LLM.int8), does not.
+Such layers are run by the library's own code: a pass over a draft tree calls them as plain decoding
+does. The two give the same numbers, up to rounding, as long as a layer treats every token by
+itself. A layer that rounds its inputs by one scale for the whole pass (per-tensor dynamic scales),
+or that picks outlier columns from all tokens (bitsandbytes' LLM.int8), does not.
 
 This module knows no tree, no cache and no drafter, and imports none of these libraries.
 Letters: T tokens, K inputs of a layer.
@@ -23,10 +25,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["layers_of", "library_of", "mixing_layer", "response"]
 
-CLOSE = {torch.float32: 1e-3}  # tolerance, relative to the norm of a token's outputs; other orders of summation change less
+# tolerance, relative to the norm of a token's outputs; other orders of summation change less
+CLOSE = {torch.float32: 1e-3}
 CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
 OUTLIER = 100.0  # every input of a token that comes along; far above the threshold of LLM.int8 (6)
-PEAK, REST = 5.5, 0.05  # the largest input of the token that is looked at, below that threshold, and the scale of its others
+# the largest input of the token that is looked at, below that threshold, and the scale of its
+# others
+PEAK, REST = 5.5, 0.05
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -43,19 +48,28 @@ def library_of(model: nn.Module) -> str:
     method = getattr(settings, "quant_method", None)
     if method is not None:
         return str(getattr(method, "value", method))
-    kinds = (type(part).__module__.partition(".")[0] for layer in layers.values() for part in (layer, *layer.parameters(recurse=False)))
+    kinds = (
+        type(part).__module__.partition(".")[0]
+        for layer in layers.values()
+        for part in (layer, *layer.parameters(recurse=False))
+    )
     return next((kind for kind in kinds if kind != "torch"), "torch")
 
 
 @torch.no_grad()
 def mixing_layer(model: nn.Module) -> str:
-    """The name and the class of a quantised layer whose result for a token depends on the other tokens of the pass; "" if there is none.
+    """The name and the class of a quantised layer whose result for a token depends on the other
+    tokens of the pass; "" if there is none.
 
     One layer of each kind is tried: a token alone, and the same token beside others that are far larger.
     """
     tried = set[tuple[Any, ...]]()
     for name, layer in layers_of(model).items():
-        kind = type(layer), getattr(layer, "in_features", None), *(type(weight) for weight in layer.parameters(recurse=False))
+        kind = (
+            type(layer),
+            getattr(layer, "in_features", None),
+            *(type(weight) for weight in layer.parameters(recurse=False)),
+        )
         if kind not in tried and _mixes(layer, _dtype_of(model)):
             return f"{name} ({type(layer).__name__})"
         tried.add(kind)
@@ -64,7 +78,8 @@ def mixing_layer(model: nn.Module) -> str:
 
 @torch.no_grad()
 def response(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Returns the output of a layer for one fixed token, flat; None for a layer that is no matrix product."""
+    """Returns the output of a layer for one fixed token, flat; None for a layer that is no matrix
+    product."""
     x_TK = _token(layer, dtype)
     if x_TK is None:
         return None
@@ -105,7 +120,8 @@ def _token(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
         return None
     x_TK = REST * torch.randn(1, width, generator=torch.Generator().manual_seed(0))
     x_TK[0, 0] = PEAK
-    return x_TK.to("cpu" if place.type == "meta" else place, dtype)  # meta: the weight waits elsewhere, and is fetched when it is used
+    # meta: the weight waits elsewhere, and is fetched when it is used
+    return x_TK.to("cpu" if place.type == "meta" else place, dtype)
 
 
 def _places(layer: nn.Module) -> Iterator[torch.device]:

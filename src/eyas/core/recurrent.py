@@ -1,24 +1,29 @@
-"""Recurrent and convolutional state of a target's layers (Mamba, gated delta nets, short convolutions), for whole draft trees.
+"""Recurrent and convolutional state of a target's layers (Mamba, gated delta nets, short
+convolutions), for whole draft trees.
 
-A state layer reads one token after another, each from the state that the token before left behind. That state has no slots, so nothing of
-it can be masked or cut off when a drafted token is rejected. So the nodes of a tree go through a state layer level by level: each node
-starts from the state of its parent, and leaves one of its own.
+A state layer reads one token after another, each from the state that the token before left behind.
+That state has no slots, so nothing of it can be masked or cut off when a drafted token is rejected.
+So the nodes of a tree go through a state layer level by level: each node starts from the state of
+its parent, and leaves one of its own.
 
     tree     0 --- 1 --- 3        step 0   node 0       from the committed state
                 |--- 2            step 1   nodes 1, 2   both from the state of node 0, as two rows of one token
                                   step 2   node 3       from the state of node 1
 
-When a path is accepted, the state of its last node is the row's committed state; those of the other nodes are dropped. Nothing is read
-twice, rows accept different numbers of tokens without padding, and every node is computed like a token of plain decoding: by the module's
-own forward, for one token (`core.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in one pass, as they do in
-other models. A pass over a tree of depth d calls each state module d + 1 times.
+When a path is accepted, the state of its last node is the row's committed state; those of the other
+nodes are dropped. Nothing is read twice, rows accept different numbers of tokens without padding,
+and every node is computed like a token of plain decoding: by the module's own forward, for one
+token (`core.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in one
+pass, as they do in other models. A pass over a tree of depth d calls each state module d + 1 times.
 
-The modules are the model's own (`core.state_modules`), and during a forward the states lie in transformers' own cache layers. Prompts go
-through the modules in chunks, as in the model's `generate`.
+The modules are the model's own (`core.state_modules`), and during a forward the states lie in
+transformers' own cache layers. Prompts go through the modules in chunks, as in the model's
+`generate`.
 
     mark     a copy of the state at some position of a row. A text can be read on from its end, or from a mark, and from nowhere else
 
-Letters: B rows, R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one level in all rows.
+Letters: B rows, R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one
+level in all rows.
 """
 
 from __future__ import annotations
@@ -45,9 +50,11 @@ class RowStates:
     """The states of B rows: those after the committed tokens, those of the nodes behind them, and marks.
 
     Attributes:
-        cache_layers: the layers of a `transformers` cache that the modules read; the caller puts them into the cache.
+        cache_layers: the layers of a `transformers` cache that the modules read; the caller puts
+            them into the cache.
 
-    The states of a module lie where the module computes; all that this class is given, on the main device.
+    The states of a module lie where the module computes; all that this class is given, on the main
+    device.
     """
 
     def __init__(self, modules: Sequence[StateModule], rows: int, layers: int, device: torch.device) -> None:
@@ -59,14 +66,17 @@ class RowStates:
         self.nodes: list[States] = [{} for _ in modules]  # [B, T, ...]
         self.node_count = 0  # T
         self.continues = all(one.continues for one in modules)
-        self.marks: list[dict[int, list[States]]] = [{} for _ in range(rows)]  # of each row: position -> states, oldest first
-        self._path: tuple[Tensor, Tensor, Tensor] | None = None  # of the last commit: lengths before it, path_BP, which rows
+        # of each row: position -> states, oldest first
+        self.marks: list[dict[int, list[States]]] = [{} for _ in range(rows)]
+        # of the last commit: lengths before it, path_BP, which rows
+        self._path: tuple[Tensor, Tensor, Tensor] | None = None
 
     # --- forwards
 
     @contextmanager
     def prompt(self, row: int, fresh: bool) -> Iterator[None]:
-        """Within this context, a forward of the model reads on from the committed state of one row, and replaces it.
+        """Within this context, a forward of the model reads on from the committed state of one row,
+        and replaces it.
 
         Args:
             fresh: the row is empty.
@@ -80,21 +90,33 @@ class RowStates:
 
     @contextmanager
     def tree(self, rows: Sequence[int], depth_RT: Tensor, visible_RQT: Tensor) -> Iterator[None]:
-        """Within this context, a forward of the model reads Q new nodes of these rows; the committed states stay as they are."""
+        """Within this context, a forward of the model reads Q new nodes of these rows; the
+        committed states stay as they are."""
         R, Q, T = visible_RQT.shape
         levels, row_R = tree_levels(depth_RT, visible_RQT), torch.tensor(list(rows), device=self.device)
         self._grow(T, first=T == Q)
         everything = list(rows) == list(range(self.rows))
-        on = {device: ([level.on(device) for level in levels], row_R.to(device)) for device in {one.device for one in self.modules}}
+        on = {
+            device: ([level.on(device) for level in levels], row_R.to(device))
+            for device in {one.device for one in self.modules}
+        }
         with ExitStack() as stack:
             for number, one in enumerate(self.modules):
                 here, row_here_R = on[one.device]
-                forward = self._level_by_level(number, one.module.forward, here, None if everything else row_here_R, (R, Q), T - Q)
+                forward = self._level_by_level(
+                    number, one.module.forward, here, None if everything else row_here_R, (R, Q), T - Q
+                )
                 stack.enter_context(replaced_forward(one.module, forward))
             yield
 
     def _level_by_level(
-        self, number: int, forward: Forward, levels: Sequence[Level], row_R: Tensor | None, shape: tuple[int, int], earlier: int
+        self,
+        number: int,
+        forward: Forward,
+        levels: Sequence[Level],
+        row_R: Tensor | None,
+        shape: tuple[int, int],
+        earlier: int,
     ) -> Forward:
         """A forward that runs a state module's own, `forward`, once for each level.
 
@@ -123,7 +145,8 @@ class RowStates:
         return lambda *args, **kwargs: run_levels(one, forward, levels, shape, (args, kwargs), load, store)
 
     def _grow(self, count: int, first: bool) -> None:
-        """Make room for the states of that many nodes per row; those of earlier nodes stay unless these are the first."""
+        """Make room for the states of that many nodes per row; those of earlier nodes stay unless
+        these are the first."""
         for number, one in enumerate(self.modules):
             larger, old = _tensors(one, (self.rows, count), torch.empty), self.nodes[number]
             if not first:
@@ -167,7 +190,8 @@ class RowStates:
             del marks[next(iter(marks))]
 
     def longest(self, row: int, length: int, most: int) -> int:
-        """The largest number of tokens, up to `most`, after which the state is known; `length`: number of committed ones."""
+        """The largest number of tokens, up to `most`, after which the state is known; `length`:
+        number of committed ones."""
         if most >= length:
             return length
         known = {0, *self.marks[row], *self._path_lengths(row)}

@@ -32,20 +32,29 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     eos: frozenset[int] = frozenset()
-    stop: Callable[[int], bool] | None = None  # called with every new token in order; True: the text ends with this token
-    processors: tuple[Processor, ...] = ()  # logits processors; called once per node with the node's own prefix, which is slow
+    # called with every new token in order; True: the text ends with this token
+    stop: Callable[[int], bool] | None = None
+    # logits processors; called once per node with the node's own prefix, which is slow
+    processors: tuple[Processor, ...] = ()
     min_tokens: int = 0  # no token of `eos` is emitted before this many others
-    logprobs: int | None = None  # every emitted token comes with its log-probability and those of this many most probable tokens
+    # every emitted token comes with its log-probability and those of this many most probable tokens
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     trace: bool = False  # every Step has a `Trace`; cycles are then not recorded
     logits: bool = False  # every Step has the raw logits of its tokens; cycles are then not recorded
     constraint: Constraint | None = None  # the texts that the answer may have; it serves this request alone
-    draft: str | int = "auto"  # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
-    prediction: tuple[int, ...] = ()  # text that the answer probably repeats; it is drafted beside the method's own tree
+    # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified
+    # per cycle
+    draft: str | int = "auto"
+    # text that the answer probably repeats; it is drafted beside the method's own tree
+    prediction: tuple[int, ...] = ()
 
-    media: Mapping[str, Any] | None = field(default=None, compare=False)  # further inputs of the model's forward for the prompt, one row
-    # of each, such as pixel_values: the prompt's images. It is then read in one forward, and shares no keys with other prompts
-    adapter: str | None = None  # the adapter that answers, "" for none: a Decoder refuses requests for another than its target's. None: any
+    # further inputs of the model's forward for the prompt, one row
+    media: Mapping[str, Any] | None = field(default=None, compare=False)
+    # of each, such as pixel_values: the prompt's images. It is then read in one forward, and shares
+    # no keys with other prompts the adapter that answers, "" for none: a Decoder refuses requests
+    # for another than its target's. None: any
+    adapter: str | None = None
 
     @property
     def draft_limit(self) -> int | None:
@@ -57,8 +66,9 @@ class Request:
 class TokenLogprobs:
     """The log-probability of one token, and the most probable tokens in its place.
 
-    They are the float32 log-softmax of the target's raw logits, before penalties, masks and temperature. `logprob` and the values in `top`
-    are the same floats where the token is among them.
+    They are the float32 log-softmax of the target's raw logits, before penalties, masks and
+    temperature. `logprob` and the values in `top` are the same floats where the token is among
+    them.
     """
 
     token: int
@@ -73,19 +83,24 @@ class TraceNode:
     parent: int  # -1 for the root, which comes first
     token: int
     depth: int
-    q: float | None  # the draft's probability of the token after its parent; None if the method has none, and for the root
+    # the draft's probability of the token after its parent; None if the method has none, and for
+    # the root
+    q: float | None
     p: float  # the target's, after penalties, masks and temperature (greedy rows: temperature 1); 1 for the root
     accepted: bool
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One cycle of one row, for display. Only candidate nodes are listed; the others cannot be accepted."""
+    """One cycle of one row, for display. Only candidate nodes are listed; the others cannot be
+    accepted."""
 
     nodes: tuple[TraceNode, ...]
     path: tuple[int, ...]  # indices of the accepted nodes, root first, before the cut at stop and length
     bonus: int  # the target's own token after the path
-    ended: str  # why the path ended: "no child" (its last node has none) | "other token" (the target drew a token that no child has);
+    # why the path ended: "no child" (its last node has none) | "other token" (the target drew a
+    # token that no child has);
+    ended: str
     # or why the answer did: "stop" | "length"
 
 
@@ -102,21 +117,25 @@ class Step:
     draft: Draft | None = None  # the cycle's trees of all rows; this row's is number `row`
     row: int = 0
     seconds: float = 0.0  # of the whole cycle (all rows); of a prefill: since the prompt's first token was read
-    parts: dict[str, float] = field(default_factory=dict)  # seconds by stage, on the host's clock. Of a prefill: "prompt", those of
+    # seconds by stage, on the host's clock. Of a prefill: "prompt", those of
+    parts: dict[str, float] = field(default_factory=dict)
     # reading it; the others went to other prompts and to cycles between its chunks
     ended_at: float = 0.0  # `time.perf_counter` seconds
     decision: PlanLabel | None = None  # an adaptive drafter's decision about this cycle
     error: EyasError | None = None  # with finish "error": why this request failed; the others go on
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks for them
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt's tokens, in the prefill step; None for the first one
+    # of the prompt's tokens, in the prefill step; None for the first one
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     trace: Trace | None = None  # of the cycle, if the request asks for it
-    logits: Tensor | None = None  # float32 [tokens, V]: from which each of `tokens` was chosen, if the request asks for them
+    # float32 [tokens, V]: from which each of `tokens` was chosen, if the request asks for them
+    logits: Tensor | None = None
     predicted: int = 0  # how many of the accepted draft tokens `Request.prediction` proposed
     cached_tokens: int = 0  # of a prefill: prompt tokens whose keys and values were there already
 
     @property
     def plan(self) -> str:
-        """How this row was drafted: "fixed" (by the drafter's options), or the label of the decision, such as "plain" or "16/5/4"."""
+        """How this row was drafted: "fixed" (by the drafter's options), or the label of the
+        decision, such as "plain" or "16/5/4"."""
         return "fixed" if self.decision is None else self.decision.label(self.row)
 
 
@@ -132,7 +151,9 @@ def check_request(request: Request, vocab: int) -> None:
     if request.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be 1 or more, got {request.max_new_tokens}")
     if not 0 <= request.min_tokens <= request.max_new_tokens:
-        raise InputError(f"min_tokens must be from 0 to max_new_tokens ({request.max_new_tokens}), got {request.min_tokens}")
+        raise InputError(
+            f"min_tokens must be from 0 to max_new_tokens ({request.max_new_tokens}), got {request.min_tokens}"
+        )
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(request, name)
         if count is not None and not 0 <= count <= vocab:

@@ -4,18 +4,22 @@
     Request.prediction     a text that probably comes (core/predictions.py): its tree is merged with the method's
     Request.constraint     tokens of the text that must come (`Constraint.forced`) are drafted in the same way
 
-If no request of a cycle wants any of this, the method's draft is handed on as it is. While the answers of all rows follow their
-predictions (or are forced) for many tokens, the method's session is dormant: its own tree could add little.
+If no request of a cycle wants any of this, the method's draft is handed on as it is. While the
+answers of all rows follow their predictions (or are forced) for many tokens, the method's session
+is dormant: its own tree could add little.
 
-**Lawful limits.** Where children are chosen, the ids do not depend on the tree, so a limit keeps the most probable nodes. Where children
-are sampled from q, a node must not be kept or dropped for what was drawn: verification divides by q, which is the law of the drawn token
-only if nothing else decides whether the token is tested. So the limit keeps nodes by their place in the tree alone: a parent before its
-children, a sibling before those drawn after it. That is a smaller tree of fixed shape, which is verified as if it had been drafted so.
+**Lawful limits.** Where children are chosen, the ids do not depend on the tree, so a limit keeps
+the most probable nodes. Where children are sampled from q, a node must not be kept or dropped for
+what was drawn: verification divides by q, which is the law of the drawn token only if nothing else
+decides whether the token is tested. So the limit keeps nodes by their place in the tree alone: a
+parent before its children, a sibling before those drawn after it. That is a smaller tree of fixed
+shape, which is verified as if it had been drafted so.
 
-Rows with a prediction or a constraint are verified as chosen trees in every cycle, also where the method samples children: their ids are
-plain decoding's, whatever is predicted.
+Rows with a prediction or a constraint are verified as chosen trees in every cycle, also where the
+method samples children: their ids are plain decoding's, whatever is predicted.
 
-This module knows no method and no grammar. Letters: B rows, N nodes of the method's tree, M of the predicted ones, V vocabulary.
+This module knows no method and no grammar. Letters: B rows, N nodes of the method's tree, M of the
+predicted ones, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,13 +46,16 @@ FORCED_CHANCE = 0.99  # of a forced token: another tokenisation of the same text
 
 
 def check_draft(request: Request, vocab: int) -> None:
-    """OptionError or InputError for a limit that is none, or a prediction of other tokens than the target's."""
+    """OptionError or InputError for a limit that is none, or a prediction of other tokens than the
+    target's."""
     draft = request.draft
     if draft not in ("auto", "off") and (not isinstance(draft, int) or isinstance(draft, bool) or draft < 1):
         raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
     outside = [token for token in request.prediction if not 0 <= token < vocab]
     if outside:
-        raise InputError(f"prediction: token id {outside[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})")
+        raise InputError(
+            f"prediction: token id {outside[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ class RowDrafts(DraftSession):
 
     def __init__(self, drafter: Drafter, rows: int) -> None:
         session = drafter.open(rows)
-        self.session = session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
+        self.session = (
+            session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
+        )
         self.guides: list[_Guide | None] = [None] * rows
         self.predicted: dict[int, list[list[int]]] = {}  # by row: what its prediction proposed in the current cycle
         self._guessed = False  # whether nodes were added to the method's in the current cycle
@@ -134,7 +143,10 @@ class RowDrafts(DraftSession):
     def _guesses(self, row: int, cycle_input: CycleInput) -> list[Guess]:
         """Guesses at the row's next tokens, the most certain first."""
         self.predicted.pop(row, None)
-        tokens, constraint = cycle_input.row_tokens[row], cycle_input.constraints[row] if cycle_input.constraints else None
+        tokens, constraint = (
+            cycle_input.row_tokens[row],
+            cycle_input.constraints[row] if cycle_input.constraints else None,
+        )
         if (guide := self.guides[row]) is None:
             text = cycle_input.predictions[row] if cycle_input.predictions else ()
             guide = self.guides[row] = _Guide(Prediction(text, MOST) if text else None, len(tokens) - 1)
@@ -152,7 +164,8 @@ class RowDrafts(DraftSession):
         return guesses
 
     def _without_method(self, cycle_input: CycleInput, guesses: dict[int, list[Guess]]) -> CycleInput:
-        """The input for the method: if every row is off, or confident of what comes, no row wants its drafts."""
+        """The input for the method: if every row is off, or confident of what comes, no row wants
+        its drafts."""
         limits, rows = cycle_input.draft_limits, cycle_input.active_rows
         self._decided = None
         confident = frozenset(row for row, found in guesses.items() if _confident(found[0]))
@@ -172,7 +185,9 @@ class RowDrafts(DraftSession):
 
     def count_predicted(self, steps: list[Step]) -> list[Step]:
         """The Steps of the current cycle, with the accepted tokens that came from predictions counted."""
-        return [replace(step, predicted=self._predicted(step)) if self.predicted.get(step.row) else step for step in steps]
+        return [
+            replace(step, predicted=self._predicted(step)) if self.predicted.get(step.row) else step for step in steps
+        ]
 
     def _predicted(self, step: Step) -> int:
         accepted = list(step.tokens[: step.accepted])
@@ -190,7 +205,11 @@ def _confident(guess: Guess) -> bool:
 def _guided(cycle_input: CycleInput) -> frozenset[int]:
     """The active rows with a prediction or a constraint."""
     tables = [table for table in (cycle_input.predictions, cycle_input.constraints) if table]
-    return frozenset(row for row in cycle_input.active_rows if any(table[row] for table in tables)) if tables else frozenset()
+    return (
+        frozenset(row for row in cycle_input.active_rows if any(table[row] for table in tables))
+        if tables
+        else frozenset()
+    )
 
 
 def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
@@ -218,11 +237,13 @@ def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
 
 
 def limited(draft: Draft, limits: Sequence[int | None]) -> Draft:
-    """The draft in which each row has at most so many candidates below the root; None: all that it has. See "Lawful limits" above."""
+    """The draft in which each row has at most so many candidates below the root; None: all that it
+    has. See "Lawful limits" above."""
     tree = draft.tree
     same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
     elder_BN = same_parent_BNN.tril(-1).sum(-1)  # siblings drawn or chosen before each node
-    place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()  # falls from parents to children and from sibling to sibling
+    # falls from parents to children and from sibling to sibling
+    place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
     value_BN = torch.where(tree.candidate_BN, place_BN, -math.inf)
     score_BN = draft.value_BN if draft.value_BN is not None else _path_scores(draft)
     if draft.q_BNV is not None:
@@ -233,7 +254,9 @@ def limited(draft: Draft, limits: Sequence[int | None]) -> Draft:
         value_BN = torch.where(tree.candidate_BN, score_BN.double(), -math.inf)
     value_BN[:, 0] = math.inf
     rank_BN = value_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)  # the root has rank 0
-    limit_B1 = torch.tensor([tree.nodes if limit is None else limit for limit in limits], device=rank_BN.device)[:, None]
+    limit_B1 = torch.tensor([tree.nodes if limit is None else limit for limit in limits], device=rank_BN.device)[
+        :, None
+    ]
     return replace(draft, tree=replace(tree, candidate_BN=tree.candidate_BN & (rank_BN <= limit_B1)))
 
 

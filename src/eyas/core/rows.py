@@ -74,7 +74,8 @@ class Row:
             self.text.append(token)
 
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens until one of them ends the text; returns those appended. The text is cut here only."""
+        """Append tokens until one of them ends the text; returns those appended. The text is cut
+        here only."""
         request, emitted = self.request, list[int]()
         for token in tokens:
             self.append(token)
@@ -92,8 +93,11 @@ class Row:
                 break
         return tuple(emitted)
 
-    def step(self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **about: Any) -> Step:
-        """The Step in which this row, number `b`, emits these tokens. `about`: further fields of the Step."""
+    def step(
+        self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **about: Any
+    ) -> Step:
+        """The Step in which this row, number `b`, emits these tokens. `about`: further fields of
+        the Step."""
         ended_at = timer.now()
         return Step(
             request=self.ticket,
@@ -109,7 +113,8 @@ class Row:
         )
 
     def asked_for(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:
-        """The fields of a Step that only some requests ask for: log-probabilities, logits, and the trace of row `number` of the cycle."""
+        """The fields of a Step that only some requests ask for: log-probabilities, logits, and the
+        trace of row `number` of the cycle."""
         fields: dict[str, Any] = {}
         if self.request.logprobs is not None:
             assert cycle.logprobs_BPX is not None
@@ -147,8 +152,8 @@ class RowSettings:
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
         """The settings of these rows, of which at least one is active.
 
-        Empty rows are given the Sampling of an active one. Their results are ignored, and fewer combinations of Samplings mean fewer
-        recorded CUDA graphs.
+        Empty rows are given the Sampling of an active one. Their results are ignored, and fewer
+        combinations of Samplings mean fewer recorded CUDA graphs.
         """
         default = next(row for row in rows if row).request.sampling
         sampling = tuple(row.request.sampling if row else default for row in rows)
@@ -203,7 +208,8 @@ def cycle_input(
 
 
 def prompt_end(row: Row, logits_V: Tensor, target: Target) -> Cycle:
-    """The cycle whose tree is the prompt's last token alone: it draws the first token from the logits that the prefill returns."""
+    """The cycle whose tree is the prompt's last token alone: it draws the first token from the
+    logits that the prefill returns."""
     position = len(row.tokens) - 1
     token_1, position_1 = (torch.tensor([number], device=target.device) for number in (row.tokens[-1], position))
     roots = cycle_input([row], RowSettings.of([row], target), token_1, position_1, position)

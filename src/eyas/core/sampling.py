@@ -1,13 +1,15 @@
-"""From logits to the distribution of the next token, and random numbers that are a pure function of (seed, purpose, position, index).
+"""From logits to the distribution of the next token, and random numbers that are a pure function of
+(seed, purpose, position, index).
 
-`apply_sampling` applies a row's Sampling to its logits, in float32, in one fixed order. It is used once per node, for the
-target's p and for the draft's q alike. What depends on the text before a node, it is given (`core.adjustments`).
+`apply_sampling` applies a row's Sampling to its logits, in float32, in one fixed order. It is used
+once per node, for the target's p and for the draft's q alike. What depends on the text before a
+node, it is given (`core.adjustments`).
 
-`GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state, no order
-of calls). The draw at a node is argmax(log p + noise of its position), so the drawn token depends on the
-prefix and the noise alone, whatever tree is verified: at any temperature a chosen tree yields the tokens of
-plain sampling with the same seed. (Gumbel-max: Gumbel 1954; common random numbers for drafts: Daliri, Musco,
-Suresh 2024, "Coupling without communication".)
+`GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state,
+no order of calls). The draw at a node is argmax(log p + noise of its position), so the drawn token
+depends on the prefix and the noise alone, whatever tree is verified: at any temperature a chosen
+tree yields the tokens of plain sampling with the same seed. (Gumbel-max: Gumbel 1954; common random
+numbers for drafts: Daliri, Musco, Suresh 2024, "Coupling without communication".)
 
 This module knows no tree and no model. Letters: B rows, N nodes, V vocabulary, K siblings.
 """
@@ -26,7 +28,8 @@ from eyas.errors import OptionError
 
 __all__ = ["GumbelNoise", "Processor", "Sampling", "apply_sampling", "apply_sampling_rows", "probs"]
 
-Processor = Callable[[Tensor, Tensor], Tensor]  # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
+# Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,10 +41,13 @@ class Sampling:
         top_k: keep the k most probable tokens; 0 = all.
         top_p: keep the most probable tokens that together hold this mass; 1 = all.
         min_p: drop tokens less probable than this share of the most probable one; 0 = none.
-        repetition_penalty: logits of tokens already in the sequence are divided by it (multiplied when negative); 1 = off.
-        presence_penalty: subtracted from the logits of tokens that occur in the answer; from -2 to 2, 0 = off.
+        repetition_penalty: logits of tokens already in the sequence are divided by it (multiplied
+            when negative); 1 = off.
+        presence_penalty: subtracted from the logits of tokens that occur in the answer; from -2 to
+            2, 0 = off.
         frequency_penalty: subtracted as often as the token occurs in the answer; from -2 to 2, 0 = off.
-        logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is nearly a ban.
+        logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is
+            nearly a ban.
         seed: of the row's random numbers. Same seed, same prompt, same text.
     """
 
@@ -60,8 +66,13 @@ class Sampling:
             if not good:
                 raise OptionError(what)
 
-        require(_finite(self.temperature) and self.temperature >= 0, f"temperature must be 0 or more, got {self.temperature}")
-        require(_whole(self.top_k) and self.top_k >= 0, f"top_k must be a whole number, 0 (off) or more, got {self.top_k}")
+        require(
+            _finite(self.temperature) and self.temperature >= 0,
+            f"temperature must be 0 or more, got {self.temperature}",
+        )
+        require(
+            _whole(self.top_k) and self.top_k >= 0, f"top_k must be a whole number, 0 (off) or more, got {self.top_k}"
+        )
         require(_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
         require(_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, got {self.min_p}")
         require(
@@ -73,8 +84,14 @@ class Sampling:
             require(_finite(value) and -2 <= value <= 2, f"{name} must be from -2 to 2 (0 = off), got {value}")
         for token, bias in self.logit_bias:
             require(_whole(token) and token >= 0, f"logit_bias: {token!r} is no token id")
-            require(_finite(bias) and -100 <= bias <= 100, f"logit_bias: the bias of token {token} must be from -100 to 100, got {bias}")
-        require(_whole(self.seed) and 0 <= self.seed < 2**63, f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}")
+            require(
+                _finite(bias) and -100 <= bias <= 100,
+                f"logit_bias: the bias of token {token} must be from -100 to 100, got {bias}",
+            )
+        require(
+            _whole(self.seed) and 0 <= self.seed < 2**63,
+            f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}",
+        )
 
     def __repr__(self) -> str:
         changed = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
@@ -83,7 +100,9 @@ class Sampling:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed by what `core.adjustments` follows."""
-        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+        return self.repetition_penalty != 1.0 or bool(
+            self.presence_penalty or self.frequency_penalty or self.logit_bias
+        )
 
     @property
     def plain(self) -> bool:
@@ -110,21 +129,27 @@ def _whole(value: object) -> bool:
 
 
 def apply_sampling(
-    logits_NV: Tensor, sampling: Sampling, adjustments: Adjustments | None = None, custom: Callable[[Tensor], Tensor] | None = None
+    logits_NV: Tensor,
+    sampling: Sampling,
+    adjustments: Adjustments | None = None,
+    custom: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Processed logits ("scores"), float32 [N, V]: their softmax is the distribution to sample from. Excluded tokens are -inf.
+    """Processed logits ("scores"), float32 [N, V]: their softmax is the distribution to sample
+    from. Excluded tokens are -inf.
 
     The steps, in this order:
 
         1. logit_bias is added to the raw logits;
-        2. repetition_penalty divides positive and multiplies negative scores of tokens in prompt or answer;
-        3. frequency_penalty, times the number of occurrences in the answer, and presence_penalty are subtracted;
+        2. repetition_penalty divides positive and multiplies negative scores of tokens in prompt or
+           answer;
+        3. frequency_penalty, times the number of occurrences in the answer, and presence_penalty
+           are subtracted;
         4. before `min_tokens`, tokens that end the text are excluded;
         5. `custom`: the mask of a constraint, then logits processors;
         6. temperature, 7. top_k, 8. top_p, 9. min_p.
 
-    2 and 5 to 9 are the order of transformers' generate, 1 to 3 that of vLLM. With greedy sampling steps 6 to 9 are left out, so rounding
-    cannot move the argmax.
+    2 and 5 to 9 are the order of transformers' generate, 1 to 3 that of vLLM. With greedy sampling
+    steps 6 to 9 are left out, so rounding cannot move the argmax.
 
     Args:
         logits_NV: raw logits of any float dtype.
@@ -175,8 +200,11 @@ def _adjusted(scores_NV: Tensor, sampling: Sampling, adjustments: Adjustments) -
     return scores_NV
 
 
-def apply_sampling_rows(logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None = None) -> Tensor:
-    """`apply_sampling` with each row's Sampling; scores [B, N, V]. If the rows differ in nothing but seeds, in one call.
+def apply_sampling_rows(
+    logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None = None
+) -> Tensor:
+    """`apply_sampling` with each row's Sampling; scores [B, N, V]. If the rows differ in nothing
+    but seeds, in one call.
 
     `adjustments`: [B, N, ...].
     """
@@ -185,18 +213,22 @@ def apply_sampling_rows(logits_BNV: Tensor, sampling: Sequence[Sampling], adjust
         flat = None if adjustments is None else adjustments.flat()
         return apply_sampling(logits_BNV.flatten(0, 1), first, flat).reshape(logits_BNV.shape)
     each = enumerate(sampling)
-    return torch.stack([apply_sampling(logits_BNV[b], s, None if adjustments is None else adjustments[b]) for b, s in each])
+    return torch.stack(
+        [apply_sampling(logits_BNV[b], s, None if adjustments is None else adjustments[b]) for b, s in each]
+    )
 
 
 def probs(scores_NV: Tensor, greedy: bool) -> Tensor:
-    """The distribution float32 [N, V] of scores from `apply_sampling`: their softmax; greedy: all mass on the argmax."""
+    """The distribution float32 [N, V] of scores from `apply_sampling`: their softmax; greedy: all
+    mass on the argmax."""
     if greedy:
         return torch.zeros_like(scores_NV).scatter_(-1, scores_NV.argmax(-1, keepdim=True), 1.0)
     return scores_NV.softmax(-1)
 
 
-# SplitMix64 (Steele, Lea, Flood 2014): the finaliser is a bijection of 64-bit words that mixes every bit into every other;
-# applied to key + counter * golden it is a generator that can be entered anywhere. int64 products wrap around as needed.
+# SplitMix64 (Steele, Lea, Flood 2014): the finaliser is a bijection of 64-bit words that mixes
+# every bit into every other; applied to key + counter * golden it is a generator that can be
+# entered anywhere. int64 products wrap around as needed.
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -214,9 +246,11 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class GumbelNoise:
-    """Random numbers of B rows as pure functions of (seed, stream, position, index). A row with greedy sampling gets no noise.
+    """Random numbers of B rows as pure functions of (seed, stream, position, index). A row with
+    greedy sampling gets no noise.
 
-    Streams keep uses apart (docs/random_numbers.md says who reads which number, and why none is read twice):
+    Streams keep uses apart (docs/random_numbers.md says who reads which number, and why none is
+    read twice):
 
         TARGET   the target's draw                     (absolute position, token)
         ACCEPT   acceptance tests of drawn siblings    (position of the sibling, its number among its siblings)
@@ -243,7 +277,9 @@ class GumbelNoise:
         """The noise of rows with these samplings; None is an empty row."""
         rows = [s or Sampling() for s in sampling]
         greedy = [s.greedy for s in rows]
-        return cls(torch.tensor([s.seed for s in rows], device=device), torch.tensor(greedy, device=device), all(greedy))
+        return cls(
+            torch.tensor([s.seed for s in rows], device=device), torch.tensor(greedy, device=device), all(greedy)
+        )
 
     def _uniform(self, stream: int, position_BN: Tensor, index_K: Tensor) -> Tensor:
         """float64 [B, N, K] strictly inside (0, 1), 52 random bits each."""
@@ -263,8 +299,8 @@ class GumbelNoise:
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
 
     def accepts(self, chance: Tensor, position_B: Tensor, index: int | Tensor, stream: int = ACCEPT) -> Tensor:
-        """bool [B], or [B, K] for indices int64 [K]: which acceptance tests pass, True with probability `chance`, by the uniform numbers
-        of (stream, position, index).
+        """bool [B], or [B, K] for indices int64 [K]: which acceptance tests pass, True with
+        probability `chance`, by the uniform numbers of (stream, position, index).
         """
         index_K = torch.full((1,), index, device=position_B.device) if isinstance(index, int) else index
         uniform_BK = self._uniform(stream, position_B[:, None], index_K)[:, 0]

@@ -1,10 +1,12 @@
 """Which modules of a model have recurrent or convolutional state, found by running it.
 
-All families of transformers that keep such states in a cache reach them by four methods of it (`get_conv_state`, `update_conv_state`,
-`get_recurrent_state`, `update_recurrent_state`). A `ProbeCache` notes which module calls them. Then each module is tried on its own, with
-the inputs that it had: read one token after another it must give the outputs that it gave for all of them at once, because that is how
-trees are read (`core.recurrent`). Some modules cannot go on from a state with more than one token (Mamba 1: it starts from zeros then,
-without an error); they are found in the same way, and texts go on token by token there.
+All families of transformers that keep such states in a cache reach them by four methods of it
+(`get_conv_state`, `update_conv_state`, `get_recurrent_state`, `update_recurrent_state`). A
+`ProbeCache` notes which module calls them. Then each module is tried on its own, with the inputs
+that it had: read one token after another it must give the outputs that it gave for all of them at
+once, because that is how trees are read (`core.recurrent`). Some modules cannot go on from a state
+with more than one token (Mamba 1: it starts from zeros then, without an error); they are found in
+the same way, and texts go on token by token there.
 
 This module knows no tree, no row and no family.
 """
@@ -61,7 +63,8 @@ class StateModule:
 
 @dataclass(frozen=True)
 class Place:
-    """The argument of a module that holds its input, the hidden states of the tokens: a number, or a name."""
+    """The argument of a module that holds its input, the hidden states of the tokens: a number, or
+    a name."""
 
     argument: int | str
 
@@ -110,15 +113,19 @@ def _tensors(layer: Any, kind: str) -> dict[int, Tensor]:
 
 
 class ProbeCache(Cache):
-    """The cache of one forward over `PROBE_TOKENS` tokens. It takes keys, values and states for any layer, and notes who writes states."""
+    """The cache of one forward over `PROBE_TOKENS` tokens. It takes keys, values and states for any
+    layer, and notes who writes states."""
 
     def __init__(self, model: Any) -> None:
-        numbers = [module.layer_idx for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+        numbers = [
+            module.layer_idx for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
+        ]
         config = model.config.get_text_config(decoder=True)
         self.states_of_layer = getattr(config, "number_of_conv_states", 1)
         super().__init__(layers=[self._layer() for _ in range(max([config.num_hidden_layers - 1, *numbers]) + 1)])
         self._running: list[nn.Module] = []  # the modules whose forward runs, outermost first
-        self._writers: dict[nn.Module, dict[Key, int]] = {}  # module -> the states that it has written, and the layer of each
+        # module -> the states that it has written, and the layer of each
+        self._writers: dict[nn.Module, dict[Key, int]] = {}
         self._calls: dict[nn.Module, _Call] = {}
 
     def _layer(self) -> LinearAttentionAndFullAttentionLayer:
@@ -128,7 +135,9 @@ class ProbeCache(Cache):
         self._note("conv", state_idx, layer_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         self._note("recurrent", state_idx, layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
@@ -168,16 +177,21 @@ class ProbeCache(Cache):
             states = stored_states(self.layers[layer], dict.fromkeys(written))  # type: ignore[arg-type]
             shapes = {key: (tuple(state.shape[1:]), state.dtype) for key, state in states.items()}
             if not self._gives_the_same(module, layer, [1] * PROBE_TOKENS):
-                raise ModelError(f"the model cannot be served: a {name} gives other outputs token by token than for all tokens at once")
+                raise ModelError(
+                    f"the model cannot be served: a {name} gives other outputs token by token than for all tokens at once"
+                )
             half = PROBE_TOKENS // 2
             continues = self._gives_the_same(module, layer, [half, PROBE_TOKENS - half])
             first, last = self._projections(module, layer)
             place, device = self._calls[module].input, next(iter(states.values())).device
-            found.append(StateModule(module, layer, shapes, device, self.states_of_layer, continues, place, first, last))
+            found.append(
+                StateModule(module, layer, shapes, device, self.states_of_layer, continues, place, first, last)
+            )
         return tuple(found)
 
     def _projections(self, module: nn.Module, layer: int) -> tuple[tuple[nn.Linear, ...], nn.Linear | None]:
-        """(linear layers that read the module's input and nothing else, the one whose output is the module's output)."""
+        """(linear layers that read the module's input and nothing else, the one whose output is the
+        module's output)."""
         call, ran = self._calls[module], list[tuple[nn.Linear, Tensor, Tensor, Tensor]]()
 
         def note(linear: Any, args: tuple[Any, ...], output: Tensor) -> None:
@@ -199,7 +213,8 @@ class ProbeCache(Cache):
         return first, None if last in first else last
 
     def _gives_the_same(self, module: nn.Module, layer: int, pieces: list[int]) -> bool:
-        """Whether the module gives the outputs of its call again if it reads the tokens in pieces, from the beginning."""
+        """Whether the module gives the outputs of its call again if it reads the tokens in pieces,
+        from the beginning."""
         call, outputs, at = self._calls[module], [], 0
         self.layers[layer] = self._layer()
         for count in pieces:

@@ -8,11 +8,12 @@ and for a target that serves as a draft model:
 
     extend(tokens_BQ, ...) -> TargetOutput, one level of a tree     advance(count_B)
 
-A `Runner` runs the forwards. `ModelRunner` calls the model's own forward with a 4-D mask, position_ids and our cache as past_key_values.
-The model is not patched, and features are read by hooks that exist only during the forward. This module knows no method and no sampling.
+A `Runner` runs the forwards. `ModelRunner` calls the model's own forward with a 4-D mask,
+position_ids and our cache as past_key_values. The model is not patched, and features are read by
+hooks that exist only during the forward. This module knows no method and no sampling.
 
-Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes, the last of these T, F feature width,
-D hidden, V vocabulary, W width of the cache in use.
+Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes,
+the last of these T, F feature width, D hidden, V vocabulary, W width of the cache in use.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from eyas.nn import Backend
 __all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
-# The same for models whose state modules cannot go on from a state with several tokens (`StateModule.continues`):
+# The same for models whose state modules cannot go on from a state with several tokens
+# (`StateModule.continues`):
 MOST_AT_ONCE = 8192  # at the beginning of a text
 STEPPED_CHUNK = 16  # later; each of these tokens has a state of its own in memory
 
@@ -57,7 +59,8 @@ OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, posit
 
 @dataclass(frozen=True)
 class ForwardInput:
-    """The input of one forward: Q new nodes in each of R rows, in the slots behind the committed tokens and T - Q earlier nodes."""
+    """The input of one forward: Q new nodes in each of R rows, in the slots behind the committed
+    tokens and T - Q earlier nodes."""
 
     target: Target
     tokens_RQ: Tensor  # int64
@@ -77,10 +80,13 @@ class Runner(Protocol):
     """A way to run the forwards of a target, and the operations around them.
 
     Attributes:
-        name: "model": the model's own code; "kernels": C++ kernels; "graphs", "compiled graphs": the model's code as CUDA graphs.
-        form: weight format of the linear layers. A target with rounded weights is another target than the model.
+        name: "model": the model's own code; "kernels": C++ kernels; "graphs", "compiled graphs":
+            the model's code as CUDA graphs.
+        form: weight format of the linear layers. A target with rounded weights is another target
+            than the model.
         ops: implementation of the operations of a cycle.
-        records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one by one.
+        records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one
+            by one.
         skips_rows: whether a forward of some rows leaves out the others, wherever they are in the cache.
     """
 
@@ -101,7 +107,8 @@ class Runner(Protocol):
 
     @property
     def backend(self) -> Backend | None:
-        """The backend of torch.compile for layers of the model and of draft nets; None: nothing is compiled."""
+        """The backend of torch.compile for layers of the model and of draft nets; None: nothing is
+        compiled."""
         ...
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
@@ -113,14 +120,16 @@ class Runner(Protocol):
         ...
 
     def wrap_cycle(self, cycle: Any) -> Any:
-        """The runner of a decoder's cycles (a `core.cycle.CycleRunner`): `cycle` itself, or one that replays recordings of them."""
+        """The runner of a decoder's cycles (a `core.cycle.CycleRunner`): `cycle` itself, or one
+        that replays recordings of them."""
         ...
 
 
 class Target:
     """An unmodified model in eval mode.
 
-    Its layers may compute on several devices (`core.placement`). `device` is the main one, where its methods take and return all tensors.
+    Its layers may compute on several devices (`core.placement`). `device` is the main one, where
+    its methods take and return all tensors.
 
     Raises:
         ModelError: the model cannot be served; the message names the family and the reason.
@@ -135,7 +144,8 @@ class Target:
         self.has_several_devices = has_several_devices(model)
         if self.has_several_devices:
             check_layers(self.family.layers)
-        self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape  # embed_rows: number of token ids with an embedding
+        # embed_rows: number of token ids with an embedding
+        self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self.run: Runner = ModelRunner()
@@ -144,10 +154,13 @@ class Target:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.adapters: AdapterSet | None = None  # that requests choose from
         self.adapter = ""  # the one that this view of the target uses; "": none
-        self.merged = ""  # `core.adapters.digest` of the adapter that is always in use, merged into the weights or not; "": there is none
+        # `core.adapters.digest` of the adapter that is always in use, merged into the weights or
+        # not; "": there is none
+        self.merged = ""
         self.base_fingerprint = ""  # of the weights before an adapter was added to the model; "": there is none
         self.state_modules: tuple[StateModule, ...] = ()
-        self.layer_devices: tuple[torch.device | None, ...] = ()  # where each layer's keys and values lie; (): all on `device`
+        # where each layer's keys and values lie; (): all on `device`
+        self.layer_devices: tuple[torch.device | None, ...] = ()
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
         self.quantised_by = quantised.library_of(model)  # the library that keeps its layers quantised; "": none does
 
@@ -163,13 +176,16 @@ class Target:
         spread: Spread | None = None,
         gguf_file: str | None = None,
     ) -> Target:
-        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own on an accelerator or if it is quantised.
+        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own
+        on an accelerator or if it is quantised.
 
-        `role`: the name of the model in error messages. `adapters`: see `of`. `spread`: where the weights go, instead of
-        one device. `gguf_file`: see `core.pretrained.read_model`.
+        `role`: the name of the model in error messages. `adapters`: see `of`. `spread`: where the
+        weights go, instead of one device. `gguf_file`: see `core.pretrained.read_model`.
         """
         place = torch.device(pick_device(device))
-        model: Any = read_model(path, pick_dtype(dtype, place), trust_remote_code, role, spread, gguf_file, place, dtype == "auto")
+        model: Any = read_model(
+            path, pick_dtype(dtype, place), trust_remote_code, role, spread, gguf_file, place, dtype == "auto"
+        )
         try:
             return cls.of(model, "/".join(filter(None, (str(path), gguf_file))), adapters)
         except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
@@ -182,8 +198,8 @@ class Target:
     def of(cls, model: Any, name: str = "", adapters: Adapters = None) -> Target:
         """A target from a model or a PeftModel.
 
-        `adapters` change the model: one, by its folder, is merged into the weights, or stays beside them if they are quantised; several, by
-        name, are switched between.
+        `adapters` change the model: one, by its folder, is merged into the weights, or stays beside
+        them if they are quantised; several, by name, are switched between.
         """
         if is_peft_model(model):
             found = AdapterSet(model)
@@ -206,11 +222,14 @@ class Target:
         return target
 
     def with_adapter(self, name: str) -> Target:
-        """A view of the target with this adapter; "": without one. The model is shared. OptionError for an unknown name."""
+        """A view of the target with this adapter; "": without one. The model is shared. OptionError
+        for an unknown name."""
         if name == self.adapter:
             return self
         if self.adapters is None:
-            raise OptionError(f"there is no adapter {name!r}: give eyas.load adapters by name: adapter={{name: folder}}")
+            raise OptionError(
+                f"there is no adapter {name!r}: give eyas.load adapters by name: adapter={{name: folder}}"
+            )
         self.adapters.check(name)
         other = copy(self)
         other.adapter = name
@@ -231,7 +250,11 @@ class Target:
         cache, ids = states or DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
         if states is not None:
             ids = torch.arange(PROBE_TOKENS, device=self.device)[None].clamp(max=self.embed_rows - 1)
-        with torch.no_grad(), self.tap((self.num_layers,)) as features, states.watching(self.model) if states else nullcontext():
+        with (
+            torch.no_grad(),
+            self.tap((self.num_layers,)) as features,
+            states.watching(self.model) if states else nullcontext(),
+        ):
             logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
         layout = layout_of(cache)
         if self.has_several_devices:
@@ -239,7 +262,9 @@ class Target:
         if states is not None:
             self.state_modules = states.state_modules()
         head_logits = self.head(features())
-        exact = head_logits.shape == logits.shape and torch.allclose(head_logits.float(), logits.float(), rtol=1e-2, atol=1e-3)
+        exact = head_logits.shape == logits.shape and torch.allclose(
+            head_logits.float(), logits.float(), rtol=1e-2, atol=1e-3
+        )
         return layout, logits.shape[-1], bool(exact)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -254,11 +279,12 @@ class Target:
 
     @contextmanager
     def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
-        """Within this context, forwards of the model record features. Yields a function that returns those of the last forward.
+        """Within this context, forwards of the model record features. Yields a function that
+        returns those of the last forward.
 
         Args:
-            feature_layers: the features to concatenate: k = Hugging Face's hidden_states[k], the input of layer k; L (the number of
-                layers) = after the final norm.
+            feature_layers: the features to concatenate: k = Hugging Face's hidden_states[k], the
+                input of layer k; L (the number of layers) = after the final norm.
         """
         self._use_adapter()
         caught: dict[int, Tensor] = {}
@@ -274,11 +300,18 @@ class Target:
 
         for k in feature_layers:
             if not 0 <= k <= self.num_layers:
-                raise OptionError(f"feature layer {k} does not exist: the target has {self.num_layers} layers (0..{self.num_layers})")
+                raise OptionError(
+                    f"feature layer {k} does not exist: the target has {self.num_layers} layers (0..{self.num_layers})"
+                )
         inner = [
-            self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True) for k in feature_layers if k < self.num_layers
+            self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
+            for k in feature_layers
+            if k < self.num_layers
         ]
-        hooks = [*inner, *([self.family.base.register_forward_hook(after)] if self.num_layers in feature_layers else [])]
+        hooks = [
+            *inner,
+            *([self.family.base.register_forward_hook(after)] if self.num_layers in feature_layers else []),
+        ]
 
         def features() -> Tensor:
             if any(caught[k].ndim != 3 for k in feature_layers):
@@ -297,13 +330,15 @@ class Target:
 
     @torch.no_grad()
     def encode(self, tokens_RT: Tensor, feature_layers: Sequence[int]) -> Tensor:
-        """Features [R, T, F] of whole sequences, without a cache and without logits. Sequences may be padded on the right."""
+        """Features [R, T, F] of whole sequences, without a cache and without logits. Sequences may
+        be padded on the right."""
         with self.tap(feature_layers) as features:
             self.family.base(input_ids=tokens_RT, use_cache=False)
             return features()
 
     def fingerprint(self) -> str:
-        """A short identification of the weights; of the base model's where adapters are switched between. It is saved with draft heads."""
+        """A short identification of the weights; of the base model's where adapters are switched
+        between. It is saved with draft heads."""
         if self.adapters is not None and self.base_fingerprint:
             return self.base_fingerprint
         return f"{self.merged}+{fingerprint_of(self.model)}" if self.merged else fingerprint_of(self.model)
@@ -320,7 +355,11 @@ class Target:
     def first_bad_layer(self, ids: Sequence[int]) -> str:
         """Where NaN first appears in a forward over these ids, in words for an error message."""
         self._use_adapter()
-        places = ["in the embeddings", *(f"after layer {k}" for k in range(self.num_layers - 1)), "in the last layer or the final norm"]
+        places = [
+            "in the embeddings",
+            *(f"after layer {k}" for k in range(self.num_layers - 1)),
+            "in the last layer or the final norm",
+        ]
         bad = [False] * len(places)
 
         def look(k: int) -> Callable[..., None]:
@@ -329,7 +368,9 @@ class Target:
 
             return hook
 
-        hooks = [layer.register_forward_pre_hook(look(k), with_kwargs=True) for k, layer in enumerate(self.family.layers)]
+        hooks = [
+            layer.register_forward_pre_hook(look(k), with_kwargs=True) for k, layer in enumerate(self.family.layers)
+        ]
         try:
             last = self.family.base(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)[0]
         finally:
@@ -341,7 +382,9 @@ class Target:
     def nan_error(self, ids: Sequence[int]) -> ModelError:
         """The error for NaN logits after these ids; its message says where NaN appears first."""
         where = self.first_bad_layer(ids)
-        return ModelError(f"the target's logits are NaN ({where}): its weights or dtype ({self.dtype}) are broken; try --dtype float32")
+        return ModelError(
+            f"the target's logits are NaN ({where}): its weights or dtype ({self.dtype}) are broken; try --dtype float32"
+        )
 
     def run_with(self, runner: Runner) -> Target:
         """A copy of the target whose forwards are run by `runner`; the model is shared."""
@@ -354,26 +397,33 @@ class Target:
 
 
 class TargetSession:
-    """The KV cache of B rows, and how many tokens of each row are committed. Rows are filled, advanced and emptied independently."""
+    """The KV cache of B rows, and how many tokens of each row are committed. Rows are filled,
+    advanced and emptied independently."""
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
-        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.run.ops.commit, target.layer_devices)
+        self.cache = KVCache(
+            target.layout, rows, target.dtype, target.device, target.run.ops.commit, target.layer_devices
+        )
         self.states: RowStates | None = None  # recurrent and convolutional states; None: the target has none
         if target.state_modules:
             self.states = RowStates(target.state_modules, rows, len(target.layout), target.device)
             self.cache.layers = self.states.cache_layers
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
-        self.shift_B = torch.zeros_like(self.length_B) if target.shifts_positions else None  # positions are slot numbers + this
+        # positions are slot numbers + this
+        self.shift_B = torch.zeros_like(self.length_B) if target.shifts_positions else None
         self.lengths = [0] * rows  # the same, known to the host; behind `length_B` from `commit` to `settle`
 
     def reserve(self, tokens: int) -> None:
-        """Allocate slots for that many tokens per row, before a request starts; FitError, with the bytes, if memory is too small."""
+        """Allocate slots for that many tokens per row, before a request starts; FitError, with the
+        bytes, if memory is too small."""
         try:
             self.cache.reserve(tokens)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             need = self.cache.bytes_by_device(tokens)
-            gib = " and ".join(f"{size / 2**30:.1f} GiB" + (f" on {device}" if len(need) > 1 else "") for device, size in need.items())
+            gib = " and ".join(
+                f"{size / 2**30:.1f} GiB" + (f" on {device}" if len(need) > 1 else "") for device, size in need.items()
+            )
             raise FitError(
                 f"keys and values of {self.rows} rows x {tokens} tokens need {gib}, which do not fit: use fewer or shorter"
             ) from error
@@ -383,7 +433,9 @@ class TargetSession:
         context, reason = self.target.context, self.target.family.context_reason
         why = f" ({reason})" if reason else ""
         if prompt >= context:
-            raise FitError(f"the prompt has {prompt} tokens, the target's context is {context}{why}: shorten the prompt")
+            raise FitError(
+                f"the prompt has {prompt} tokens, the target's context is {context}{why}: shorten the prompt"
+            )
         if prompt + new > context:
             raise FitError(
                 f"{prompt} prompt tokens + {new} new tokens = {prompt + new} exceed the target's context of {context}{why}: "
@@ -395,11 +447,13 @@ class TargetSession:
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: Callable[[Tensor, int], None] | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token.
+        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the
+        last token.
 
         Args:
             on_logits: called with all logits [T, V] of each chunk and the position of its first token.
-            media: see `Request.media`. The tokens are then a whole prompt, which the row has to be empty for.
+            media: see `Request.media`. The tokens are then a whole prompt, which the row has to be
+                empty for.
         """
         assert tokens, "at least one token"
         if media:
@@ -412,9 +466,13 @@ class TargetSession:
             start += T
             order_1T = torch.arange(T, device=self.target.device)[None]
             causal_1TT = (order_1T[0, :, None] >= order_1T)[None]
-            seen = self._run(range(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None)
+            seen = self._run(
+                range(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None
+            )
             if self.states is not None and begin and not self.states.continues:
-                self._commit_chain(torch.tensor([T if b == row else 0 for b in range(self.rows)], device=self.target.device))
+                self._commit_chain(
+                    torch.tensor([T if b == row else 0 for b in range(self.rows)], device=self.target.device)
+                )
             self.length_B[row] += T
             self.lengths[row] += T
             if on_chunk is not None:
@@ -431,7 +489,8 @@ class TargetSession:
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None, on_logits: Callable[[Tensor, int], None] | None,
         media: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
-        """As `prefill`, in one forward of the model's own; its keys and values are copied into the row."""
+        """As `prefill`, in one forward of the model's own; its keys and values are copied into the
+        row."""
         assert self.lengths[row] == 0, "a prompt with media is read whole"
         target, T = self.target, len(tokens)
         tokens_1T = torch.tensor([list(tokens)], device=target.device)
@@ -462,12 +521,16 @@ class TargetSession:
 
         `rows`: those whose output is wanted; that of other rows may be zero. (): all.
         """
-        reach = max(tree.nodes, tree.max_depth + 1)  # slots that forward or commit write to: commit moves paths of max_depth + 1 nodes
+        # slots that forward or commit write to: commit moves paths of max_depth + 1 nodes
+        reach = max(tree.nodes, tree.max_depth + 1)
         return self._run_some(rows, tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
 
     @torch.inference_mode()
-    def extend(self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, rows: Sequence[int] = ()) -> TargetOutput:
-        """One forward over Q new nodes, in the slots behind the T - Q uncommitted nodes of earlier calls. Nothing is committed.
+    def extend(
+        self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, rows: Sequence[int] = ()
+    ) -> TargetOutput:
+        """One forward over Q new nodes, in the slots behind the T - Q uncommitted nodes of earlier
+        calls. Nothing is committed.
 
         Args:
             depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed tokens.
@@ -476,8 +539,11 @@ class TargetSession:
         """
         return self._run_some(rows, tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
 
-    def _run_some(self, rows: Sequence[int], tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, width: int) -> TargetOutput:
-        """A forward of some rows, if the runner can leave the others out; their output is zero. Else of all."""
+    def _run_some(
+        self, rows: Sequence[int], tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, width: int
+    ) -> TargetOutput:
+        """A forward of some rows, if the runner can leave the others out; their output is zero.
+        Else of all."""
         if not self.target.run.skips_rows or len(rows) in (0, self.rows):
             return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width)
         row_R = torch.tensor(rows, device=self.target.device)
@@ -504,9 +570,13 @@ class TargetSession:
         position_RQ = length_R[:, None] + depth_RT[:, T - Q :]
         if self.shift_B is not None:
             position_RQ = (
-                position_RQ + (self.shift_B[rows.start : rows.stop] if isinstance(rows, range) else self.shift_B[list(rows)])[:, None]
+                position_RQ
+                + (self.shift_B[rows.start : rows.stop] if isinstance(rows, range) else self.shift_B[list(rows)])[
+                    :, None
+                ]
             )
-        if width > target.context:  # nodes past the context are never emitted, but the model needs a valid position for them
+        # nodes past the context are never emitted, but the model needs a valid position for them
+        if width > target.context:
             position_RQ = position_RQ.clamp(max=target.context - 1)
         work = ForwardInput(
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, rows, self.cache.width, self.feature_layers,
@@ -534,7 +604,8 @@ class TargetSession:
 
     @torch.inference_mode()
     def advance(self, count_B: Tensor, most: Sequence[int]) -> None:
-        """Commit the first `count_B` nodes of each row. They must be a chain: its nodes are in consecutive slots already.
+        """Commit the first `count_B` nodes of each row. They must be a chain: its nodes are in
+        consecutive slots already.
 
         `most`: upper bounds of the new lengths, known to the host.
         """
@@ -554,7 +625,8 @@ class TargetSession:
         self.lengths = list(lengths)
 
     def longest(self, row: int, most: int) -> int:
-        """The most tokens, up to `most`, to which `keep` can cut a row, and which `copy` can copy. Fewer only if the target has states."""
+        """The most tokens, up to `most`, to which `keep` can cut a row, and which `copy` can copy.
+        Fewer only if the target has states."""
         most = min(most, self.lengths[row])
         return most if self.states is None else self.states.longest(row, self._length(row), most)
 
@@ -574,7 +646,8 @@ class TargetSession:
 
     @torch.inference_mode()
     def copy(self, source: int, row: int, length: int) -> None:
-        """Replace a row's text by the first `length` tokens of another row's, a number that `longest` has returned."""
+        """Replace a row's text by the first `length` tokens of another row's, a number that
+        `longest` has returned."""
         assert length <= self.lengths[source]
         if self.states is not None:
             self.states.copy(source, row, length, self._length(source))
@@ -606,7 +679,8 @@ class ModelRunner:
     def __call__(self, work: ForwardInput) -> TargetOutput:
         target = work.target
         extra: dict[str, Any] = {}
-        # given a number, layers that share keys (Gemma 4) leave out the other tokens' features; a tensor must lie on the LM head's device
+        # given a number, layers that share keys (Gemma 4) leave out the other tokens' features; a
+        # tensor must lie on the LM head's device
         if work.last_only and target._keeps_logits and not (target.family.shares_keys and target.has_several_devices):
             last = work.tokens_RQ.shape[1] - 1
             extra["logits_to_keep"] = torch.tensor([last], device=target.device) if target.family.shares_keys else 1
@@ -629,7 +703,8 @@ class ModelRunner:
 
 
 def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
-    """Additive float masks, which all attention backends that support a 4-D mask accept. Sliding windows count positions, not slots."""
+    """Additive float masks, which all attention backends that support a 4-D mask accept. Sliding
+    windows count positions, not slots."""
     family, length_R, visible_RQT, width = work.target.family, work.length_R, work.visible_RQT, work.width
     allowed_RQW = slot_mask(length_R, visible_RQT, width)
 
@@ -650,7 +725,8 @@ def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
 
     if not family.mask_kinds:
         return of_kind(families.SLIDING)
-    none: dict[str, Any] = dict.fromkeys(families.STATE_KINDS) if family.has_states else {}  # such layers see no padding here
+    # such layers see no padding here
+    none: dict[str, Any] = dict.fromkeys(families.STATE_KINDS) if family.has_states else {}
     return {**none, **{kind: of_kind(kind) for kind in family.mask_kinds}}
 
 

@@ -1,4 +1,5 @@
-"""The trace of one row's cycle for display: its tree with probabilities, the accepted path, and why it ended.
+"""The trace of one row's cycle for display: its tree with probabilities, the accepted path, and why
+it ended.
 
 This module knows no requests and no method. Letters: N nodes, V vocabulary.
 """
@@ -28,7 +29,9 @@ def trace_of(draft: Draft, row: int, scores_NV: Tensor, path: Sequence[int], bon
     parents_N, tokens_N = tree.parents_BN[row], draft.tokens_BN[row]
     p_N = scores_NV.softmax(-1)[parents_N.clamp(min=0), tokens_N]
     log_q_N = torch.full_like(p_N, torch.nan) if draft.score_BN is None else draft.score_BN[row]
-    numbers = torch.stack([parents_N.double(), tokens_N.double(), tree.depth_BN[row].double(), log_q_N.exp().double(), p_N.double()])
+    numbers = torch.stack(
+        [parents_N.double(), tokens_N.double(), tree.depth_BN[row].double(), log_q_N.exp().double(), p_N.double()]
+    )
     candidates = tree.candidate_BN[row].tolist()
     place: dict[int, int] = {}  # node -> its index among those listed
     nodes = list[TraceNode]()

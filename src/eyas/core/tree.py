@@ -3,9 +3,10 @@
     prompt -> prefill -> [ draft  ->  forward of the target  ->  verify  ->  commit ]*
                            Draft      TargetOutput               Verdict
 
-A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the parent of each node; depths, ancestor mask
-and paths follow from the parents. Node 0 is the root: the newest token, already emitted and not yet in the target's cache. This example
-holds two candidates for the next token and three for the one after:
+A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the
+parent of each node; depths, ancestor mask and paths follow from the parents. Node 0 is the root:
+the newest token, already emitted and not yet in the target's cache. This example holds two
+candidates for the next token and three for the one after:
 
     node      0   1  2  3  4  5            mask (row attends to column)
     parent   -1   0  0  1  1  2                0 1 2 3 4 5
@@ -16,8 +17,9 @@ holds two candidates for the next token and three for the one after:
           |---- 2 --- 5                     4  x x     x
                                             5  x   x     x
 
-Letters: B rows, N nodes, M nodes of a second tree, X all drafted nodes, P nodes on the longest path (max depth + 1), V vocabulary,
-F feature width. This module knows no model, no method and no sampling.
+Letters: B rows, N nodes, M nodes of a second tree, X all drafted nodes, P nodes on the longest path
+(max depth + 1), V vocabulary, F feature width. This module knows no model, no method and no
+sampling.
 """
 
 from __future__ import annotations
@@ -48,10 +50,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tree:
-    """B trees of N nodes each, one for every row of the batch. `Tree.build` makes them; a parent comes before its children."""
+    """B trees of N nodes each, one for every row of the batch. `Tree.build` makes them; a parent
+    comes before its children."""
 
     parents_BN: Tensor  # int64; -1 for the root, node 0
-    candidate_BN: Tensor  # bool; False: the node is forwarded but never accepted (padding; lookahead's scouts). True for the root
+    # bool; False: the node is forwarded but never accepted (padding; lookahead's scouts). True for
+    # the root
+    candidate_BN: Tensor
     depth_BN: Tensor  # int64; 0 for the root
     mask_BNN: Tensor  # bool; [b, n, m] = m is n or an ancestor of n
     max_depth: int  # upper bound of the depths, known to the host
@@ -62,8 +67,10 @@ class Tree:
 
         Args:
             parents_BN: int64, -1 in column 0 and nowhere else, each parent before its children.
-            max_depth: an upper bound of the depths. With it, shapes do not depend on the values of `parents_BN`.
-            candidate_BN: which nodes may be accepted; all by default. Nodes below one that may not be accepted are not accepted either.
+            max_depth: an upper bound of the depths. With it, shapes do not depend on the values of
+                `parents_BN`.
+            candidate_BN: which nodes may be accepted; all by default. Nodes below one that may not
+                be accepted are not accepted either.
         """
         B, N = parents_BN.shape
         mask_BNN = torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)
@@ -78,23 +85,29 @@ class Tree:
 
     @classmethod
     def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain decoding."""
+        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain
+        decoding."""
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
 
     def for_rows(self, rows: int) -> Tree:
         """Repeat a tree of one row for `rows` rows."""
-        parents_BN, candidate_BN, depth_BN = (x.expand(rows, -1) for x in (self.parents_BN, self.candidate_BN, self.depth_BN))
+        parents_BN, candidate_BN, depth_BN = (
+            x.expand(rows, -1) for x in (self.parents_BN, self.candidate_BN, self.depth_BN)
+        )
         return Tree(parents_BN, candidate_BN, depth_BN, self.mask_BNN.expand(rows, -1, -1), self.max_depth)
 
     def first(self, nodes: int) -> Tree:
         """The trees of the first nodes."""
         part = slice(nodes)
         mask_BNN = self.mask_BNN[:, part, part]
-        return Tree(self.parents_BN[:, part], self.candidate_BN[:, part], self.depth_BN[:, part], mask_BNN, self.max_depth)
+        return Tree(
+            self.parents_BN[:, part], self.candidate_BN[:, part], self.depth_BN[:, part], mask_BNN, self.max_depth
+        )
 
     def seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
-        """bool [B, N, V]: which tokens occur in the text up to and including each node: in `history_BV`, in its ancestors or in itself."""
+        """bool [B, N, V]: which tokens occur in the text up to and including each node: in
+        `history_BV`, in its ancestors or in itself."""
         seen_BNV = history_BV[:, None].repeat(1, self.nodes, 1)
         b, n, ancestor = self.mask_BNN.nonzero(as_tuple=True)
         seen_BNV[b, n, tokens_BN[b, ancestor]] = True
@@ -111,7 +124,8 @@ class Tree:
 
 @dataclass(frozen=True)
 class FullDraft:
-    """All X nodes that a dynamic tree was selected from. The root comes first, a parent before its children, siblings best first."""
+    """All X nodes that a dynamic tree was selected from. The root comes first, a parent before its
+    children, siblings best first."""
 
     parents_BX: Tensor  # int64; -1 for the root
     value_BX: Tensor  # float32; as `Draft.value_BN`
@@ -123,16 +137,21 @@ class Draft:
 
     tree: Tree
     tokens_BN: Tensor  # int64; column 0 holds the root
-    score_BN: Tensor | None = None  # float32; log q(node | parent), EAGLE-2's confidence; 0 at the root; None: the drafter has no q
-    q_BNV: Tensor | None = None  # float32; at node n the draft's distribution (after `apply_sampling`) from which the children of n
-    # were drawn without replacement, in node order; None: the children were chosen, not drawn. [B, n, V]: only the first n nodes are such
-    # a tree; the others are candidates in rows of `chosen_B` only
+    # float32; log q(node | parent), EAGLE-2's confidence; 0 at the root; None: the drafter has no q
+    score_BN: Tensor | None = None
+    # float32; at node n the draft's distribution (after `apply_sampling`) from which the children
+    # of n
+    q_BNV: Tensor | None = None
+    # were drawn without replacement, in node order; None: the children were chosen, not drawn. [B,
+    # n, V]: only the first n nodes are such a tree; the others are candidates in rows of `chosen_B`
+    # only
     block: bool = False  # with q_BNV: the tree is one chain, and block verification applies (`core.verify`)
     value_BN: Tensor | None = (
         None  # float32; log of EAGLE-2's value: the estimate that the path to the node is accepted; dynamic trees only
     )
     drafted: FullDraft | None = None  # the nodes among which a dynamic tree keeps those of the highest values
-    chosen_B: Tensor | None = None  # bool; with q_BNV: rows whose trees are verified as chosen nevertheless; None: greedy rows only
+    # bool; with q_BNV: rows whose trees are verified as chosen nevertheless; None: greedy rows only
+    chosen_B: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -163,36 +182,45 @@ def verdict_of_columns(columns_BX: Tensor) -> Verdict:
 
 
 def matching_nodes(draft: Draft, other: Draft) -> Tensor:
-    """int64 [B, M]: for each node of `other`, the node of `draft` with the same path of tokens; -1 where there is none.
+    """int64 [B, M]: for each node of `other`, the node of `draft` with the same path of tokens; -1
+    where there is none.
 
     The roots match each other. Other nodes match only if both may be accepted.
     """
     tree, other_tree = draft.tree, other.tree
     candidate_BM = other_tree.candidate_BN & (other_tree.parents_BN >= 0)
-    same_token_BMN = (other.tokens_BN[:, :, None] == draft.tokens_BN[:, None]) & candidate_BM[..., None] & tree.candidate_BN[:, None]
+    same_token_BMN = (
+        (other.tokens_BN[:, :, None] == draft.tokens_BN[:, None]) & candidate_BM[..., None] & tree.candidate_BN[:, None]
+    )
     match_BM = torch.where(other_tree.parents_BN < 0, 0, -1)
-    for _ in range(min(tree.max_depth, other_tree.max_depth)):  # each round matches one more level: parents before children
+    # each round matches one more level: parents before children
+    for _ in range(min(tree.max_depth, other_tree.max_depth)):
         parent_BM = match_BM.gather(1, other_tree.parents_BN.clamp(min=0))
-        same_path_BMN = same_token_BMN & (parent_BM >= 0)[..., None] & (tree.parents_BN[:, None] == parent_BM[..., None])
+        same_path_BMN = (
+            same_token_BMN & (parent_BM >= 0)[..., None] & (tree.parents_BN[:, None] == parent_BM[..., None])
+        )
         match_BM = torch.where(same_path_BMN.any(-1), same_path_BMN.int().argmax(-1), match_BM)
     return match_BM
 
 
 def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
-    """Merge two trees with the same root into one of N + M - 1 nodes: those of `draft`, then those of `other` without its root.
+    """Merge two trees with the same root into one of N + M - 1 nodes: those of `draft`, then those
+    of `other` without its root.
 
         0 --- 1:a --- 2:b     and     0 --- 1:a --- 2:c     are     0 --- 1:a --- 2:b         3 was the other's a: padding
                                                                          |---- 4:c
 
-    Where both have a path of the same tokens, the node of `other` becomes padding, and its children become children of the node of
-    `draft`. A merged tree has no q, so it is verified as chosen even if its children were drawn. It has scores if both trees have them.
+    Where both have a path of the same tokens, the node of `other` becomes padding, and its children
+    become children of the node of `draft`. A merged tree has no q, so it is verified as chosen even
+    if its children were drawn. It has scores if both trees have them.
 
     Args:
         match_BM: `matching_nodes(draft, other)`, if it is known already.
     """
     match_BM = matching_nodes(draft, other) if match_BM is None else match_BM
     N, M = draft.tree.nodes, other.tree.nodes
-    number_BM = torch.where(match_BM >= 0, match_BM, torch.arange(N - 1, N + M - 1, device=match_BM.device))  # in the merged tree
+    # in the merged tree
+    number_BM = torch.where(match_BM >= 0, match_BM, torch.arange(N - 1, N + M - 1, device=match_BM.device))
     parents_BM = number_BM.gather(1, other.tree.parents_BN.clamp(min=0))
 
     def join(first_BN: Tensor, second_BM: Tensor) -> Tensor:
@@ -223,7 +251,8 @@ def unite(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     return parents, tokens
 
 
-Choices = tuple[tuple[int, ...], ...]  # a static tree: the path to each node, as ranks among siblings; (0, 1) is the second child of
+# a static tree: the path to each node, as ranks among siblings; (0, 1) is the second child of
+Choices = tuple[tuple[int, ...], ...]
 # the root's first child
 
 
@@ -235,7 +264,8 @@ def chain_choices(depth: int) -> Choices:
 def check_choices(choices: Iterable[Sequence[int]]) -> Choices:
     """Sort the paths of a static tree by depth, then rank; OptionError if they do not form a tree.
 
-    A path lists, from the root down, the rank of each node among its parent's children: (0,), (1,), (0, 0), ...
+    A path lists, from the root down, the rank of each node among its parent's children: (0,), (1,),
+    (0, 0), ...
     """
     paths = sorted({tuple(c) for c in choices}, key=lambda c: (len(c), c))
     known = set(paths)

@@ -1,10 +1,12 @@
-"""Verification of draft trees: (Draft, scores of the target, noise) -> Verdict. Pure functions; this module knows no model.
+"""Verification of draft trees: (Draft, scores of the target, noise) -> Verdict. Pure functions;
+this module knows no model.
 
-**Chosen trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's distribution p. The
-path descends as long as the drawn token is one of the node's children; the first drawn token that is no child is
-the bonus. For distinct siblings this equals recursive rejection with point masses (EAGLE-2's rule: accept child
-x with p(x), else drop x and renormalise): the same acceptance, the same distribution, no loop over siblings.
-With argmax for the draw it is greedy verification. `core.ops` has the draw and the descent (`Ops.choose`).
+**Chosen trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's
+distribution p. The path descends as long as the drawn token is one of the node's children; the
+first drawn token that is no child is the bonus. For distinct siblings this equals recursive
+rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise):
+the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
+greedy verification. `core.ops` has the draw and the descent (`Ops.choose`).
 
 **Drawn trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
 replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
@@ -13,16 +15,18 @@ replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, se
                        on rejection  p <- norm(max(0, p - q))  and  q <- norm(q without x)
     no child accepted: the bonus is drawn from what is left of p
 
-**Blocks** (`draft.block`: one chain, sampled from q). The chain is tested as a whole, and the longest prefix that
-passes its test is accepted (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2;
-in expectation never fewer tokens than with the test of each token above):
+**Blocks** (`draft.block`: one chain, sampled from q). The chain is tested as a whole, and the
+longest prefix that passes its test is accepted (Sun et al. 2024, "Block Verification Accelerates
+Speculative Decoding", algorithm 2; in expectation never fewer tokens than with the test of each
+token above):
 
     w_0 = 1;   w_n = min(1, w_n-1 p(x_n) / q(x_n))        with p and q of node n - 1
     left_n = max(0, w_n p - q)                            with p and q of node n; q = 0 at the last node
     prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
     the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-Greedy rows, and rows of `Draft.chosen_B`, are verified as chosen trees, whatever the other rows of the batch do.
+Greedy rows, and rows of `Draft.chosen_B`, are verified as chosen trees, whatever the other rows of
+the batch do.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 """
 
@@ -45,8 +49,10 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
     """The longest path of the tree that the target accepts, and its bonus token.
 
     Args:
-        scores_BNV: float32; softmax over V is the target's distribution at each node (`processors.node_scores`).
-        position_B: int64; absolute position of the root. The token after a node at depth d is drawn with the noise of position + d + 1.
+        scores_BNV: float32; softmax over V is the target's distribution at each node
+            (`processors.node_scores`).
+        position_B: int64; absolute position of the root. The token after a node at depth d is drawn
+            with the noise of position + d + 1.
         noise: the random numbers of the rows.
         ops: the implementation of draws and paths: torch or compiled kernels.
     """
@@ -71,7 +77,8 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
 def _verify_by_rejection(
     draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Recursive rejection, node by node down the accepted path, child by child in draw order; all rows at once.
+    """Recursive rejection, node by node down the accepted path, child by child in draw order; all
+    rows at once.
 
     Returns:
         bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
@@ -103,11 +110,15 @@ def _verify_by_rejection(
     return accepted_BN, (final_BV.log() + gumbel_BV).argmax(-1)
 
 
-def _verify_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor]:
-    """Block verification: test every prefix of the chain with a uniform number of its own, and accept the longest that passes.
+def _verify_block(
+    draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
+) -> tuple[Tensor, Tensor]:
+    """Block verification: test every prefix of the chain with a uniform number of its own, and
+    accept the longest that passes.
 
-    The numbers are keyed by (position of the root, length of the prefix). Keyed by the absolute position of a token, the next cycle
-    would read the numbers of the failed longer prefixes again, although their outcome is known by then.
+    The numbers are keyed by (position of the root, length of the prefix). Keyed by the absolute
+    position of a token, the next cycle would read the numbers of the failed longer prefixes again,
+    although their outcome is known by then.
 
     Returns:
         bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
@@ -135,7 +146,8 @@ def _verify_block(draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: T
 
 
 def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """The children of one node of each row: (sibling number, child node [B], whether the row has that child [B]), in node order."""
+    """The children of one node of each row: (sibling number, child node [B], whether the row has
+    that child [B]), in node order."""
     child_BN = (tree.parents_BN == node_B[:, None]) & tree.candidate_BN
     rank_BN = child_BN.cumsum(-1)
     most = int(rank_BN[:, -1].max())

@@ -138,7 +138,9 @@ def _build(
     return manifest
 
 
-def _new_sources(folder: Path, old: Manifest | None, settings: Settings, sources: Sequence[Source], append: bool) -> list[Source]:
+def _new_sources(
+    folder: Path, old: Manifest | None, settings: Settings, sources: Sequence[Source], append: bool
+) -> list[Source]:
     """The sources that the folder does not hold yet. InputError when they do not belong together
     with what it holds.
     """
@@ -187,7 +189,9 @@ def _checked(source: Source, settings: Settings) -> Iterator[Sequence[int]]:
             is_empty = False
             low, high = min(document), max(document)
             if low < 0 or high >= settings.vocab_size:
-                raise InputError(f"{source.name} has token {low if low < 0 else high}, the vocabulary is 0..{settings.vocab_size - 1}")
+                raise InputError(
+                    f"{source.name} has token {low if low < 0 else high}, the vocabulary is 0..{settings.vocab_size - 1}"
+                )
             yield document
     if is_empty:
         raise InputError(f"{source.name} has no tokens: there is nothing to look up in it")

@@ -21,7 +21,17 @@ from eyas.datastore._segment import Array
 from eyas.errors import InputError
 from eyas.files import parse_json, sha256_of_file, write_atomically
 
-__all__ = ["DEPTH", "MANIFEST_FILE", "Manifest", "ReadSource", "StoredSegment", "damaged", "file_errors", "map_segment", "write_array"]
+__all__ = [
+    "DEPTH",
+    "MANIFEST_FILE",
+    "Manifest",
+    "ReadSource",
+    "StoredSegment",
+    "damaged",
+    "file_errors",
+    "map_segment",
+    "write_array",
+]
 
 FORMAT = "eyas-datastore"
 VERSION = 1
@@ -92,7 +102,9 @@ class Manifest:
         try:
             text = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"{str(folder)!r} holds no datastore (no {MANIFEST_FILE}): make one with `eyas datastore build`") from error
+            raise InputError(
+                f"{str(folder)!r} holds no datastore (no {MANIFEST_FILE}): make one with `eyas datastore build`"
+            ) from error
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         try:

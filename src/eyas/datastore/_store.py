@@ -77,9 +77,13 @@ class Datastore:
         bounds, total = np.cumsum([0, *counts]), sum(counts)
         chosen_S = np.arange(total) if total <= most else np.arange(most) * total // most
         cuts = np.searchsorted(chosen_S, bounds)
-        parts = [segment.following(span, chosen_S[cuts[i] : cuts[i + 1]] - bounds[i], depth) for i, (segment, span) in enumerate(best)]
+        parts = [
+            segment.following(span, chosen_S[cuts[i] : cuts[i + 1]] - bounds[i], depth)
+            for i, (segment, span) in enumerate(best)
+        ]
         following_SD = parts[0] if len(parts) == 1 else _sorted(np.concatenate(parts))
-        following_SD[following_SD >= self.vocab_size] = self.separator  # no target can embed the values of a damaged file
+        # no target can embed the values of a damaged file
+        following_SD[following_SD >= self.vocab_size] = self.separator
         return Matches(shortest, total, following_SD)
 
 

@@ -1,8 +1,8 @@
 """One file = one method: `eagle1.py` is the method `eagle1`. Methods are discovered, not listed.
 
-A method file defines one subclass of `Drafter` named `Method`. A method outside of this folder is named by
-its dotted path: `mypackage.mymodule`. Files that begin with an underscore are shared tools. This module knows
-no method by name.
+A method file defines one subclass of `Drafter` named `Method`. A method outside of this folder is
+named by its dotted path: `mypackage.mymodule`. Files that begin with an underscore are shared
+tools. This module knows no method by name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Drafts under constraints: a net's children are ranked among the tokens that the request's constraint allows.
+"""Drafts under constraints: a net's children are ranked among the tokens that the request's
+constraint allows.
 
-A constraint is a law that the target keeps at every node (`core.constraints`), so a child that it forbids is never accepted. While a tree
-grows, the masks of the nodes so far are those that verification will apply: they depend on a node's path alone, so drawn children keep
-their law, too.
+A constraint is a law that the target keeps at every node (`core.constraints`), so a child that it
+forbids is never accepted. While a tree grows, the masks of the nodes so far are those that
+verification will apply: they depend on a node's path alone, so drawn children keep their law, too.
 
-This module knows no net and no grammar. Letters: B rows, M nodes so far, Q nodes of a level, V vocabulary, v draft vocabulary.
+This module knows no net and no grammar. Letters: B rows, M nodes so far, Q nodes of a level, V
+vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -42,11 +44,16 @@ class SoFar(NamedTuple):
         """
         M, K = self.parents_BM.shape[1], tokens_BK.shape[1]
         parents_BM = torch.cat([self.parents_BM, self.nodes_Q[parent_BK]], dim=1)
-        return SoFar(parents_BM, torch.cat([self.tokens_BM, tokens_BK], dim=1), torch.arange(M, M + K, device=tokens_BK.device))
+        return SoFar(
+            parents_BM, torch.cat([self.tokens_BM, tokens_BK], dim=1), torch.arange(M, M + K, device=tokens_BK.device)
+        )
 
 
-def only_allowed(logits_BQv: Tensor, cycle_input: CycleInput, so_far: SoFar | None, draft_ids_v: Tensor | None) -> Tensor:
-    """The logits with -inf for the tokens that the constraint of their row forbids; the same tensor without constraints.
+def only_allowed(
+    logits_BQv: Tensor, cycle_input: CycleInput, so_far: SoFar | None, draft_ids_v: Tensor | None
+) -> Tensor:
+    """The logits with -inf for the tokens that the constraint of their row forbids; the same tensor
+    without constraints.
 
     Args:
         logits_BQv: of the nodes `so_far.nodes_Q`.
@@ -61,6 +68,8 @@ def only_allowed(logits_BQv: Tensor, cycle_input: CycleInput, so_far: SoFar | No
         if constraint is None:
             continue
         with suppress(EyasError):  # verification reports it
-            mask_QV = constraint.mask(so_far.parents_BM[b].tolist(), so_far.tokens_BM[b].tolist())[nodes].to(logits_BQv.device)
+            mask_QV = constraint.mask(so_far.parents_BM[b].tolist(), so_far.tokens_BM[b].tolist())[nodes].to(
+                logits_BQv.device
+            )
             masked_BQv[b].masked_fill_(~(mask_QV if draft_ids_v is None else mask_QV[:, draft_ids_v]), -torch.inf)
     return masked_BQv

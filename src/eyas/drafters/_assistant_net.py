@@ -6,8 +6,8 @@
 
 The layers are transformers' own. This module knows no session.
 
-Letters: B rows, Q nodes, D hidden of the target, d hidden of the assistant, W slots, V vocabulary, C clusters, c clusters in use, M tokens
-of a cluster, H heads.
+Letters: B rows, Q nodes, D hidden of the target, d hidden of the assistant, W slots, V vocabulary,
+C clusters, c clusters in use, M tokens of a cluster, H heads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from eyas.errors import CheckpointError, EyasError, ModelError
 __all__ = ["FULL", "SLIDING", "Net", "Seen", "load_net", "random_net", "source_layers"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-UNREAD = ("model_type", "architectures", "num_kv_shared_layers", "output_hidden_states", "output_attentions")  # of a text_config
+# of a text_config
+UNREAD = ("model_type", "architectures", "num_kv_shared_layers", "output_hidden_states", "output_attentions")
 
 
 class Seen(NamedTuple):
@@ -49,7 +50,8 @@ class Net(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        kind = "gemma4_unified" if "unified" in str(config.get("model_type", "")) else "gemma4"  # the 12B is of the second family
+        # the 12B is of the second family
+        kind = "gemma4_unified" if "unified" in str(config.get("model_type", "")) else "gemma4"
         self.text = _text_config(kind, config["text_config"])
         self.model: Any = _gemma4(kind, "modeling")(self.text)
         width, vocab, target_width = self.text.hidden_size, self.text.vocab_size, int(config["backbone_hidden_size"])
@@ -66,7 +68,9 @@ class Net(nn.Module):
         """The kinds of attention of its layers."""
         return tuple(self.text.layer_types)
 
-    def forward(self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, Seen]) -> Tensor:
+    def forward(
+        self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, Seen]
+    ) -> Tensor:
         """`hidden` [B, Q, d] of nodes with these tokens.
 
         Args:
@@ -79,7 +83,9 @@ class Net(nn.Module):
             attention_mask={kind: each.mask_B1QW for kind, each in seen.items()},
             shared_kv_states={kind: (each.key_BHWw, each.value_BHWw) for kind, each in seen.items()},
             use_cache=False,
-            logits_to_keep=position_BQ,  # a number, the default too, makes transformers 5.23 leave nodes out; of a tensor it reads nothing
+            # a number, the default too, makes transformers 5.23 leave nodes out; of a tensor it
+            # reads nothing
+            logits_to_keep=position_BQ,
         )
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -91,7 +97,11 @@ class Net(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., d] -> logits [..., V]; -inf outside the most likely clusters."""
-        logits: Tensor = self.lm_head(hidden) if self.masked_embedding is None else self.masked_embedding(hidden, self.lm_head.weight)
+        logits: Tensor = (
+            self.lm_head(hidden)
+            if self.masked_embedding is None
+            else self.masked_embedding(hidden, self.lm_head.weight)
+        )
         return logits
 
     def placed_for(self, target: Target) -> Net:
@@ -137,9 +147,15 @@ def source_layers(target: Target) -> dict[str, int]:
         raise ModelError(f"{why}: choose another method than gemma4_assistant")
     config: Any = target.model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or [FULL] * len(target.layout)
-    layers = {kind: k for k, (kind, sizes) in enumerate(zip(kinds, target.layout, strict=False)) if sizes and sizes[1] == sizes[2]}
+    layers = {
+        kind: k
+        for k, (kind, sizes) in enumerate(zip(kinds, target.layout, strict=False))
+        if sizes and sizes[1] == sizes[2]
+    }
     if not layers:
-        raise ModelError(f"a {target.family.model_type} has no layers whose keys an assistant could read: choose another method")
+        raise ModelError(
+            f"a {target.family.model_type} has no layers whose keys an assistant could read: choose another method"
+        )
     return layers
 
 
@@ -156,7 +172,9 @@ def load_net(weights: Weights, target: Target) -> Net:
             )
     stored = len({name.split(".")[2] for name in weights.tensors if name.startswith("model.layers.")})
     if text.get("num_hidden_layers") != stored:
-        raise CheckpointError(f"{source}: config.json counts {text.get('num_hidden_layers')} layers, and the weights have {stored}")
+        raise CheckpointError(
+            f"{source}: config.json counts {text.get('num_hidden_layers')} layers, and the weights have {stored}"
+        )
     with torch.device("meta"):  # sizes are compared before memory is taken
         sketch = _made(config, source)
     _check_layers(sketch, target, source)
@@ -174,7 +192,9 @@ def _made(config: Mapping[str, Any], source: str) -> Net:
         return Net(config)
     except EyasError:
         raise
-    except Exception as error:  # transformers and huggingface_hub raise errors of many kinds for settings of wrong types
+    except (
+        Exception
+    ) as error:  # transformers and huggingface_hub raise errors of many kinds for settings of wrong types
         reason = " ".join(str(error).split())[:120]
         what = f"{source}: transformers makes no assistant from its config.json"
         raise CheckpointError(f"{what} ({type(error).__name__}: {reason})") from error
@@ -201,11 +221,13 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
 
 
 def random_net(target: Target, seed: int) -> Net:
-    """An assistant with random weights, a layer for each kind of attention that it knows: sliding windows, and everything else."""
+    """An assistant with random weights, a layer for each kind of attention that it knows: sliding
+    windows, and everything else."""
     layers = source_layers(target)
     full = layers.get(FULL, max(layers.values()))
     window = target.family.window if SLIDING in layers and layers[SLIDING] != full else None
-    (heads, size, _), (near_heads, near_size, _) = (target.layout[k] for k in (full, layers[SLIDING] if window else full))  # type: ignore[misc]
+    near = layers[SLIDING] if window else full
+    (heads, size, _), (near_heads, near_size, _) = target.layout[full], target.layout[near]  # type: ignore[misc]
     config: Any = target.model.config.get_text_config(decoder=True)
     sizes = {
         "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 64, "pad_token_id": 0,
@@ -224,12 +246,15 @@ def random_net(target: Target, seed: int) -> Net:
 
 
 def _gemma4(family: str, part: str) -> Any:
-    """A class of transformers for texts: `family` is "gemma4" or "gemma4_unified", `part` "modeling" or "configuration"."""
+    """A class of transformers for texts: `family` is "gemma4" or "gemma4_unified", `part`
+    "modeling" or "configuration"."""
     name = {"gemma4": "Gemma4Text", "gemma4_unified": "Gemma4UnifiedText"}[family]
     try:
         module = importlib.import_module(f"transformers.models.{family}.{part}_{family}")
     except ImportError as error:
-        raise ModelError(f"this version of transformers has no {family}: install a newer one, or choose another method") from error
+        raise ModelError(
+            f"this version of transformers has no {family}: install a newer one, or choose another method"
+        ) from error
     return getattr(module, name + {"modeling": "Model", "configuration": "Config"}[part])
 
 

@@ -1,7 +1,9 @@
-"""The base of block drafters (DFlash, DSpark): heads on disk, new heads, and trees from the laws of a block's slots.
+"""The base of block drafters (DFlash, DSpark): heads on disk, new heads, and trees from the laws of
+a block's slots.
 
-Slots count from 0, the root's. Either slot i predicts the token at its own place (the first level is slot 1's), or the next one (slot
-0's): `from_anchor`. The two are told apart by no tensor, so a checkpoint must say which it is.
+Slots count from 0, the root's. Either slot i predicts the token at its own place (the first level
+is slot 1's), or the next one (slot 0's): `from_anchor`. The two are told apart by no tensor, so a
+checkpoint must say which it is.
 
 Letters: B rows, S levels, Q nodes of a level, T tokens, D hidden, V vocabulary.
 """
@@ -138,7 +140,9 @@ class BlockMethod(Drafter):
             )
         plan = Plan(config["block"], config["mask_token"], config["from_anchor"])
         if plan.mask_token >= target.embed_rows:
-            raise CheckpointError(f"{weights.source} has mask_token_id {plan.mask_token}; the target has {target.embed_rows} embeddings")
+            raise CheckpointError(
+                f"{weights.source} has mask_token_id {plan.mask_token}; the target has {target.embed_rows} embeddings"
+            )
         weights = _without_equal_head(weights, target)
         extras = Extras(config["markov_rank"], config["confidence"], HEAD in weights.tensors)
         shape, width = layer_shape(config), target.hidden_size * len(layers)
@@ -150,19 +154,25 @@ class BlockMethod(Drafter):
         return method
 
     @classmethod
-    def random(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None, **shape: Any) -> Self:
+    def random(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None, **shape: Any
+    ) -> Self:
         """A head with layers of the target's own sizes; `shape` replaces some of them."""
         options = options or cls.Options()
         new, layer = options.head, target_layer_shape(target, **shape)
         layers = fused_layers(new.layers, new.depth, target)
         plan = Plan(new.block, mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
         with seeded(seed, target.device):
-            net = BlockNet(layer, new.depth, target.hidden_size * len(layers), target.vocab_size, cls.new_extras(options))
+            net = BlockNet(
+                layer, new.depth, target.hidden_size * len(layers), target.vocab_size, cls.new_extras(options)
+            )
             init_matrices(net)
         return cls(target, options, placed(net, target), layer, layers, plan)
 
     @classmethod
-    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Self:
         """A head whose layers add nothing yet, and whose Markov head prefers no token."""
         method = cls.random(target, options, seed, counts_V)
         with torch.no_grad():
@@ -226,14 +236,21 @@ class BlockMethod(Drafter):
         return grow_dynamic(growth, cycle_input, self.tree)
 
     def stopped(self, law_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
-        """The logits, or minus infinity for nodes that shall have no children. Here all nodes may have some."""
+        """The logits, or minus infinity for nodes that shall have no children. Here all nodes may
+        have some."""
         return law_BQV
 
     def chain(self, depth: int) -> Self:
         """At most as deep as the block."""
         tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
         chain = type(self)(
-            self.target, replace(self.options, tree=tree), self.net, self.shape, self.feature_layers, self.plan, self.embed_tokens
+            self.target,
+            replace(self.options, tree=tree),
+            self.net,
+            self.shape,
+            self.feature_layers,
+            self.plan,
+            self.embed_tokens,
         )
         chain.trained_length = self.trained_length
         return chain
@@ -249,11 +266,14 @@ class BlockMethod(Drafter):
 
 
 def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
-    """The hidden_states that a new head fuses: those named, or as many as it has layers, evenly from layer 1's output to L-3's."""
+    """The hidden_states that a new head fuses: those named, or as many as it has layers, evenly
+    from layer 1's output to L-3's."""
     L = target.num_layers
     if layers == "auto":
         if L < 4:
-            raise FitError(f"a block head fuses the outputs of layers 1 to L-3, and this target has {L}: name layers with --head.layers")
+            raise FitError(
+                f"a block head fuses the outputs of layers 1 to L-3, and this target has {L}: name layers with --head.layers"
+            )
         evenly = [L // 2] if depth == 1 else [round(1 + i * (L - 4) / (depth - 1)) for i in range(depth)]
         return tuple(sorted({i + 1 for i in evenly}))
     try:

@@ -1,14 +1,17 @@
-"""The loss of block drafters (DFlash, section 3; DSpark, section 3.3): blocks at random anchors of the training text.
+"""The loss of block drafters (DFlash, section 3; DSpark, section 3.3): blocks at random anchors of
+the training text.
 
-An anchor is a token that plays the root: it and the next token count. The block behind it sees the target's features of the tokens before
-the anchor and, but for the anchor, no token. Its prediction of depth d is the token d places behind the anchor; it counts while all
-predictions before it in the block do, and weighs exp(-(d - 1) / gamma).
+An anchor is a token that plays the root: it and the next token count. The block behind it sees the
+target's features of the tokens before the anchor and, but for the anchor, no token. Its prediction
+of depth d is the token d places behind the anchor; it counts while all predictions before it in the
+block do, and weighs exp(-(d - 1) / gamma).
 
     tokens or distribution   cross-entropy with the token of the data, or with the target's distribution
     overlap                  sum of |q - p|: twice the chance that a draft token of q is rejected
     confidence               binary cross-entropy of the confidence head against 1 - that chance (DSpark)
 
-Letters: N packed tokens, A anchors, n slots, S levels, K predictions that count, C of them in a chunk, D hidden, V vocabulary.
+Letters: N packed tokens, A anchors, n slots, S levels, K predictions that count, C of them in a
+chunk, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class Trained(Protocol):
 
 
 def block_loss(method: Trained, batch: Batch, training: BlockTraining, generator: torch.Generator | None) -> Loss:
-    """The loss of blocks at random anchors. The count is that of the blocks; its figures are of the first level.
+    """The loss of blocks at random anchors. The count is that of the blocks; its figures are of the
+    first level.
 
     Args:
         batch: with the features of the fused layers, then the target's final ones.
@@ -71,10 +75,15 @@ def block_loss(method: Trained, batch: Batch, training: BlockTraining, generator
         return _nothing(net.norm.weight)
     final = method.target.hidden_size
     hidden_AnD = net.forward_packed(
-        batch.features_NF[:, :-final].to(method.dtype), method.embed(_blocks(tokens_N, anchor_A, plan)), anchor_A, batch.documents
+        batch.features_NF[:, :-final].to(method.dtype),
+        method.embed(_blocks(tokens_N, anchor_A, plan)),
+        anchor_A,
+        batch.documents,
     )
     goal_AS = anchor_A[:, None] + 1 + torch.arange(plan.levels, device=device)
-    counts_AS = batch.counted_N[goal_AS.clamp(max=len(tokens_N) - 1)] & (goal_AS < batch.documents.end_N(device)[anchor_A][:, None])
+    counts_AS = batch.counted_N[goal_AS.clamp(max=len(tokens_N) - 1)] & (
+        goal_AS < batch.documents.end_N(device)[anchor_A][:, None]
+    )
     block_K, level_K = counts_AS.int().cumprod(1).bool().nonzero(as_tuple=True)
     goal_K = goal_AS[block_K, level_K]
     hidden_KD = hidden_AnD[block_K, level_K + plan.first_slot]
@@ -98,7 +107,8 @@ def block_loss(method: Trained, batch: Batch, training: BlockTraining, generator
 
 
 def choose_anchors(batch: Batch, most: int, generator: torch.Generator | None) -> Tensor:
-    """int64, ascending: up to `most` random tokens of each document that count themselves, as the next ones do, and begin no document."""
+    """int64, ascending: up to `most` random tokens of each document that count themselves, as the
+    next ones do, and begin no document."""
     counted_N, documents = batch.counted_N.cpu(), batch.documents
     begin_N, end_N = documents.begin_N(), documents.end_N()
     place_N = torch.arange(len(counted_N))
@@ -116,12 +126,17 @@ def _blocks(tokens_N: Tensor, anchor_A: Tensor, plan: Plan) -> Tensor:
     return torch.cat([roots_A1, torch.full_like(roots_A1, plan.mask_token).expand(-1, plan.block - 1)], dim=1)
 
 
-def _losses(logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, sure_C: Tensor | None, training: BlockTraining) -> Tensor:
-    """[C, 3]: the loss of each prediction, whether its best token is the target's, and the overlap of q and p."""
+def _losses(
+    logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, sure_C: Tensor | None, training: BlockTraining
+) -> Tensor:
+    """[C, 3]: the loss of each prediction, whether its best token is the target's, and the overlap
+    of q and p."""
     log_q_CV, p_CV = logits_CV.log_softmax(-1), true_CV.softmax(-1)
     distance_C = (log_q_CV.exp() - p_CV).abs().sum(-1)
     overlap_C = (1 - distance_C.detach() / 2).clamp(0, 1)
-    entropy_C = -log_q_CV.gather(1, token_C[:, None])[:, 0] if training.objective == "tokens" else -(p_CV * log_q_CV).sum(-1)
+    entropy_C = (
+        -log_q_CV.gather(1, token_C[:, None])[:, 0] if training.objective == "tokens" else -(p_CV * log_q_CV).sum(-1)
+    )
     loss_C = training.cross_entropy * entropy_C + training.overlap * distance_C
     if sure_C is not None:
         loss_C = loss_C + training.confidence * F.binary_cross_entropy_with_logits(sure_C, overlap_C, reduction="none")
@@ -129,8 +144,11 @@ def _losses(logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, sure_C: Tensor 
     return torch.stack([loss_C, right_C, overlap_C], dim=1)
 
 
-def _in_chunks(guesses: Callable[[slice, Tensor, Tensor], Tensor], hidden_KD: Tensor, before_K: Tensor, vocab_size: int) -> Tensor:
-    """`guesses` of all predictions [K, 3]. Logits exist for one chunk at a time; the backward computes them again."""
+def _in_chunks(
+    guesses: Callable[[slice, Tensor, Tensor], Tensor], hidden_KD: Tensor, before_K: Tensor, vocab_size: int
+) -> Tensor:
+    """`guesses` of all predictions [K, 3]. Logits exist for one chunk at a time; the backward
+    computes them again."""
     rows, parts = max(1, CHUNK_ELEMENTS // vocab_size), []
     for first in range(0, len(hidden_KD), rows):
         part = slice(first, first + rows)

@@ -1,13 +1,15 @@
-"""The net of block drafters (DFlash, DSpark): layers of Qwen3's kind whose queries are the tokens of a block only.
+"""The net of block drafters (DFlash, DSpark): layers of Qwen3's kind whose queries are the tokens
+of a block only.
 
     context   features of the committed tokens  --fc, hidden_norm-->  keys and values of every layer, computed once
     block     embeddings of [root, mask, mask, ...]  -->  layers  -->  norm  -->  hidden of each slot
 
-The queries of a block attend to the whole context and to all slots of their own block, later ones too. The context has no queries: its
-keys and values depend on the target's features alone. This module knows no tree, no target and no loss.
+The queries of a block attend to the whole context and to all slots of their own block, later ones
+too. The context has no queries: its keys and values depend on the target's features alone. This
+module knows no tree, no target and no loss.
 
-Letters: R rows, A blocks, n slots of a block, T tokens, N packed tokens, M slots of all blocks, K key-value heads, W slots of the cache,
-D hidden, h head size, F features.
+Letters: R rows, A blocks, n slots of a block, T tokens, N packed tokens, M slots of all blocks, K
+key-value heads, W slots of the cache, D hidden, h head size, F features.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class KeyValueStore(Protocol):
     """The keys and values of one layer in a cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor) -> Keys:
-        """Store keys and values [R, K, T, h] in the slots of this forward; returns those of all slots [R, K, W, h]."""
+        """Store keys and values [R, K, T, h] in the slots of this forward; returns those of all
+        slots [R, K, W, h]."""
         ...
 
 
@@ -75,7 +78,8 @@ class BlockAttention(Attention):
         return self.k_norm(k).to(k.dtype), v
 
     def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
-        """Attention of the blocks to the slots that the mask shows, after their own keys and values are stored."""
+        """Attention of the blocks to the slots that the mask shows, after their own keys and values
+        are stored."""
         k_RnKh, v_RnKh = self.keys(x_RnD, position_Rn)
         k_RKWh, v_RKWh = store.update(k_RnKh.transpose(1, 2), v_RnKh.transpose(1, 2))
         out_RHnh = grouped_attention(self.query(x_RnD, position_Rn).transpose(1, 2), k_RKWh, v_RKWh, mask_R1nW)
@@ -109,7 +113,8 @@ class MarkovHead(nn.Module):
 
 
 class BlockNet(nn.Module):
-    """fc and hidden_norm over the features, layers over context and block, norm; with DSpark's heads as `extras` says."""
+    """fc and hidden_norm over the features, layers over context and block, norm; with DSpark's
+    heads as `extras` says."""
 
     def __init__(self, shape: LayerShape, layers: int, features: int, vocab_size: int, extras: Extras) -> None:
         """features: F, the width of the features of all fused layers of the target."""
@@ -140,7 +145,9 @@ class BlockNet(nn.Module):
             k_RTKh, v_RTKh = layer.attention.keys(context_RTD, position_RT)
             store.update(k_RTKh.transpose(1, 2), v_RTKh.transpose(1, 2))
 
-    def forward(self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], mask_R1nW: Tensor) -> Tensor:
+    def forward(
+        self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], mask_R1nW: Tensor
+    ) -> Tensor:
         """Embeddings of the blocks -> the normed hidden of their slots [R, n, D]."""
         for layer, store in zip(self.blocks, stores, strict=True):
             attended_RnD = layer.attention.attend_cached(layer.input_norm(hidden_RnD), position_Rn, store, mask_R1nW)
@@ -152,7 +159,8 @@ class BlockNet(nn.Module):
 
         Args:
             hidden_AnD: embeddings of the blocks.
-            anchor_A: int64, ascending; none is the first token of its document. A block sees the tokens before its anchor.
+            anchor_A: int64, ascending; none is the first token of its document. A block sees the
+                tokens before its anchor.
         """
         (A, n, _), device = hidden_AnD.shape, features_NF.device
         position_N, context_ND = documents.position_N(device), self.context(features_NF)
@@ -169,7 +177,8 @@ class BlockNet(nn.Module):
         return self.norm(hidden_MD).unflatten(0, (A, n))  # type: ignore[no-any-return]
 
     def accepted(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logit [...] of the expected rate of acceptance, from the hidden of a slot and the token before the one that it predicts."""
+        """Logit [...] of the expected rate of acceptance, from the hidden of a slot and the token
+        before the one that it predicts."""
         assert self.confidence is not None
         if self.extras.confidence == "hidden+markov":
             assert self.markov is not None

@@ -5,7 +5,8 @@
               each level, and the tree grows from them without a further pass
     commit    the features of the accepted path become pending; keys and values of the block are overwritten by the next ones
 
-Letters: B rows, R rows of a forward, P nodes on the longest path, n slots of a block, T tokens, D hidden, F features, W slots of the cache.
+Letters: B rows, R rows of a forward, P nodes on the longest path, n slots of a block, T tokens, D
+hidden, F features, W slots of the cache.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class DraftingMethod(Protocol):
 
 
 class BlockSession(DraftSession):
-    """The draft's keys and values of B rows, and the features of the tokens accepted last, which it has not read yet.
+    """The draft's keys and values of B rows, and the features of the tokens accepted last, which it
+    has not read yet.
 
     Slot t of a row holds token t. `length_B` + `pending_B` is the root's position.
     """
@@ -69,7 +71,8 @@ class BlockSession(DraftSession):
         self.state = {name: tuple(getattr(self, name).shape) for name in ("length_B", "pending_B", "pending_BPF")}
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:  # behind a path that another drafted, deeper than this tree
+        # behind a path that another drafted, deeper than this tree
+        if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:
             return None
         block = max(self.drafter.plan.block, self.state["pending_BPF"][1])
         self.cache.reserve(cycle_input.max_position + max(MARGIN, block))
@@ -126,10 +129,12 @@ class BlockSession(DraftSession):
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         path_BP, features_BNF = verdict.path_BP.clamp(min=0), output.features_BNF
         self.pending_BPF = features_BNF.gather(1, path_BP[..., None].expand(-1, -1, features_BNF.shape[-1]))
-        self.pending_B = torch.where(self.active_B, verdict.length_B, 0)  # a row that is not active has ended, or is being read
+        # a row that is not active has ended, or is being read
+        self.pending_B = torch.where(self.active_B, verdict.length_B, 0)
 
     def _read_pending(self, cycle_input: CycleInput) -> None:
-        """Store the pending tokens. They are padded to the longest path, so that shapes do not depend on values."""
+        """Store the pending tokens. They are padded to the longest path, so that shapes do not
+        depend on values."""
         P = self.pending_BPF.shape[1]
         slot_BP = self.length_B[:, None] + torch.arange(P, device=self.length_B.device)
         self._remember(range(self.rows), self.pending_BPF, slot_BP, cycle_input.max_position + P)

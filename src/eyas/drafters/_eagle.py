@@ -8,10 +8,11 @@ Pair t is (feature of token t, token t+1). With it the net predicts token t+2.
               the root. Then the tree is grown: at its nodes the net reads its own output in place of features
     commit    features and tokens of the accepted path become pending; the keys and values of tree nodes are overwritten later
 
-With a window (SEAGLE) the cache keeps the first `sink` and the last `size` pairs, rotated by their index in the cache.
+With a window (SEAGLE) the cache keeps the first `sink` and the last `size` pairs, rotated by their
+index in the cache.
 
-Letters: B rows, R rows of a forward, P nodes on the longest path, Q nodes of a level, N pairs, T tokens or slots, D hidden, F feature
-width.
+Letters: B rows, R rows of a forward, P nodes on the longest path, Q nodes of a level, N pairs, T
+tokens or slots, D hidden, F feature width.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ class Window:
 
 
 class EagleNet(Protocol):
-    """The interface of EAGLE nets. In the tree each step reads the `hidden` of the step before: EAGLE-1's predicted feature, EAGLE-3's
-    hidden state."""
+    """The interface of EAGLE nets. In the tree each step reads the `hidden` of the step before:
+    EAGLE-1's predicted feature, EAGLE-3's hidden state."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [..., F] -> hidden [..., D]."""
         ...
 
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
-        """Store the keys and values of pairs in the cache, without computing an output. The cache's mask shows each pair itself and those
-        before it."""
+        """Store the keys and values of pairs in the cache, without computing an output. The cache's
+        mask shows each pair itself and those before it."""
         ...
 
     def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
@@ -120,7 +121,8 @@ class EagleMethod(Drafter):
 
     @cached_property
     def grower(self) -> TreeGrower | None:
-        """Grows a whole dynamic tree in one call; None if the target's runner cannot, as with nets of several layers."""
+        """Grows a whole dynamic tree in one call; None if the target's runner cannot, as with nets
+        of several layers."""
         if self.layers > 1:
             return None
         grower = self.target.run.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
@@ -128,8 +130,9 @@ class EagleMethod(Drafter):
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
-        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner compiles nothing, if
-        kernels compute the layer, or if there are several layers."""
+        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if
+        the runner compiles nothing, if kernels compute the layer, or if there are several
+        layers."""
         backend = self.target.run.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
         return (
@@ -143,7 +146,8 @@ class EagleMethod(Drafter):
 
     @classmethod
     def check_window(cls, window: Window, trained: int | None = None) -> None:
-        """OptionError for window options that have no effect, because neither `window.size` nor the method nor the head gives a window.
+        """OptionError for window options that have no effect, because neither `window.size` nor the
+        method nor the head gives a window.
 
         Args:
             trained: size of the window with which the head was trained.
@@ -153,8 +157,14 @@ class EagleMethod(Drafter):
         idle = ["window.sink"] if window.sink != default.sink and (trained or not has_window) else []
         idle += ["window.crop"] if window.crop != default.crop and not has_window else []
         if window.size is None and idle:
-            why = f"this head was trained with a window of {trained}, without sinks" if trained else "this draft sees everything"
-            raise OptionError(f"{' and '.join(idle)}: {why}; give --window.size too, or leave {'them' if idle[1:] else 'it'} out")
+            why = (
+                f"this head was trained with a window of {trained}, without sinks"
+                if trained
+                else "this draft sees everything"
+            )
+            raise OptionError(
+                f"{' and '.join(idle)}: {why}; give --window.size too, or leave {'them' if idle[1:] else 'it'} out"
+            )
 
     def window(self) -> tuple[int, int] | None:
         """(sink, size) of the draft's window, or None without a window."""
@@ -179,7 +189,11 @@ class EagleMethod(Drafter):
 
     def describe(self) -> dict[str, Any]:
         window = self.window()
-        return {} if window is None else {"window": {"sink": window[0], "size": window[1], "crop": self.options.window.crop}}
+        return (
+            {}
+            if window is None
+            else {"window": {"sink": window[0], "size": window[1], "crop": self.options.window.crop}}
+        )
 
 
 class DynamicEagle(EagleMethod):
@@ -208,8 +222,8 @@ class DynamicEagle(EagleMethod):
 class EagleSession(DraftSession):
     """The draft's cache of B rows, and the pending pairs. Without a window, slot t of a row holds pair t.
 
-    Pending are the committed tokens, with their features, whose pairs the net has not read yet. The second token of the newest pending
-    pair is the root of the next cycle.
+    Pending are the committed tokens, with their features, whose pairs the net has not read yet. The
+    second token of the newest pending pair is the root of the next cycle.
     """
 
     def __init__(self, drafter: EagleMethod, rows: int) -> None:
@@ -219,12 +233,16 @@ class EagleSession(DraftSession):
         self.window = drafter.window()
         self.crop = drafter.options.window.crop
         self.net: EagleNet = drafter.decoding_net
-        self.cache = WindowCache(shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window, drafter.layers)
+        self.cache = WindowCache(
+            shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window, drafter.layers
+        )
         self.frequency_h = rope_frequencies(shape, target.device)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
-        self.pairs_B = torch.zeros_like(self.length_B)  # pairs before the next one to read, including those that the window has lost
+        # pairs before the next one to read, including those that the window has lost
+        self.pairs_B = torch.zeros_like(self.length_B)
         self.bound = [0] * rows  # with a window: upper bound of `length_B`, known to the host
-        self.skipped: list[tuple[int, int]] = [(0, 0)] * rows  # pairs [begin, end) of the prompt that are not read because of the window
+        # pairs [begin, end) of the prompt that are not read because of the window
+        self.skipped: list[tuple[int, int]] = [(0, 0)] * rows
         width = target.hidden_size * len(drafter.feature_layers)
         self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
         self.pending_tokens_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
@@ -234,16 +252,20 @@ class EagleSession(DraftSession):
         self.state = {name: tuple(getattr(self, name).shape) for name in names}
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        if self.drafter.samples_children and not cycle_input.noise.all_greedy:  # verification of drawn children reads values on the host
+        # verification of drawn children reads values on the host
+        if self.drafter.samples_children and not cycle_input.noise.all_greedy:
             return None
-        if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:  # behind a path that another drafted, deeper than this tree
+        # behind a path that another drafted, deeper than this tree
+        if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:
             return None
         max_tree, length = self.drafter.max_tree, cycle_input.max_position
         if self.window:
-            if max(self.bound) > sum(self.window):  # a prompt that was read without cropping fills more slots than a window has
+            # a prompt that was read without cropping fills more slots than a window has
+            if max(self.bound) > sum(self.window):
                 return None
             length = min(length, sum(self.window))
-            self.bound = [length] * self.rows  # a recording serves all rows: either it trims every row in each cycle, or none
+            # a recording serves all rows: either it trims every row in each cycle, or none
+            self.bound = [length] * self.rows
         tree_slots = self.drafter.longest_path + (max_tree.depth * max_tree.branch if max_tree else 0)
         self.cache.reserve(length + max(MARGIN, tree_slots))
         return Capturable(self, self.state, self.cache.addresses, self.cache.stores if self.window else ())
@@ -251,7 +273,8 @@ class EagleSession(DraftSession):
     # --- rows come and go
 
     def keep(self, row: int, length: int) -> int:
-        """Keep the first `length` - 1 pairs, as pair t needs token t+1; no pair if the window has lost some of them."""
+        """Keep the first `length` - 1 pairs, as pair t needs token t+1; no pair if the window has
+        lost some of them."""
         slots, pairs = int(self.length_B[row]), int(self.pairs_B[row])
         kept = max(0, min(pairs, length - 1))
         kept_slots = slots - (pairs - kept)
@@ -262,7 +285,8 @@ class EagleSession(DraftSession):
         return kept
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as `keep` does."""
+        """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as
+        `keep` does."""
         slots = int(self.length_B[source])
         self.cache.reserve(slots)
         self.cache.copy(source, row, slots)
@@ -270,7 +294,8 @@ class EagleSession(DraftSession):
         return self.keep(row, length)
 
     def begin(self, row: int, kept: int, total: int) -> None:
-        """Decide which pairs of the prompt are read: all, or with a window that is too short for them, as the option `crop` says."""
+        """Decide which pairs of the prompt are read: all, or with a window that is too short for
+        them, as the option `crop` says."""
         self.end(row, kept)
         self.skipped[row] = (total, total)
         slots = int(self.length_B[row])
@@ -279,7 +304,9 @@ class EagleSession(DraftSession):
             full = sum(self.window)
             if self.crop != "none" and slots + total - kept > full:
                 half = full // 2
-                self.skipped[row] = (0, total - full) if self.crop == "last" else (kept + max(0, half - slots), total - half)
+                self.skipped[row] = (
+                    (0, total - full) if self.crop == "last" else (kept + max(0, half - slots), total - half)
+                )
         else:
             self.cache.reserve(slots + total - kept)  # once: growing copies what is there
 
@@ -294,7 +321,8 @@ class EagleSession(DraftSession):
         self.pending_BPF[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        """Store the keys and values of the pending pairs and of the chunk's. The chunk's last feature becomes pending."""
+        """Store the keys and values of the pending pairs and of the chunk's. The chunk's last
+        feature becomes pending."""
         pending = int(self.pending_B[row])
         first, ids_T, features_NF = position, tokens_T[1:], features_TF[:-1]
         if pending:
@@ -306,7 +334,9 @@ class EagleSession(DraftSession):
             slot_1T = self.length_B[row : row + 1, None] + torch.arange(T, device=ids_T.device)
             used = self.bound[row] if self.window else begin
             self.cache.at(range(row, row + 1), _always(slot_1T), used + T)
-            self.cache.see(self.length_B[row : row + 1], torch.ones(1, T, T, dtype=torch.bool, device=ids_T.device).tril())
+            self.cache.see(
+                self.length_B[row : row + 1], torch.ones(1, T, T, dtype=torch.bool, device=ids_T.device).tril()
+            )
             hidden, embeddings = self._inputs(ids_T[None, part], self.net.fuse(self._cast(features_NF[None, part])))
             self.net.remember(hidden, embeddings, slot_1T, self.cache)
             self.length_B[row] += T
@@ -340,10 +370,12 @@ class EagleSession(DraftSession):
             self.pending_B = verdict.length_B.clone()
             return
         self.pending_BPF[:, 0] = torch.where(self.active_B[:, None], self.pending_BPF[:, 0], waiting_BF)
-        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))  # more: its request has ended
+        # more: its request has ended
+        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def growth(self, cycle_input: CycleInput) -> Growth:
-        """The functions that grow the tree of this cycle. The nodes of the tree get the slots behind the committed ones, level by level."""
+        """The functions that grow the tree of this cycle. The nodes of the tree get the slots
+        behind the committed ones, level by level."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             B, Q, T = visible_BQT.shape
@@ -371,12 +403,14 @@ class EagleSession(DraftSession):
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
     def _newest(self, cycle_input: CycleInput) -> tuple[Tensor, Tensor]:
-        """The index [B, 1] of each row's newest pending pair, and the second tokens [B, P] of all pending pairs."""
+        """The index [B, 1] of each row's newest pending pair, and the second tokens [B, P] of all
+        pending pairs."""
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
         return last_B1, self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle_input.tokens_B[:, None])
 
     def _mark_pending_read(self, cycle_input: CycleInput) -> None:
-        """Commit the slots of the pending pairs, which have been read, and forget those that left the window."""
+        """Commit the slots of the pending pairs, which have been read, and forget those that left
+        the window."""
         P = self.pending_BPF.shape[1]
         self._mark_read(self.pending_B * cycle_input.active_B)
         if self.window:
@@ -398,11 +432,15 @@ class EagleSession(DraftSession):
         if not grower.fuses_features:
             features_BPF = self.net.fuse(features_BPF)
         width = cycle_input.max_position + P + tree.depth * tree.branch
-        draft = grower(features_BPF, self.pending_tokens_BP, count_B, cycle_input, tree, self.cache, self.length_B, width)
+        draft = grower(
+            features_BPF, self.pending_tokens_BP, count_B, cycle_input, tree, self.cache, self.length_B, width
+        )
         self._mark_read(count_B)
         return draft
 
-    def _read(self, ids_BN: Tensor, hidden_BND: Tensor, offset_BN: Tensor, visible_BNT: Tensor, slot_BN: Tensor, slots: int) -> Tensor:
+    def _read(
+        self, ids_BN: Tensor, hidden_BND: Tensor, offset_BN: Tensor, visible_BNT: Tensor, slot_BN: Tensor, slots: int
+    ) -> Tensor:
         """One forward of the net.
 
         Args:

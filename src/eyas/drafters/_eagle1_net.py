@@ -1,12 +1,13 @@
-"""The net of EAGLE-1 and EAGLE-2 (EAGLE-1, figure 7), and the nets of its ablation (figure 10), which differ in their input at slot t:
+"""The net of EAGLE-1 and EAGLE-2 (EAGLE-1, figure 7), and the nets of its ablation (figure 10),
+which differ in their input at slot t:
 
     shifted      [ embedding of token t+1 ; feature of token t ]     EAGLE: the feature, and the token that was sampled after it
     unshifted    [ embedding of token t   ; feature of token t ]     does not know token t+1, so all siblings get the same children
     feature      feature of token t                                  does not know token t+1 either
     token        embedding of token t+1                              a language model of one layer
 
-All of them predict the feature of token t+1. `fc` projects two concatenated inputs to one width; nothing else differs.
-This module knows no tree, no target and no loss.
+All of them predict the feature of token t+1. `fc` projects two concatenated inputs to one width;
+nothing else differs. This module knows no tree, no target and no loss.
 Letters: R rows, N nodes or packed tokens, M of them that count, D hidden (unshifted: see `Net`).
 """
 
@@ -23,9 +24,11 @@ INPUTS = ("shifted", "unshifted", "feature", "token")
 
 
 class Net(nn.Module):
-    """fc over the inputs, then one decoder layer. In the tree a step reads the hidden of the step before: its predicted feature.
+    """fc over the inputs, then one decoder layer. In the tree a step reads the hidden of the step
+    before: its predicted feature.
 
-    The unshifted net reads the token's own embedding too, so its hidden is [embedding ; predicted feature], of width 2D.
+    The unshifted net reads the token's own embedding too, so its hidden is [embedding ; predicted
+    feature], of width 2D.
     """
 
     def __init__(self, shape: LayerShape, fc_bias: bool = True, inputs: str = "shifted") -> None:
@@ -40,7 +43,9 @@ class Net(nn.Module):
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         """The input of the decoder layer [..., D]. `embeddings` are those of tokens t+1."""
-        read = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}[self.inputs]
+        read = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}[
+            self.inputs
+        ]
         joined: Tensor = self.fc(torch.cat(read, dim=-1))
         return joined
 
@@ -58,4 +63,6 @@ class Net(nn.Module):
         x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
         attention, x_MD = self.layer.attention, x_ND[rows_M]
         keys = attention.keys(x_ND, position_N)
-        return self.layer.finish(x_MD, attention.attend_packed(x_MD, position_N[rows_M], documents.query_rows(rows_M), keys))
+        return self.layer.finish(
+            x_MD, attention.attend_packed(x_MD, position_N[rows_M], documents.query_rows(rows_M), keys)
+        )

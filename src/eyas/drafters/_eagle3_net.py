@@ -1,6 +1,8 @@
-"""The net of EAGLE-3 (section 3, figure 5): its forward for decoding, and the steps of the training-time test.
+"""The net of EAGLE-3 (section 3, figure 5): its forward for decoding, and the steps of the
+training-time test.
 
-This module knows no tree, no target and no loss. Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, F features.
+This module knows no tree, no target and no loss. Letters: R rows, N nodes or packed tokens, M of
+them that count, D hidden, F features.
 """
 
 from __future__ import annotations
@@ -58,14 +60,19 @@ class LayeredCache(DraftCache, Protocol):
 
 
 class Net(nn.Module):
-    """fc over the fused features, a layer over [embedding, hidden], further layers, norm and head (EAGLE-3, figure 5)."""
+    """fc over the fused features, a layer over [embedding, hidden], further layers, norm and head
+    (EAGLE-3, figure 5)."""
 
     def __init__(self, shape: LayerShape, plan: Architecture) -> None:
         super().__init__()
         D, F = shape.hidden_size, plan.feature_size * plan.num_features
         self.plan = plan
         self.fc = nn.Linear(F, D, bias=plan.fc_bias)
-        self.fc_norm = nn.ModuleList(RMSNorm(plan.feature_size, shape.rms_eps) for _ in range(plan.num_features)) if plan.fc_norm else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(plan.feature_size, shape.rms_eps) for _ in range(plan.num_features))
+            if plan.fc_norm
+            else None
+        )
         self.input_norm = RMSNorm(F, shape.rms_eps) if plan.norm_before_fc else None
         self.layer = Layer(shape)
         self.later = nn.ModuleList(LaterLayer(shape) for _ in range(plan.layers - 1))
@@ -103,7 +110,8 @@ class Net(nn.Module):
     def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> None:
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
         last: DecoderLayer = self.layer
-        for number, layer in enumerate(self.later_layers):  # every layer but the last is computed; of the last, keys and values are enough
+        # every layer but the last is computed; of the last, keys and values are enough
+        for number, layer in enumerate(self.later_layers):
             residual_RND = last.decode(x_RND, residual_RND, position_RN, cache.layer(number))
             last, x_RND = layer, layer.input_norm(residual_RND)
         last.attention.store(x_RND, position_RN, cache.layer(len(self.later)))
@@ -125,11 +133,14 @@ class Net(nn.Module):
         Args:
             embed: index of a packed token [M] -> its embedding [M, D].
             rows_M: int64, ascending; the other slots give keys and values only.
-            gradient_checkpointing: keep only inputs, keys and values of a step; recompute the rest in the backward pass.
+            gradient_checkpointing: keep only inputs, keys and values of a step; recompute the rest
+                in the backward pass.
         """
         N, device = len(features_NF), features_NF.device
         passes = PackedPasses(self, rows_M, documents, device, gradient_checkpointing)
-        hidden_MD = passes.first(*self.join(self.fuse(features_NF), embed((torch.arange(N, device=device) + 1).clamp(max=N - 1))))
+        hidden_MD = passes.first(
+            *self.join(self.fuse(features_NF), embed((torch.arange(N, device=device) + 1).clamp(max=N - 1)))
+        )
         hidden = [self.handed_on(hidden_MD)]  # of steps 0, 1, ...
         for i in range(1, steps):
             x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
@@ -138,11 +149,13 @@ class Net(nn.Module):
 
 
 class ParallelNet(Net):
-    """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE, arXiv 2602.01469)."""
+    """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE,
+    arXiv 2602.01469)."""
 
     def __init__(self, shape: LayerShape, plan: Architecture) -> None:
         super().__init__(shape, plan)
-        self.mask_hidden = nn.Parameter(torch.randn(plan.feature_size * plan.num_features))  # in place of the target's features
+        # in place of the target's features
+        self.mask_hidden = nn.Parameter(torch.randn(plan.feature_size * plan.num_features))
 
     def in_parallel(
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], mask_D: Tensor, rows_M: Tensor, documents: Documents, steps: int,
@@ -167,13 +180,16 @@ class ParallelNet(Net):
 
 
 class PackedPasses:
-    """Passes of a net over packed documents, for training: the first over all slots, the next ones over the query rows M.
+    """Passes of a net over packed documents, for training: the first over all slots, the next ones
+    over the query rows M.
 
-    In pass i a row stands i positions behind its slot. It attends to the keys of the first pass up to its slot, and to those of passes
-    1..i at its own slot.
+    In pass i a row stands i positions behind its slot. It attends to the keys of the first pass up
+    to its slot, and to those of passes 1..i at its own slot.
     """
 
-    def __init__(self, net: Net, rows_M: Tensor, documents: Documents, device: torch.device, gradient_checkpointing: bool) -> None:
+    def __init__(
+        self, net: Net, rows_M: Tensor, documents: Documents, device: torch.device, gradient_checkpointing: bool
+    ) -> None:
         self.layers: list[DecoderLayer] = [net.layer, *net.later_layers]
         self.norms = [layer.input_norm for layer in net.later_layers]
         self.rows_M, self.documents, self.gradient_checkpointing = rows_M, documents, gradient_checkpointing
@@ -183,7 +199,8 @@ class PackedPasses:
         self.later: list[list[Keys]] = [[] for _ in self.layers]  # of the next passes, by layer
 
     def first(self, x_ND: Tensor, residual_ND: Tensor) -> Tensor:
-        """The hidden [M, D] at the query rows. Layers before the last are computed at all slots, as the next one makes keys of them."""
+        """The hidden [M, D] at the query rows. Layers before the last are computed at all slots, as
+        the next one makes keys of them."""
         for number, layer in enumerate(self.layers[:-1]):
             self.keys.append(layer.attention.keys(x_ND, self.position_N))
             every = self.documents.query_rows(torch.arange(len(x_ND), device=x_ND.device))
@@ -191,7 +208,9 @@ class PackedPasses:
             x_ND = self.norms[number](residual_ND)
         layer, rows_M = self.layers[-1], self.rows_M
         self.keys.append(layer.attention.keys(x_ND, self.position_N))
-        return self._computed(layer, x_ND[rows_M], residual_ND[rows_M], self.position_N[rows_M], self.queries, self.keys[-1], [])
+        return self._computed(
+            layer, x_ND[rows_M], residual_ND[rows_M], self.position_N[rows_M], self.queries, self.keys[-1], []
+        )
 
     def next(self, x_MD: Tensor, residual_MD: Tensor) -> Tensor:
         """The hidden [M, D] after one more pass."""
@@ -204,7 +223,14 @@ class PackedPasses:
         return residual_MD
 
     def _computed(
-        self, layer: DecoderLayer, x_MD: Tensor, residual_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: Keys, later: list[Keys]
+        self,
+        layer: DecoderLayer,
+        x_MD: Tensor,
+        residual_MD: Tensor,
+        position_M: Tensor,
+        queries: QueryRows,
+        keys: Keys,
+        later: list[Keys],
     ) -> Tensor:
         """The layer's output [M, D]."""
 

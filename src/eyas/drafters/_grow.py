@@ -1,20 +1,22 @@
-"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and trees of a fixed shape (`grow_static`).
+"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and trees of a fixed
+shape (`grow_static`).
 
-Both work on a `Growth`: functions of the draft net for one cycle. `read` lets the net read the newly
-committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes of a level attend
-to the committed slots, and among the slots of the tree to their ancestors and themselves (`visible`).
+Both work on a `Growth`: functions of the draft net for one cycle. `read` lets the net read the
+newly committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes of a
+level attend to the committed slots, and among the slots of the tree to their ancestors and
+themselves (`visible`).
 
-**Coupled noise.** The target draws argmax(log p + g). The Gumbel noise g is a function of seed, position and
-token, so it is known before the target runs (`core.sampling`). The draft therefore ranks children by
-log q + g, with q processed by the row's own Sampling like p: it guesses the token that the target will draw
-with this seed (drafter-invariant coupling: Daliri, Musco, Suresh 2024; here with K children). Greedy rows
-are the case g = 0.
+**Coupled noise.** The target draws argmax(log p + g). The Gumbel noise g is a function of seed,
+position and token, so it is known before the target runs (`core.sampling`). The draft therefore
+ranks children by log q + g, with q processed by the row's own Sampling like p: it guesses the token
+that the target will draw with this seed (drafter-invariant coupling: Daliri, Musco, Suresh 2024;
+here with K children). Greedy rows are the case g = 0.
 
-**Confidence temperature.** Greedily, or with known noise, the target's token is determined, not random: the
-draft is uncertain about it only because log q differs from log p. A child's confidence is
-softmax((log q + g) / confidence_temperature), which is exact if these differences are Gumbel variables of
-that scale. The paper's confidence is q itself: temperature 1 without noise, the probability of a token that is
-sampled with unknown noise.
+**Confidence temperature.** Greedily, or with known noise, the target's token is determined, not
+random: the draft is uncertain about it only because log q differs from log p. A child's confidence
+is softmax((log q + g) / confidence_temperature), which is exact if these differences are Gumbel
+variables of that scale. The paper's confidence is q itself: temperature 1 without noise, the
+probability of a token that is sampled with unknown noise.
 
 Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted
 nodes, N nodes of the final tree, M those without the root, D hidden, V vocabulary of the target, v of the
@@ -51,7 +53,8 @@ EXPANSIONS = ("value", "confidence")
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Options of EAGLE-2's tree: expand the nodes of the highest values, then keep the best of all drafted nodes (rerank)."""
+    """Options of EAGLE-2's tree: expand the nodes of the highest values, then keep the best of all
+    drafted nodes (rerank)."""
 
     nodes: int = 60
     """Verified per cycle, the root included."""
@@ -86,7 +89,9 @@ class DynamicTree:
         if self.sharpness is not None:
             self._take_sharpness(self.sharpness)
         if not _is_number(self.confidence_temperature) or not 0.001 <= self.confidence_temperature < math.inf:
-            raise OptionError(f"tree.confidence_temperature must be a number, 0.001 or more, got {self.confidence_temperature!r}")
+            raise OptionError(
+                f"tree.confidence_temperature must be a number, 0.001 or more, got {self.confidence_temperature!r}"
+            )
 
     def _take_sharpness(self, sharpness: float) -> None:
         if not _is_number(sharpness) or not 0 < sharpness <= 1000:
@@ -119,12 +124,16 @@ def _is_number(value: object) -> bool:
 class Growth:
     """A draft net in one cycle, as the functions that growing a tree needs."""
 
-    read: Callable[[], Tensor]  # reads the newly committed tokens; returns the net's output [B, D] at the newest one, which predicts
+    # reads the newly committed tokens; returns the net's output [B, D] at the newest one, which
+    # predicts
+    read: Callable[[], Tensor]
     # the tokens after the root
     head: Callable[[Tensor], Tensor]  # hidden [..., D] -> logits [..., V or v]
-    expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (tokens_BQ, hidden_BQD of their parents, visible_BQT, level) -> hidden_BQD
+    # (tokens_BQ, hidden_BQD of their parents, visible_BQT, level) -> hidden_BQD
+    expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
-    at_once: Callable[[DynamicTree], Draft | None] | None = None  # grows a whole dynamic tree in one call; it returns None if it cannot
+    # grows a whole dynamic tree in one call; it returns None if it cannot
+    at_once: Callable[[DynamicTree], Draft | None] | None = None
 
     @cached_property
     def hidden_BD(self) -> Tensor:
@@ -136,7 +145,8 @@ class Growth:
         return tokens if self.draft_ids_v is None else self.draft_ids_v[tokens]
 
     def noise(self, cycle_input: CycleInput, level: int, vocab: int) -> Tensor:
-        """float32 [B, 1, v]: the noise with which the target draws the tokens of the next level; zero in greedy rows."""
+        """float32 [B, 1, v]: the noise with which the target draws the tokens of the next level;
+        zero in greedy rows."""
         tokens = vocab if self.draft_ids_v is None else self.draft_ids_v
         return cycle_input.noise.gumbel(cycle_input.position_B[:, None] + level + 1, tokens)
 
@@ -149,7 +159,8 @@ class Growth:
 
 
 def _log_q(logits: Tensor) -> Tensor:
-    """Log softmax in float32. At most 0, so that no child has a higher value than its parent; NaN becomes -inf."""
+    """Log softmax in float32. At most 0, so that no child has a higher value than its parent; NaN
+    becomes -inf."""
     return logits.float().log_softmax(-1).nan_to_num(nan=-math.inf, neginf=-math.inf).clamp(max=0.0)
 
 
@@ -163,11 +174,13 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
-    """EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all drafted nodes.
+    """EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all
+    drafted nodes.
 
-    A node's value is the product of the confidences along its path. At every level the `branch` best new nodes get `branch` children
-    each; at the end the `nodes - 1` best of all nodes are kept. Ties go to the shallower node, then to the one drafted earlier.
-    `cycle_input.tree_shape` may ask for a smaller tree than the options.
+    A node's value is the product of the confidences along its path. At every level the `branch`
+    best new nodes get `branch` children each; at the end the `nodes - 1` best of all nodes are
+    kept. Ties go to the shallower node, then to the one drafted earlier. `cycle_input.tree_shape`
+    may ask for a smaller tree than the options.
     """
     if cycle_input.tree_shape is not None:
         tree = replace(tree, **cycle_input.tree_shape.within(tree.shape)._asdict())
@@ -180,7 +193,8 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
     value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
-    # all drafted nodes, in the order of drafting: token, log q, value, and index of the parent in this order (-1: the root)
+    # all drafted nodes, in the order of drafting: token, log q, value, and index of the parent in
+    # this order (-1: the root)
     drafted = [(growth.ids(children.index[:, 0]), children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))]
     expanded = [pick_BK]  # indices of the expanded nodes, level by level
     begin = 0  # index of the first node of the last level
@@ -238,18 +252,26 @@ def _best_children(
     coupled = tree.noise == "coupled"
     log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv)
     noisy = coupled and not cycle_input.noise.all_greedy
-    key_BQv = log_q_BQv + growth.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv  # ranks the children
+    # ranks the children
+    key_BQv = log_q_BQv + growth.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv
     index_BQK = key_BQv.topk(count).indices
     log_q_BQK = log_q_BQv.gather(-1, index_BQK)
     if not noisy and tree.confidence_temperature == 1:
         return _Children(index_BQK, log_q_BQK, log_q_BQK)
     chance_BQK = _log_q(key_BQv / tree.confidence_temperature).gather(-1, index_BQK)
-    determined_B11 = cycle_input.noise.greedy_B[:, None, None] | coupled  # rows whose next token is determined: greedy, or known noise
+    # rows whose next token is determined: greedy, or known noise
+    determined_B11 = cycle_input.noise.greedy_B[:, None, None] | coupled
     return _Children(index_BQK, log_q_BQK, torch.where(determined_B11, chance_BQK, log_q_BQK))
 
 
 def _kept(
-    cycle_input: CycleInput, depth: int, keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parent_BX: Tensor
+    cycle_input: CycleInput,
+    depth: int,
+    keep_BM: Tensor,
+    tokens_BX: Tensor,
+    log_q_BX: Tensor,
+    value_BX: Tensor,
+    parent_BX: Tensor,
 ) -> Draft:
     """The tree of the drafted nodes with indices `keep_BM`.
 
@@ -276,7 +298,8 @@ def _kept(
 
 @dataclass(frozen=True)
 class _Level:
-    """One step of growing a static tree: the nodes of a level that have children (inner nodes), and these children."""
+    """One step of growing a static tree: the nodes of a level that have children (inner nodes), and
+    these children."""
 
     inner_Q: Tensor  # node numbers of the inner nodes
     parent_Q: Tensor  # node numbers of their parents
@@ -322,19 +345,25 @@ class _Static:
         return cls(tree, levels)
 
 
-def grow_static(growth: Growth, cycle_input: CycleInput, choices: Choices, noise: str = "sampled", block: bool = False) -> Draft:
-    """EAGLE-1's tree of a fixed shape. In greedy rows the children of a node are the tokens of the highest q.
+def grow_static(
+    growth: Growth, cycle_input: CycleInput, choices: Choices, noise: str = "sampled", block: bool = False
+) -> Draft:
+    """EAGLE-1's tree of a fixed shape. In greedy rows the children of a node are the tokens of the
+    highest q.
 
     In rows that sample, `noise` decides:
 
-    sampled: the children are drawn from q without replacement, as the tokens with the largest log q + Gumbel noise of the draft's own
+    sampled: the children are drawn from q without replacement, as the tokens with the largest log q
+    + Gumbel noise of the draft's own
         stream (Kool, van Hoof, Welling 2019). Siblings stay in draw order, and the draft has q_BNV;
-    coupled: the children are chosen, as the tokens with the largest log q + the noise with which the target draws.
+    coupled: the children are chosen, as the tokens with the largest log q + the noise with which
+    the target draws.
 
     q is processed by the row's own Sampling like p. A node of probability 0 in q is no candidate.
 
     Args:
-        block: the tree is a chain; if its tokens are drawn, they are to be verified by block verification (`core.verify`).
+        block: the tree is a chain; if its tokens are drawn, they are to be verified by block
+            verification (`core.verify`).
     """
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     plan = _Static.of(choices, device)
@@ -351,8 +380,12 @@ def grow_static(growth: Growth, cycle_input: CycleInput, choices: Choices, noise
         inner_Q = level.inner_Q
         if number:
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
-            hidden_BND[:, inner_Q] = growth.expand(tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1)
-        adjustments = None if cycle_input.adjustments is None else cycle_input.adjustments.at(shape, tokens_BN)[:, inner_Q]
+            hidden_BND[:, inner_Q] = growth.expand(
+                tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1
+            )
+        adjustments = (
+            None if cycle_input.adjustments is None else cycle_input.adjustments.at(shape, tokens_BN)[:, inner_Q]
+        )
         so_far = SoFar(shape.parents_BN, tokens_BN, inner_Q)
         logits_BQV = only_allowed(growth.head(hidden_BND[:, inner_Q]), cycle_input, so_far, growth.draft_ids_v)
         scores_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
@@ -360,7 +393,8 @@ def grow_static(growth: Growth, cycle_input: CycleInput, choices: Choices, noise
         if coupled:
             key_BQV = scores_BQV + growth.noise(cycle_input, number, scores_BQV.shape[-1])
         elif sampled:
-            q_BQV = probs(scores_BQV, greedy=False)  # draws use log of this rounded q, because verification divides by it
+            # draws use log of this rounded q, because verification divides by it
+            q_BQV = probs(scores_BQV, greedy=False)
             place_BQ = cycle_input.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
             key_BQV = torch.where(cycle_input.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
             key_BQV = key_BQV + cycle_input.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)

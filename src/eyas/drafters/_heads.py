@@ -1,5 +1,5 @@
-"""Shared by methods with one head per token ahead (Medusa, Hydra): fixed trees by rank, a session with one feature a row, the loss of all
-heads. Their children are chosen, not sampled.
+"""Shared by methods with one head per token ahead (Medusa, Hydra): fixed trees by rank, a session
+with one feature a row, the loss of all heads. Their children are chosen, not sampled.
 
 Letters: B rows, N nodes (M without the root), Q nodes of a level, W ranks, D hidden, V vocabulary; in
 training N tokens, M that count.
@@ -50,7 +50,8 @@ class HeadCount:
 
 
 class RankTree:
-    """A fixed tree as tensors: for every node below the root its level and its rank among its parent's children."""
+    """A fixed tree as tensors: for every node below the root its level and its rank among its
+    parent's children."""
 
     def __init__(self, choices: Choices, device: torch.device) -> None:
         number = {(): 0} | {path: n for n, path in enumerate(choices, start=1)}
@@ -58,10 +59,12 @@ class RankTree:
         self.depth = max(map(len, choices))
         self.width = 1 + max(path[-1] for path in choices)
         self.parents_N = torch.tensor([-1, *(number[path[:-1]] for path in choices)], device=device)
-        self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)  # level * width + rank
+        # level * width + rank
+        self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)
 
     def draft(self, cycle_input: CycleInput, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
-        """The tree below the roots with these tokens, which must differ among siblings, and their log q."""
+        """The tree below the roots with these tokens, which must differ among siblings, and their
+        log q."""
         tree = Tree.build(self.parents_N.expand(len(cycle_input.tokens_B), -1), self.depth)
         tokens_BN = torch.cat([cycle_input.tokens_B[:, None], tokens_BM], dim=1)
         return Draft(tree, tokens_BN, F.pad(score_BM, (1, 0)))
@@ -94,14 +97,23 @@ class HeadsTree:
             return {**self.dynamic.describe(), "heads": self.heads}
         assert self.fixed is not None
         nodes = 1 + len(self.fixed.choices)
-        return {"kind": "static", "choices": self.options.choices, "nodes": nodes, "depth": self.depth, "heads": self.heads}
+        return {
+            "kind": "static",
+            "choices": self.options.choices,
+            "nodes": nodes,
+            "depth": self.depth,
+            "heads": self.heads,
+        }
 
 
-def best_children(logits_BQV: Tensor, cycle_input: CycleInput, noise: str, level_Q: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_children(
+    logits_BQV: Tensor, cycle_input: CycleInput, noise: str, level_Q: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """The best children of Q nodes, best first, [B, Q, count]: their tokens, which differ, and log q.
 
-    With coupled noise they are ranked by log q + the noise that the target adds at their positions, and q is
-    processed by the row's own Sampling like p, with the row's tokens up to the root as its history.
+    With coupled noise they are ranked by log q + the noise that the target adds at their positions,
+    and q is processed by the row's own Sampling like p, with the row's tokens up to the root as its
+    history.
 
     Args:
         level_Q: depth of each node.
@@ -170,14 +182,18 @@ def heads_loss(
     target: Target, batch: Batch, heads: int, read: Callable[[int, Tensor], tuple[Tensor, Tensor]], decay: float,
     objective: str,
 ) -> Loss:  # fmt: skip
-    """Cross-entropy of head k at token t, which predicts token t+2+k and counts when that token does; times decay^k, summed.
+    """Cross-entropy of head k at token t, which predicts token t+2+k and counts when that token
+    does; times decay^k, summed.
 
-    The count of the loss is the first head's; of further heads a few tokens less count, at the ends of documents.
+    The count of the loss is the first head's; of further heads a few tokens less count, at the ends
+    of documents.
 
     Args:
         batch: with the target's final features.
-        read: (k, rows_M) -> what head k's lm_head reads at these tokens, [M, D], and that lm_head, [V, D].
-        objective: tokens: learn the tokens of the data; distribution: learn the target's distribution after the tokens before them.
+        read: (k, rows_M) -> what head k's lm_head reads at these tokens, [M, D], and that lm_head,
+            [V, D].
+        objective: tokens: learn the tokens of the data; distribution: learn the target's
+            distribution after the tokens before them.
     """
     tokens_N, N, device = batch.tokens_N, len(batch.tokens_N), batch.tokens_N.device
     order_N, end_N = torch.arange(N, device=device), batch.documents.end_N(device)
@@ -210,10 +226,13 @@ def heads_loss(
 
 
 def lm_head_like(target: Target, otherwise: Tensor | None = None) -> Tensor:
-    """[V, D]: a head like the target's, except for a softcap. Where the target's is no plain matrix: `otherwise`, or an OptionError."""
+    """[V, D]: a head like the target's, except for a softcap. Where the target's is no plain
+    matrix: `otherwise`, or an OptionError."""
     weight: Tensor | None = getattr(target.family.head, "weight", None)
     if weight is not None and weight.shape == (target.vocab_size, target.hidden_size):
         return weight.detach().to(target.device) * target.family.logit_scale
     if otherwise is None:
-        raise OptionError("the target's head is no plain matrix, so heads cannot be trained through it: give --head.output own")
+        raise OptionError(
+            "the target's head is no plain matrix, so heads cannot be trained through it: give --head.output own"
+        )
     return otherwise

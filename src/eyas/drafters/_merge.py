@@ -1,11 +1,13 @@
-"""Two methods in one cycle: both draft, their trees are merged and verified once, and both learn what was accepted.
+"""Two methods in one cycle: both draft, their trees are merged and verified once, and both learn
+what was accepted.
 
     eagle2   0 --- 1:a --- 2:b             verified   0 --- 1:a --- 2:b --- 6:d      as suffix   0 --- 1:a --- 2:b --- 3:d
              |---- 3:c                                |---- 3:c                      sees it     |---- 6:c
     suffix   0 --- 1:a --- 2:b --- 3:d                (4, 5: padding)                            (4, 5: padding)
 
-Each session sees the cycle with its own nodes first, numbered as it numbered them. The other's nodes come
-behind, then those that neither has drafted (`core/row_drafts.py`), and the accepted path may end on any of them.
+Each session sees the cycle with its own nodes first, numbered as it numbered them. The other's
+nodes come behind, then those that neither has drafted (`core/row_drafts.py`), and the accepted path
+may end on any of them.
 
 This module knows no method. Letters: B rows, N nodes of the first tree, M of the second, F feature width,
 P path, T tokens.
@@ -30,7 +32,8 @@ __all__ = ["Merged"]
 
 
 class Merged(Drafter):
-    """Drafts with `first` and `second`. Children that either samples count as chosen: the ids are those of plain decoding."""
+    """Drafts with `first` and `second`. Children that either samples count as chosen: the ids are
+    those of plain decoding."""
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         super().__init__(first.target)
@@ -60,10 +63,12 @@ class Session(DraftSession):
         self.columns = [_columns(part.feature_layers, drafter.feature_layers) for part in drafter.parts]
         self.width = drafter.target.hidden_size
         self.drafts: tuple[Draft, Draft] | None = None
-        self.match_BM = torch.empty(0)  # the node of the first tree that stands for the same tokens as each of the second, or -1
+        # the node of the first tree that stands for the same tokens as each of the second, or -1
+        self.match_BM = torch.empty(0)
 
     def keep(self, row: int, length: int) -> int:
-        """The number of tokens that both sessions still know; each may know less than it is asked to keep."""
+        """The number of tokens that both sessions still know; each may know less than it is asked
+        to keep."""
         first = self.first.keep(row, length)
         kept = self.second.keep(row, first)
         if kept < first and self.first.keep(row, kept) < kept:
@@ -96,11 +101,14 @@ class Session(DraftSession):
         first, second = self.drafts
         first_features, second_features = (_take(output.features_BNF, columns, self.width) for columns in self.columns)
         self.first.commit(draft, verdict, replace(output, features_BNF=first_features))
-        N, both = first.tree.nodes, first.tree.nodes + second.tree.nodes - 1  # behind both may be nodes that neither has drafted
+        # behind both may be nodes that neither has drafted
+        N, both = first.tree.nodes, first.tree.nodes + second.tree.nodes - 1
         match_BN = _inverse(self.match_BM, N)
         number_BX = _renumber(match_BN, second.tree.nodes, draft.tree.nodes - both)
         path_BP = torch.where(verdict.path_BP < 0, -1, number_BX.gather(1, verdict.path_BP.clamp(min=0)))
-        reordered = (torch.cat([x[:, :1], x[:, N:both], x[:, 1:N], x[:, both:]], 1) for x in (output.logits_BNV, second_features))
+        reordered = (
+            torch.cat([x[:, :1], x[:, N:both], x[:, 1:N], x[:, both:]], 1) for x in (output.logits_BNV, second_features)
+        )
         seen = _with_others(merge(second, first, match_BN), draft, number_BX)
         self.second.commit(seen, replace(verdict, path_BP=path_BP), TargetOutput(*reordered))
 
@@ -116,12 +124,14 @@ class Session(DraftSession):
 def _inverse(match_BM: Tensor, nodes: int) -> Tensor:
     """int64 [B, nodes]: the node of the second tree that matches each of the first, or -1."""
     number_BM = torch.arange(match_BM.shape[1], device=match_BM.device).expand_as(match_BM)
-    inverse_BN = torch.full((len(match_BM), nodes + 1), -1, device=match_BM.device)  # one more column, for nodes without a match
+    # one more column, for nodes without a match
+    inverse_BN = torch.full((len(match_BM), nodes + 1), -1, device=match_BM.device)
     return inverse_BN.scatter(1, torch.where(match_BM < 0, nodes, match_BM), number_BM)[:, :nodes]
 
 
 def _renumber(match_BN: Tensor, nodes: int, others: int) -> Tensor:
-    """int64: the nodes of both trees, and `others` behind them, as numbered by the second session, whose tree has `nodes` nodes."""
+    """int64: the nodes of both trees, and `others` behind them, as numbered by the second session,
+    whose tree has `nodes` nodes."""
     B, N = match_BN.shape
     order_N = torch.arange(N, device=match_BN.device)
     first_BN = torch.where(match_BN >= 0, match_BN, nodes - 1 + order_N)  # the root matches the root
@@ -131,7 +141,8 @@ def _renumber(match_BN: Tensor, nodes: int, others: int) -> Tensor:
 
 
 def _with_others(seen: Draft, draft: Draft, number_BX: Tensor) -> Draft:
-    """The two merged trees as the second session sees them, and the nodes of `draft` that neither session has drafted."""
+    """The two merged trees as the second session sees them, and the nodes of `draft` that neither
+    session has drafted."""
     both = seen.tree.nodes
     if draft.tree.nodes == both:
         return seen
@@ -147,7 +158,8 @@ def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:
 
 
 def _take(features: Tensor, columns: Sequence[int] | None, width: int) -> Tensor:
-    """The features of some layers, of those that lie side by side, each `width` wide; None: all of them."""
+    """The features of some layers, of those that lie side by side, each `width` wide; None: all of
+    them."""
     if columns is None:
         return features
     return torch.cat([features[..., :0], *(features[..., i * width : (i + 1) * width] for i in columns)], dim=-1)

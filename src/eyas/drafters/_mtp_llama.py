@@ -1,4 +1,5 @@
-"""The net of `mtp` by eyas' own layer, which kernels compute, for modules whose layer is LLaMA's: it gives the numbers of `_mtp_net.Net`.
+"""The net of `mtp` by eyas' own layer, which kernels compute, for modules whose layer is LLaMA's:
+it gives the numbers of `_mtp_net.Net`.
 
 This module knows no session. Letters: R rows of a forward, N pairs, D hidden.
 """
@@ -53,19 +54,27 @@ class LlamaNet(nn.Module):
         self.layer.attention.store(self.input_norm(self.join(hidden_RND, embeddings_RND)), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
-        """See `EagleNet.__call__`. Positions count from 0 at the first pair, and from 1 in transformers: RoPE reads differences only."""
+        """See `EagleNet.__call__`. Positions count from 0 at the first pair, and from 1 in
+        transformers: RoPE reads differences only."""
         x_RND = self.join(hidden_RND, embeddings_RND)
         output: Tensor = self.norm(self.layer.decode(self.input_norm(x_RND), x_RND, position_RN, cache))
         return output
 
 
 def llama_net(net: Net) -> LlamaNet | None:
-    """The same module by eyas' own layer, with copies of its weights; None for one whose layer computes something else."""
+    """The same module by eyas' own layer, with copies of its weights; None for one whose layer
+    computes something else."""
     module: Any = net.module
     config = net.config
     rope = getattr(config, "rope_parameters", None) or {}
-    is_llama = type(module.mtp_block).__name__ in CLASSES and config.hidden_act == "silu" and rope.get("rope_type") in ("default", "llama3")
-    changed = getattr(config, "mtp_hidden_states_first", False) or net.shared_norm is not None or module.post_norm is None
+    is_llama = (
+        type(module.mtp_block).__name__ in CLASSES
+        and config.hidden_act == "silu"
+        and rope.get("rope_type") in ("default", "llama3")
+    )
+    changed = (
+        getattr(config, "mtp_hidden_states_first", False) or net.shared_norm is not None or module.post_norm is None
+    )
     if not is_llama or changed or net.kind == "sliding_attention":
         return None
     attention = module.mtp_block.self_attn

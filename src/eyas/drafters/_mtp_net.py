@@ -1,12 +1,13 @@
-"""The net of `mtp`: one multi-token-prediction module, as transformers builds it (`transformers.modeling_layers.MtpLayer`).
+"""The net of `mtp`: one multi-token-prediction module, as transformers builds it
+(`transformers.modeling_layers.MtpLayer`).
 
     [norm(embedding of token t+1), norm(feature of token t)] -> eh_proj -> a decoder layer of the target's own class -> norm
 
-The result has the place of the target's feature after the final norm: the target's lm_head reads it, and so does the module itself in the
-next step. This module knows no session.
+The result has the place of the target's feature after the final norm: the target's lm_head reads
+it, and so does the module itself in the next step. This module knows no session.
 
-Letters: R rows of a forward, N pairs, D hidden, W width of the cache in use. In training: N packed tokens, M of them that count, T tokens
-of a document, m of them that count.
+Letters: R rows of a forward, N pairs, D hidden, W width of the cache in use. In training: N packed
+tokens, M of them that count, T tokens of a document, m of them that count.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from eyas.nn import Documents
 
 __all__ = ["LayoutCache", "Net", "load_net", "new_net", "random_net"]
 
-COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # a config's names for the number of modules
+# a config's names for the number of modules
+COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 FULL = "full_attention"
-ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")  # names of the matrices whose products a layer adds to its input
+# names of the matrices whose products a layer adds to its input
+ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")
 
 
 class LayoutCache(WindowCache):
-    """A cache without a window, for a layer whose keys and values may differ in width (multi-head latent attention)."""
+    """A cache without a window, for a layer whose keys and values may differ in width (multi-head
+    latent attention)."""
 
     def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         KVCache.__init__(self, layout, rows, dtype, device)
@@ -81,10 +85,11 @@ class Net(nn.Module):
     def training_time_test(
         self, features_ND: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int
     ) -> list[Tensor]:
-        """The output [M, D] at the slots `rows_M` after each step of the training-time test (EAGLE-3, section 3.2).
+        """The output [M, D] at the slots `rows_M` after each step of the training-time test
+        (EAGLE-3, section 3.2).
 
-        Step 0 reads the target's features; step i reads the output of step i - 1 at its slot, and attends to the pairs of step 0 up to the
-        slot, and to those of steps 1 to i at the slot.
+        Step 0 reads the target's features; step i reads the output of step i - 1 at its slot, and
+        attends to the pairs of step 0 up to the slot, and to those of steps 1 to i at the slot.
 
         Args:
             embed: index of a packed token [m] -> its embedding [m, D].
@@ -97,7 +102,8 @@ class Net(nn.Module):
                 by_document.append(self._document_steps(features_ND, embed, rows_m, end - length, steps))
         if not by_document:
             projection: Any = self.module.eh_proj
-            return [features_ND[:0] * projection.weight.sum()] * steps  # so that a batch without such slots has a gradient
+            # so that a batch without such slots has a gradient
+            return [features_ND[:0] * projection.weight.sum()] * steps
         return [torch.cat(outputs) for outputs in zip(*by_document, strict=True)]
 
     def _document_steps(
@@ -128,7 +134,9 @@ class Net(nn.Module):
             self._run(zeros_11D, zeros_11D, torch.zeros(1, 1, dtype=torch.long, device=device), cache, None)
         return layout_of(cache)
 
-    def _run(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    def _run(
+        self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: Any, mask: Tensor | None
+    ) -> Tensor:
         token_RN = position_RN + 1  # transformers counts a pair at the position of its second token
         (rotary,), angles = self.rotary, None
         if rotary is not None:
@@ -136,12 +144,18 @@ class Net(nn.Module):
             angles = rotary(embeddings_RND, position_ids=token_RN, **({"layer_type": self.kind} if by_kind else {}))
             angles = _moved(angles, hidden_RND.device)  # the target's module may lie elsewhere
         output: Tensor = self.module(
-            embeddings_RND, hidden_RND, position_embeddings=angles, attention_mask=mask, position_ids=token_RN, past_key_values=cache
+            embeddings_RND,
+            hidden_RND,
+            position_embeddings=angles,
+            attention_mask=mask,
+            position_ids=token_RN,
+            past_key_values=cache,
         )
         return output if self.shared_norm is None else self.shared_norm(output)
 
     def _mask(self, allowed_R1NW: Tensor, key_position_W: Tensor, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
-        """The additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is never as deep as a window."""
+        """The additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is
+        never as deep as a window."""
         window = getattr(self.config, "sliding_window", None) if self.kind == "sliding_attention" else None
         if window is not None:
             allowed_R1NW = allowed_R1NW & (key_position_W > position_RN[..., None] - window)[:, None]
@@ -158,10 +172,12 @@ def _moved(angles: Any, device: torch.device) -> Any:
 
 
 def random_net(target: Target, seed: int) -> Net:
-    """A module with random weights, shaped by the target's last layer; ModelError if transformers has none for such layers."""
+    """A module with random weights, shaped by the target's last layer; ModelError if transformers
+    has none for such layers."""
     try:
         net = _random_net(target, seed)
-        if not net.layout(target.dtype, target.device):  # some layers can be made, and fail when they run or store no keys
+        # some layers can be made, and fail when they run or store no keys
+        if not net.layout(target.dtype, target.device):
             raise TypeError("its layer does not store keys in the cache that it is given")
     except EyasError:
         raise
@@ -179,7 +195,9 @@ def _random_net(target: Target, seed: int) -> Net:
     twin, layer = _twin(target, target.name), decoder.layers[-1]
     norm: Any = next((type(part) for name, part in layer.named_modules() if "norm" in name), None)
     if norm is None:
-        raise ModelError(f"transformers makes no MTP module for a {target.family.model_type}: choose another method than mtp")
+        raise ModelError(
+            f"transformers makes no MTP module for a {target.family.model_type}: choose another method than mtp"
+        )
     config: Any = twin.config.get_mtp_config()
     if not hasattr(config, "rms_norm_eps"):  # another name for it, like LFM2's
         config.rms_norm_eps = getattr(config, "norm_eps", 1e-6)
@@ -197,8 +215,9 @@ def _random_net(target: Target, seed: int) -> Net:
 
 @torch.no_grad()
 def new_net(target: Target, seed: int) -> Net:
-    """A module whose first predictions are those of the target's lm_head from the feature that it reads: `eh_proj` passes that feature on,
-    the layer adds nothing yet, and the last norm brings it to the size of the target's features.
+    """A module whose first predictions are those of the target's lm_head from the feature that it
+    reads: `eh_proj` passes that feature on, the layer adds nothing yet, and the last norm brings it
+    to the size of the target's features.
     """
     net = random_net(target, seed)
     module: Any = net.module
@@ -235,10 +254,11 @@ def load_net(target: Target, folder: str | Path) -> Net:
 
 
 def _twin(target: Target, folder: str) -> Any:
-    """The target's model with a configuration of its own that names its MTP modules; the model itself is not changed.
+    """The target's model with a configuration of its own that names its MTP modules; the model
+    itself is not changed.
 
-    Published configurations of some families (Qwen3-Next, Qwen3.5) have other names for what transformers' class asks for, or none:
-    their modules have full attention.
+    Published configurations of some families (Qwen3-Next, Qwen3.5) have other names for what
+    transformers' class asks for, or none: their modules have full attention.
     """
     twin: Any = copy.copy(target.model)
     twin.__dict__ = dict(vars(target.model))
@@ -254,5 +274,8 @@ def _twin(target: Target, folder: str) -> Any:
     config.name_or_path, config.dtype = folder, target.dtype
     first = text.num_hidden_layers  # DeepSeek-V3 and GLM number their modules on behind the layers
     numbered = [rf"layers\.{first + k}\." for k in range(count)]
-    twin.__dict__["_keys_to_ignore_on_load_unexpected"] = [*(target.model._keys_to_ignore_on_load_unexpected or ()), *numbered]
+    twin.__dict__["_keys_to_ignore_on_load_unexpected"] = [
+        *(target.model._keys_to_ignore_on_load_unexpected or ()),
+        *numbered,
+    ]
     return twin

@@ -1,4 +1,5 @@
-"""Helpers of methods with a trained net: make a net, load it from a checkpoint, check it against the target.
+"""Helpers of methods with a trained net: make a net, load it from a checkpoint, check it against
+the target.
 
 This module knows no net. Letters: V vocabulary, D hidden.
 """
@@ -36,8 +37,9 @@ NetT = TypeVar("NetT", bound=nn.Module)
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within this context new tensors are made on the device, and torch's random numbers come from `seed`; afterwards its random state is
-    as before. On a GPU a head of a billion weights takes a moment, on a CPU half a minute.
+    """Within this context new tensors are made on the device, and torch's random numbers come from
+    `seed`; afterwards its random state is as before. On a GPU a head of a billion weights takes a
+    moment, on a CPU half a minute.
     """
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), device:
@@ -46,7 +48,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def init_matrices(net: nn.Module) -> None:
-    """Random matrices that keep the variance of what they multiply; biases are zero, norms stay as they are."""
+    """Random matrices that keep the variance of what they multiply; biases are zero, norms stay as
+    they are."""
     for name, weight in net.named_parameters():
         if weight.ndim == 2:
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
@@ -63,7 +66,8 @@ def final_scale(target: Target) -> Tensor:
 
 
 def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
-    """The factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a norm without weights leaves as it is."""
+    """The factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a
+    norm without weights leaves as it is."""
     signs_D = ones_D - 2 * (torch.arange(len(ones_D), device=ones_D.device) % 2)  # mean 0, mean square 1
     scale_1D: Tensor = norm(signs_D[None])
     return scale_1D[0].to(ones_D.device) * signs_D
@@ -78,11 +82,13 @@ def placed(net: NetT, target: Target) -> NetT:
 
 
 def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[str, tuple[str, int]]) -> Weights:
-    """Returns the weights; CheckpointError if there are none, or if they are of another method or for another target.
+    """Returns the weights; CheckpointError if there are none, or if they are of another method or
+    for another target.
 
     Args:
         label: the method's name for people.
-        sizes: key of the head's config -> (name for people, the target's size). A size that the config leaves open fits.
+        sizes: key of the head's config -> (name for people, the target's size). A size that the
+            config leaves open fits.
     """
     if weights is None:
         raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
@@ -91,17 +97,24 @@ def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[
     for key, (name, expected) in sizes.items():
         size = weights.config[key]
         if size is not None and size != expected:
-            raise CheckpointError(f"{weights.source}: the head's {name} is {size}, the target's {expected}: it was made for another model")
+            raise CheckpointError(
+                f"{weights.source}: the head's {name} is {size}, the target's {expected}: it was made for another model"
+            )
     return weights
 
 
 def load_tensors(
-    net: NetT, weights: Weights, target: Target, others: Mapping[str, tuple[int, ...]] | None = None, optional: frozenset[str] = frozenset()
+    net: NetT,
+    weights: Weights,
+    target: Target,
+    others: Mapping[str, tuple[int, ...]] | None = None,
+    optional: frozenset[str] = frozenset(),
 ) -> NetT:
     """The net with the tensors of a checkpoint, on the target's device.
 
     Args:
-        others: names and shapes of tensors in the checkpoint that are not the net's; those in `optional` may be missing.
+        others: names and shapes of tensors in the checkpoint that are not the net's; those in
+            `optional` may be missing.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape.
@@ -144,7 +157,8 @@ def layer_config(shape: LayerShape) -> dict[str, Any]:
 
 
 def target_layer_shape(target: Target, **sizes: Any) -> LayerShape:
-    """A layer of the target's sizes, where all of its layers have the same; `sizes` replaces some of them."""
+    """A layer of the target's sizes, where all of its layers have the same; `sizes` replaces some
+    of them."""
     config = target.model.config.get_text_config(decoder=True)
     heads = _size(config, "num_attention_heads") or max(1, target.hidden_size // 64)
     head_dim = _size(config, "head_dim") or max(2, target.hidden_size // heads)
@@ -162,7 +176,8 @@ def target_layer_shape(target: Target, **sizes: Any) -> LayerShape:
 
 
 def _size(config: Any, name: str) -> int | None:
-    """A size of the configuration; None if there is none, or if it differs from layer to layer (Gemma 3n and 4)."""
+    """A size of the configuration; None if there is none, or if it differs from layer to layer
+    (Gemma 3n and 4)."""
     try:
         size = getattr(config, name, None)
     except RuntimeError:  # transformers raises one for a size that differs from layer to layer

@@ -52,9 +52,9 @@ class TextSession(DraftSession):
     """Indexes of B rows.
 
     Args:
-        nodes: upper bound of a tree's nodes, the root included. For fewer guesses the tree has 1, 2, 3, 5, 9, ...
-            nodes (a power of two and the root), the last ones padding: there are few shapes, and a cycle without
-            a guess costs a step of plain decoding.
+        nodes: upper bound of a tree's nodes, the root included. For fewer guesses the tree has 1,
+            2, 3, 5, 9, ... nodes (a power of two and the root), the last ones padding: there are
+            few shapes, and a cycle without a guess costs a step of plain decoding.
         depth: no guess lies deeper.
         scored: the guesses have probabilities.
     """

@@ -1,10 +1,13 @@
 """The best static tree of a size, from measured acceptance (Sequoia: Chen et al. 2024, section 3.1).
 
-Assumption: whether the child of rank k of an accepted node at depth d is the accepted one is chance, with a rate that depends on (d, k)
-alone. A tree is then expected to yield, beside the bonus, the sum over its nodes of the product of the rates along their paths. The best
-tree is found by dynamic programming over subtrees: what a node's children of ranks k, k + 1, ... are worth at most with n nodes.
+Assumption: whether the child of rank k of an accepted node at depth d is the accepted one is
+chance, with a rate that depends on (d, k) alone. A tree is then expected to yield, beside the
+bonus, the sum over its nodes of the product of the rates along their paths. The best tree is found
+by dynamic programming over subtrees: what a node's children of ranks k, k + 1, ... are worth at
+most with n nodes.
 
-This module knows no net, no noise and no verification: rates are counted from the trees that were verified, whoever drafted them.
+This module knows no net, no noise and no verification: rates are counted from the trees that were
+verified, whoever drafted them.
 """
 
 from __future__ import annotations
@@ -17,22 +20,28 @@ from eyas.errors import OptionError
 
 __all__ = ["Counts", "count_ranks", "measuring_choices", "optimal_choices", "rates_of", "tree_value"]
 
-Rates = Sequence[Sequence[float]]  # [depth of the parent][rank]; parents deeper than there are rows have the rates of the last row
-Counts = tuple[list[int], list[list[int]]]  # by depth of the parent: how often it was accepted; which rank of its children was, too
+# [depth of the parent][rank]; parents deeper than there are rows have the rates of the last row
+Rates = Sequence[Sequence[float]]
+# by depth of the parent: how often it was accepted; which rank of its children was, too
+Counts = tuple[list[int], list[list[int]]]
 
 
 def optimal_choices(rates: Rates, nodes: int, depth: int) -> Choices:
     """The static tree of `nodes` nodes, root included, at most `depth` deep, that yields most.
 
-    Smaller only when ranks and depth hold no more nodes. Ties: fewer nodes for elder siblings. OptionError without room for one child.
+    Smaller only when ranks and depth hold no more nodes. Ties: fewer nodes for elder siblings.
+    OptionError without room for one child.
     """
     ranks = max((len(row) for row in rates), default=0)
     if nodes < 2 or depth < 1 or not ranks:
-        raise OptionError(f"the best tree of {nodes} nodes, {depth} deep, with {ranks} ranks is the root alone: give more of each")
+        raise OptionError(
+            f"the best tree of {nodes} nodes, {depth} deep, with {ranks} ranks is the root alone: give more of each"
+        )
 
     @cache
     def best(d: int, rank: int, n: int) -> tuple[int, float, int]:
-        """(nodes placed, their worth, size of the first subtree): the children of ranks `rank`, ... of a node at depth d, with n nodes.
+        """(nodes placed, their worth, size of the first subtree): the children of ranks `rank`, ...
+        of a node at depth d, with n nodes.
 
         As many nodes as fit are placed: what was not measured to be accepted may still be.
         """
@@ -86,7 +95,8 @@ def count_ranks(cycles: Iterable[tuple[Sequence[int], Sequence[int]]], depth: in
 
 
 def measuring_choices(ranks: int, depth: int, inner: int) -> Choices:
-    """A static tree in which `inner` nodes, those that are accepted most often as a rule, have `ranks` children each."""
+    """A static tree in which `inner` nodes, those that are accepted most often as a rule, have
+    `ranks` children each."""
     guess = [[0.6 * 0.4**rank for rank in range(ranks)]]
     parents = [(), *optimal_choices(guess, inner, depth - 1)] if depth > 1 and inner > 1 else [()]
     return check_choices((*parent, rank) for parent in parents for rank in range(ranks))

@@ -31,5 +31,9 @@ def current_noise(noise: str) -> str:
     if noise not in OLD_NOISES:
         return noise
     current = OLD_NOISES[noise]
-    warnings.warn(f"noise {noise!r} is called {current!r} now; the old name goes with the next release", FutureWarning, stacklevel=4)
+    warnings.warn(
+        f"noise {noise!r} is called {current!r} now; the old name goes with the next release",
+        FutureWarning,
+        stacklevel=4,
+    )
     return current

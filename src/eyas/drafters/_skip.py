@@ -1,4 +1,5 @@
-"""A model without some of its layers, and the search for the layers that matter least to its distribution.
+"""A model without some of its layers, and the search for the layers that matter least to its
+distribution.
 
 `without` makes new containers around the same modules and the same weights:
 
@@ -6,12 +7,13 @@
                             |   |       |
     view  ---- base ---- layers [0 1     4 5a]           5a: layer 5 with nothing in the place of its attention
 
-so nothing has to be restored, and the view costs no memory. A layer keeps its number, and its place in a cache.
+so nothing has to be restored, and the view costs no memory. A layer keeps its number, and its place
+in a cache.
 
-`search` is greedy (Draft & Verify, Zhang et al. 2023, section 3.3, uses Bayesian optimisation): it leaves out,
-one by one, the part whose absence costs least acceptance on the target's own text, and returns the set that
-makes decoding fastest by Leviathan et al. 2023, theorem 3.8. The cost of a draft step is the share of the
-weights that it reads.
+`search` is greedy (Draft & Verify, Zhang et al. 2023, section 3.3, uses Bayesian optimisation): it
+leaves out, one by one, the part whose absence costs least acceptance on the target's own text, and
+returns the set that makes decoding fastest by Leviathan et al. 2023, theorem 3.8. The cost of a
+draft step is the share of the weights that it reads.
 
 This module knows no drafter. Letters: L layers, R sequences of T tokens, V vocabulary.
 """
@@ -54,7 +56,8 @@ class Found:
 
 
 def parse_parts(text: str, layers: int) -> frozenset[Part]:
-    """'3,5a,7m' = layer 3, the attention of layer 5, the MLP of layer 7; 'exit:4' = all from layer 4 on. OptionError otherwise."""
+    """'3,5a,7m' = layer 3, the attention of layer 5, the MLP of layer 7; 'exit:4' = all from layer
+    4 on. OptionError otherwise."""
     found = set[Part]()
     if exit_at := re.fullmatch(r"exit:(\d+)", text):
         found = {(k, kind) for k in range(int(exit_at[1]), layers) for kind in CLASSES}
@@ -62,10 +65,14 @@ def parse_parts(text: str, layers: int) -> frozenset[Part]:
         for piece in text.split(","):
             part = re.fullmatch(r"(\d+)([am]?)", piece.strip())
             if part is None:
-                raise OptionError(f"skip: {piece.strip()!r} is no layer (3), attention (3a) or MLP (3m); or give exit:N, or auto")
+                raise OptionError(
+                    f"skip: {piece.strip()!r} is no layer (3), attention (3a) or MLP (3m); or give exit:N, or auto"
+                )
             found |= {(int(part[1]), kind) for kind in part[2] or CLASSES}
     if any(k >= layers for k, _ in found):
-        raise OptionError(f"skip: layer {max(found)[0]} does not exist: the target has {layers} layers (0..{layers - 1})")
+        raise OptionError(
+            f"skip: layer {max(found)[0]} does not exist: the target has {layers} layers (0..{layers - 1})"
+        )
     kept = {(k, kind) for k in range(layers) for kind in CLASSES} - found
     if not found or not kept:
         raise OptionError(
@@ -86,7 +93,8 @@ def format_parts(parts: Iterable[Part]) -> str:
 
 
 def without(target: Target, skipped: frozenset[Part]) -> Target:
-    """The target with parts left out: the same modules in new containers. ModelError where a part cannot be told."""
+    """The target with parts left out: the same modules in new containers. ModelError where a part
+    cannot be told."""
     model, layers = target.model, target.family.layers
     text: Any = model.config.get_text_config(decoder=True)
     if target.family.shares_keys or bool(getattr(text, "hidden_size_per_layer_input", 0)):
@@ -104,7 +112,9 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
     for name in path[:-1]:
         parent._modules[name] = _shallow(parent._modules[name], configs)
         parent = parent._modules[name]
-    parent._modules[path[-1]] = nn.ModuleList([_layer(layers[k], [p for p in replies if p[0] == k], replies) for k in kept])
+    parent._modules[path[-1]] = nn.ModuleList(
+        [_layer(layers[k], [p for p in replies if p[0] == k], replies) for k in kept]
+    )
     made = Target(view, f"{target.name} without {format_parts(skipped)}")
     made.adapters, made.adapter = target.adapters, target.adapter
     return made
@@ -113,9 +123,13 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
 def _shallow(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
     """A module with the same parameters and children, in dicts of its own that may be changed."""
     if "forward" in vars(module):
-        raise ModelError("the model's forward was replaced (by accelerate?), so its layers cannot be left out: load it on one device")
+        raise ModelError(
+            "the model's forward was replaced (by accelerate?), so its layers cannot be left out: load it on one device"
+        )
     twin = copy.copy(module)
-    twin.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+    twin.__dict__ = {
+        name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()
+    }
     config = twin.__dict__.get("config")
     if id(config) in configs:
         twin.__dict__["config"] = configs[id(config)]
@@ -123,7 +137,8 @@ def _shallow(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
 
 
 def _configs(config: Any, kept: Sequence[int], layers: int) -> dict[int, Any]:
-    """id of a configuration -> the same with fewer layers, for the model's and, where it is another, the text decoder's."""
+    """id of a configuration -> the same with fewer layers, for the model's and, where it is
+    another, the text decoder's."""
     text = config.get_text_config(decoder=True)
     fewer = copy.copy(text)
     for name, value in list(vars(text).items()):
@@ -154,12 +169,15 @@ def _name_of(layer: nn.Module, kind: str) -> str:
     names = [name for name, child in layer.named_children() if CLASSES[kind].search(type(child).__name__)]
     if len(names) != 1:
         what = {ATTENTION: "attention", MLP: "MLP"}[kind]
-        raise ModelError(f"the {what} of a {type(layer).__name__} cannot be told from its names: leave whole layers out, like --skip 3,5")
+        raise ModelError(
+            f"the {what} of a {type(layer).__name__} cannot be told from its names: leave whole layers out, like --skip 3,5"
+        )
     return names[0]
 
 
 def _replies(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
-    """Each part's output: None = a tensor; n = a tuple of a tensor and n further values. Observed in one pass over two tokens."""
+    """Each part's output: None = a tensor; n = a tuple of a tensor and n further values. Observed
+    in one pass over two tokens."""
     found: dict[Part, int | None] = {}
 
     def look(part: Part) -> Callable[..., None]:
@@ -198,16 +216,21 @@ class _Nothing(nn.Module):
 
 @torch.inference_mode()
 def own_text(target: Target, rows: int = 4, length: int = 64, seed: int = 0) -> Tensor:
-    """int64 [R, T]: text that the target samples at temperature 1, with random numbers that no request reads."""
+    """int64 [R, T]: text that the target samples at temperature 1, with random numbers that no
+    request reads."""
     config = target.model.config.get_text_config(decoder=True)
     begin = next((i for i in (config.bos_token_id, config.eos_token_id) if isinstance(i, int)), 0)
     session, device = target.open(rows), target.device
-    noise = GumbelNoise(torch.arange(seed, seed + rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device), False)
+    noise = GumbelNoise(
+        torch.arange(seed, seed + rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device), False
+    )
     tokens, root = [torch.full((rows, 1), begin, device=device)], Tree.chain(rows, 1, device)
     for position in range(1, length):
         seen = session.forward(tokens[-1], root)
         session.advance(torch.ones(rows, dtype=torch.long, device=device), [position] * rows)
-        gumbel_R1V = noise.gumbel(torch.full((rows, 1), position, device=device), seen.logits_BNV.shape[-1], GumbelNoise.SEARCH)
+        gumbel_R1V = noise.gumbel(
+            torch.full((rows, 1), position, device=device), seen.logits_BNV.shape[-1], GumbelNoise.SEARCH
+        )
         tokens.append((seen.logits_BNV.float().log_softmax(-1) + gumbel_R1V).argmax(-1))
     return torch.cat(tokens, 1)
 

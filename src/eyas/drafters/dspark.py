@@ -1,11 +1,12 @@
-"""dspark: DSpark (arXiv 2607.05147): DFlash's net with a Markov head, which makes children depend on their parent's token, and a
-confidence head, which says how far drafting pays.
+"""dspark: DSpark (arXiv 2607.05147): DFlash's net with a Markov head, which makes children depend
+on their parent's token, and a confidence head, which says how far drafting pays.
 
     q at slot i, below a node with token x   =   softmax(lm_head(hidden of slot i) + after(before(x)))
 
-Slot i (0, 1, ...) predicts the next token, i + 1 places behind the root, so a block of n slots drafts n levels. The Markov head adds a
-matrix of low rank over pairs of tokens, so that the children of a node fit that node, at no further pass. The confidence head estimates at
-each node the share of q that the target would accept; `--stop` lets nodes below that estimate have no children.
+Slot i (0, 1, ...) predicts the next token, i + 1 places behind the root, so a block of n slots
+drafts n levels. The Markov head adds a matrix of low rank over pairs of tokens, so that the
+children of a node fit that node, at no further pass. The confidence head estimates at each node the
+share of q that the target would accept; `--stop` lets nodes below that estimate have no children.
 
 Trees, sessions and training are DFlash's: `_block.py`.
 """
@@ -48,7 +49,9 @@ class NewHead(NewBlockHead):
         check_whole("head", 0, markov_rank=self.markov_rank)
         check_choice("head.confidence", self.confidence, CONFIDENCES)
         if self.confidence == "hidden+markov" and not self.markov_rank:
-            raise OptionError("head.confidence hidden+markov reads the Markov head, and head.markov_rank is 0: give hidden or none")
+            raise OptionError(
+                "head.confidence hidden+markov reads the Markov head, and head.markov_rank is 0: give hidden or none"
+            )
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,9 @@ class Method(BlockMethod):
     @property
     def training(self) -> BlockTraining:
         train: TrainDSpark = self.options.train
-        return BlockTraining(train.anchors, train.gamma, train.objective, train.cross_entropy, train.overlap, train.confidence)
+        return BlockTraining(
+            train.anchors, train.gamma, train.objective, train.cross_entropy, train.overlap, train.confidence
+        )
 
     def stopped(self, law_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         net: BlockNet = self.decoding_net

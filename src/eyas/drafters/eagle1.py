@@ -1,7 +1,9 @@
-"""eagle1: EAGLE (Li et al. 2024, arXiv 2401.15077): features are easier to predict than tokens, once the next token is known.
+"""eagle1: EAGLE (Li et al. 2024, arXiv 2401.15077): features are easier to predict than tokens,
+once the next token is known.
 
-The net reads pairs (feature of token t, token t+1) and predicts the target's feature of token t+1, after the final
-norm. The target's lm_head turns the predicted feature into the distribution q of token t+2:
+The net reads pairs (feature of token t, token t+1) and predicts the target's feature of token t+1,
+after the final norm. The target's lm_head turns the predicted feature into the distribution q of
+token t+2:
 
     slot t:  x = fc[ embedding of token t+1 ; feature of token t ]  ->  one decoder layer  ->  predicted feature of token t+1
                                                                           head of the target  ->  q of token t+2
@@ -9,8 +11,8 @@ norm. The target's lm_head turns the predicted feature into the distribution q o
 In the tree the net reads its own predicted features. Siblings are chosen (greedy rows) or sampled without
 replacement. `--head.inputs` selects a net of the paper's ablation (section 5.3.2), see `_eagle1_net`.
 
-This file has options, weights and loss. `_eagle.py` has the session, which runs the net in each cycle, and
-`_grow.py` grows the tree.
+This file has options, weights and loss. `_eagle.py` has the session, which runs the net in each
+cycle, and `_grow.py` grows the tree.
 
 Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, V vocabulary.
 """
@@ -137,7 +139,8 @@ class Options(HeadOptions):
 
 
 class UnshiftedSession(EagleSession):
-    """The session of the `unshifted` net: in front of each feature stands the embedding of its own token."""
+    """The session of the `unshifted` net: in front of each feature stands the embedding of its own
+    token."""
 
     drafter: Method
 
@@ -162,7 +165,9 @@ class Method(EagleMethod):
     reads = "eagle1"
     net: Net
 
-    def __init__(self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None) -> None:
+    def __init__(
+        self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None
+    ) -> None:
         super().__init__(target, options)
         self.net = net
         self.shape = shape
@@ -175,7 +180,9 @@ class Method(EagleMethod):
         self.choices = self.options.tree.resolve()
         widest = 1 + max(path[-1] for path in self.choices)
         if self.options.verification == "block" and (self.options.tree.noise != "sampled" or widest > 1):
-            raise OptionError("verification block is for a chain that is sampled: give --tree.choices chain --tree.noise sampled")
+            raise OptionError(
+                "verification block is for a chain that is sampled: give --tree.choices chain --tree.noise sampled"
+            )
         if widest > self.target.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.target.vocab_size} has tokens")
 
@@ -195,7 +202,8 @@ class Method(EagleMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless hidden size and vocabulary are the target's, and all tensors and no others are there."""
+        """CheckpointError unless hidden size and vocabulary are the target's, and all tensors and
+        no others are there."""
         sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
         weights = check_head(weights, cls.reads, "EAGLE-1/2", sizes)
         config, options = weights.config, options or cls.Options()
@@ -233,7 +241,11 @@ class Method(EagleMethod):
 
     def net_inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """The net's `hidden` input for tokens [...] whose features [..., D] come from the target."""
-        return torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1) if self.net.inputs == "unshifted" else features
+        return (
+            torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1)
+            if self.net.inputs == "unshifted"
+            else features
+        )
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden[..., -self.target.hidden_size :].to(self.target.dtype))
@@ -242,7 +254,9 @@ class Method(EagleMethod):
         return UnshiftedSession(self, rows) if self.net.inputs == "unshifted" else super().open(rows)
 
     def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
-        return grow_static(growth, cycle_input, self.choices, self.options.tree.noise, self.options.verification == "block")
+        return grow_static(
+            growth, cycle_input, self.choices, self.options.tree.noise, self.options.verification == "block"
+        )
 
     def chain(self, depth: int) -> Method:
         options = Options(tree=StaticTree(f"chain-{depth}"), window=self.options.window)
@@ -250,7 +264,12 @@ class Method(EagleMethod):
 
     def describe(self) -> dict[str, Any]:
         tree = self.options.tree
-        about = {"kind": "static", "choices": tree.choices, "nodes": len(self.choices) + 1, "depth": self.longest_path - 1}
+        about = {
+            "kind": "static",
+            "choices": tree.choices,
+            "nodes": len(self.choices) + 1,
+            "depth": self.longest_path - 1,
+        }
         about["noise"] = tree.noise
         if self.options.verification == "block":
             about["verification"] = "block"
@@ -259,10 +278,12 @@ class Method(EagleMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the target's lm_head makes of them (section 4.2).
+        """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the
+        target's lm_head makes of them (section 4.2).
 
-        Slot t reads feature t (with noise U(-0.1, 0.1)) and token t+1, or the inputs of `head.inputs`. Its output is
-        compared with feature t+1, which predicts token t+2: the slot counts if token t+2 counts.
+        Slot t reads feature t (with noise U(-0.1, 0.1)) and token t+1, or the inputs of
+        `head.inputs`. Its output is compared with feature t+1, which predicts token t+2: the slot
+        counts if token t+2 counts.
         """
         tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
         order_N = torch.arange(len(tokens_N), device=tokens_N.device)
@@ -273,7 +294,9 @@ class Method(EagleMethod):
         predicted_MD = self.net.packed(hidden_ND, embeddings_ND, rows_M, batch.documents)
         true_MD, every_M = batch.features_NF[rows_M + 1], torch.ones_like(rows_M, dtype=torch.bool)
         feature_loss = smooth_l1(predicted_MD, true_MD, every_M, 1.0)
-        token_loss, right = soft_cross_entropy_of(self.head, predicted_MD, true_MD, every_M, 1.0, self.target.vocab_size)
+        token_loss, right = soft_cross_entropy_of(
+            self.head, predicted_MD, true_MD, every_M, 1.0, self.target.vocab_size
+        )
         sums = {
             "feature_loss": feature_loss.detach(),
             "token_loss": token_loss.detach(),
@@ -286,7 +309,9 @@ class Method(EagleMethod):
         device = batch.features_NF.device
         if self.options.noise == "none" or not self.net.training:
             return torch.zeros((), dtype=self.dtype, device=device)
-        noise_ND = (torch.rand(batch.features_NF.shape, generator=generator) - 0.5).to(device=device, dtype=self.dtype) * 0.2
+        noise_ND = (torch.rand(batch.features_NF.shape, generator=generator) - 0.5).to(
+            device=device, dtype=self.dtype
+        ) * 0.2
         if self.options.noise == "reference":
             lengths = torch.tensor(batch.documents.lengths, device=device)
             noise_ND = noise_ND * (512 / lengths.repeat_interleave(lengths))[:, None]

@@ -1,8 +1,9 @@
-"""eagle2: EAGLE-2 (Li et al. 2024, arXiv 2406.16858): EAGLE-1's net with a dynamic tree, which follows the draft's confidence.
+"""eagle2: EAGLE-2 (Li et al. 2024, arXiv 2406.16858): EAGLE-1's net with a dynamic tree, which
+follows the draft's confidence.
 
-The draft's confidence predicts acceptance well. So the most probable paths are expanded, and of all drafted
-nodes the most probable are verified. The children are chosen, not sampled: at any temperature the tokens are
-those of plain decoding with the same seed.
+The draft's confidence predicts acceptance well. So the most probable paths are expanded, and of all
+drafted nodes the most probable are verified. The children are chosen, not sampled: at any
+temperature the tokens are those of plain decoding with the same seed.
 """
 
 from __future__ import annotations

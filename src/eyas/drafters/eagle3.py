@@ -1,15 +1,15 @@
-"""eagle3: EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the net predicts tokens directly from the features of three layers, and is trained
-on its own outputs.
+"""eagle3: EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the net predicts tokens directly from the
+features of three layers, and is trained on its own outputs.
 
     low, mid, high features of token t  --fc-->  hidden of slot t
     slot t:  [ norm(embedding of token t+1) ; norm(hidden of slot t) ] -> attention, MLP -> new hidden -> norm, head -> q of token t+2
 
-In the tree the new hidden takes the place of the fused features. No loss ties it to the target's features,
-so more training data keeps paying (section 3). The net has a head of its own, over a draft vocabulary that may
-be smaller than the target's. The tree is EAGLE-2's.
+In the tree the new hidden takes the place of the fused features. No loss ties it to the target's
+features, so more training data keeps paying (section 3). The net has a head of its own, over a
+draft vocabulary that may be smaller than the target's. The tree is EAGLE-2's.
 
-This file has options, weights and loss. `_eagle3_net.py` has the net, `_eagle.py` the session, which runs the
-net in each cycle, and `_grow.py` grows the tree.
+This file has options, weights and loss. `_eagle3_net.py` has the net, `_eagle.py` the session,
+which runs the net in each cycle, and `_grow.py` grows the tree.
 
 Training-time test (section 3.2): step 0 reads the target's features; step i reads at each slot the hidden
 of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
@@ -141,9 +141,12 @@ class Method(DynamicEagle):
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
-        """The fused layers, and the target's final norm, which gives its distribution. OptionError for a head that cannot be trained."""
+        """The fused layers, and the target's final norm, which gives its distribution. OptionError
+        for a head that cannot be trained."""
         if self.net.head is None:
-            raise OptionError("this head uses the target's lm_head and cannot be trained further here; train one with its own")
+            raise OptionError(
+                "this head uses the target's lm_head and cannot be trained further here; train one with its own"
+            )
         return (*self.feature_layers, self.target.num_layers)
 
     @classmethod
@@ -193,10 +196,13 @@ class Method(DynamicEagle):
         return method
 
     @classmethod
-    def random(cls, target: Target, options: Any = None, seed: int = 0, draft_ids_v: Tensor | None = None, **shape: Any) -> Self:
+    def random(
+        cls, target: Target, options: Any = None, seed: int = 0, draft_ids_v: Tensor | None = None, **shape: Any
+    ) -> Self:
         """A head with a layer of the target's own sizes; `shape` replaces some of them.
 
-        It drafts as many tokens as published heads do, spread over the vocabulary; `draft_ids_v` or the options may say others.
+        It drafts as many tokens as published heads do, spread over the vocabulary; `draft_ids_v` or
+        the options may say others.
         """
         options = options or cls.Options()
         size = options.head.draft_vocab or MAX_DRAFT_VOCABULARY
@@ -212,7 +218,9 @@ class Method(DynamicEagle):
         layers = _fused_layers(options.head.layers, target)
         size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
         new = options.head
-        plan = Architecture(target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output, layers=new.depth)
+        plan = Architecture(
+            target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output, layers=new.depth
+        )
         with seeded(seed, target.device):
             net = cls.net_class(layer, plan)
             init_matrices(net)
@@ -220,11 +228,14 @@ class Method(DynamicEagle):
         return cls(target, options, placed(net, target), layer, layers, draft_ids_v)
 
     @classmethod
-    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
-        """A head whose first predictions are those of the target's lm_head from the highest fused feature.
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Self:
+        """A head whose first predictions are those of the target's lm_head from the highest fused
+        feature.
 
-        fc passes that feature on, the decoder layers add nothing yet, norm and head are copies of the target's. The draft vocabulary
-        has the most frequent tokens of `counts_V`.
+        fc passes that feature on, the decoder layers add nothing yet, norm and head are copies of
+        the target's. The draft vocabulary has the most frequent tokens of `counts_V`.
         """
         options = options or cls.Options()
         ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
@@ -279,7 +290,9 @@ class Method(DynamicEagle):
 
     def chain(self, depth: int) -> Self:
         options = replace(self.options, tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1))
-        chain = type(self)(self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens)
+        chain = type(self)(
+            self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens
+        )
         chain.trained_length = self.trained_length
         chain.trained_window = self.trained_window
         return chain
@@ -292,21 +305,27 @@ class Method(DynamicEagle):
         test: TrainingTimeTest = self.options.ttt
         return test
 
-    def rehearse(self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int) -> list[Tensor]:
-        """The hidden [M, D] at the slots `rows_M` from which each step predicts; `documents` and the rest as in the net's method."""
+    def rehearse(
+        self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int
+    ) -> list[Tensor]:
+        """The hidden [M, D] at the slots `rows_M` from which each step predicts; `documents` and
+        the rest as in the net's method."""
         embed = self.packed_embeddings(batch)
-        return self.net.training_time_test(features_NF, embed, rows_M, documents, steps, bool(self.gradient_checkpointing))
+        return self.net.training_time_test(
+            features_NF, embed, rows_M, documents, steps, bool(self.gradient_checkpointing)
+        )
 
     def packed_embeddings(self, batch: Batch) -> Callable[[Tensor], Tensor]:
         """The function from indices of packed tokens [M] to their embeddings [M, D]."""
         return lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The objective, by default the cross-entropy with the target's distribution over the draft vocabulary, summed over the steps
-        of the training-time test (section 3.2).
+        """The objective, by default the cross-entropy with the target's distribution over the draft
+        vocabulary, summed over the steps of the training-time test (section 3.2).
 
-        Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own best token is in
-        the draft vocabulary. The count of the loss is that of step 0: each token once.
+        Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own
+        best token is in the draft vocabulary. The count of the loss is that of step 0: each token
+        once.
         """
         test, tokens_N = self.rehearsal, batch.tokens_N
         device, end_N = tokens_N.device, batch.documents.end_N(tokens_N.device)
@@ -337,15 +356,25 @@ class Method(DynamicEagle):
         return Loss(total, guesses.is_counted_K[first_K].sum(), sums)
 
     def training_time_test(
-        self, batch: Batch, rows_M: Tensor, step_K: Tensor, row_K: Tensor, answer_K: Tensor, before_U: Tensor, test: TrainingTimeTest
+        self,
+        batch: Batch,
+        rows_M: Tensor,
+        step_K: Tensor,
+        row_K: Tensor,
+        answer_K: Tensor,
+        before_U: Tensor,
+        test: TrainingTimeTest,
     ) -> tuple[DraftLosses, Tensor]:
-        """Run the training-time test. Prediction k is made at step `step_K[k]`, slot `rows_M[row_K[k]]`, for answer `answer_K[k]`.
+        """Run the training-time test. Prediction k is made at step `step_K[k]`, slot
+        `rows_M[row_K[k]]`, for answer `answer_K[k]`.
 
         Args:
-            before_U: for each answer, the packed token whose final-norm feature gives the target's distribution of it.
+            before_U: for each answer, the packed token whose final-norm feature gives the target's
+                distribution of it.
 
         Returns:
-            the losses of the K predictions, weighted by decay ** step; and the normed hidden [K, D] from which they are made.
+            the losses of the K predictions, weighted by decay ** step; and the normed hidden [K, D]
+            from which they are made.
         """
         layers, last = len(self.feature_layers) * self.target.hidden_size, self.target.hidden_size
         features_NF, final_ND = batch.features_NF[:, :layers].to(self.dtype), batch.features_NF[:, -last:]
@@ -364,10 +393,13 @@ class Method(DynamicEagle):
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
-    """int64 [v], ascending: the most frequent tokens; None for the whole vocabulary. OptionError if fewer than `size` tokens occur."""
+    """int64 [v], ascending: the most frequent tokens; None for the whole vocabulary. OptionError if
+    fewer than `size` tokens occur."""
     distinct = int((counts_V > 0).sum())
     if size is not None and size > distinct:
-        raise OptionError(f"head.draft_vocab is {size}, but the training data has only {distinct} distinct tokens that count; lower it")
+        raise OptionError(
+            f"head.draft_vocab is {size}, but the training data has only {distinct} distinct tokens that count; lower it"
+        )
     size = min(size or MAX_DRAFT_VOCABULARY, max(distinct, 1))
     if size >= len(counts_V):
         return None
@@ -383,7 +415,8 @@ def _default_layers(target: Target) -> tuple[int, ...] | None:
 
 
 def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
-    """The layers that a checkpoint names, or the paper's. CheckpointError or FitError if the target does not have them."""
+    """The layers that a checkpoint names, or the paper's. CheckpointError or FitError if the target
+    does not have them."""
     layers, L = weights.config["feature_layers"], target.num_layers
     if max(layers or (0,)) >= L:
         raise CheckpointError(
@@ -401,7 +434,8 @@ def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
 
 
 def _fused_layers(layers: str | tuple[int, ...], target: Target) -> tuple[int, ...]:
-    """Which hidden_states are fused: the paper's three, or those named. Errors say which layers the target has."""
+    """Which hidden_states are fused: the paper's three, or those named. Errors say which layers the
+    target has."""
     L = target.num_layers
     if layers == "auto":
         if (default := _default_layers(target)) is None:

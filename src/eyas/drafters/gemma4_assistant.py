@@ -1,10 +1,13 @@
-"""gemma4_assistant: the small models that Google publishes beside each Gemma 4 ("assistants") draft for it.
+"""gemma4_assistant: the small models that Google publishes beside each Gemma 4 ("assistants") draft
+for it.
 
-An assistant is a small Gemma 4 without keys and values of its own: its layers attend to those that the target has stored for its
-committed tokens. So it reads no prompt and has no cache. A step reads a token's embedding, by the target's table, and the hidden of the
-token before: the target's feature for the root, its own for the nodes below. All nodes have the root's position, and see no other node.
-The format and these rules are those of transformers (`Gemma4AssistantForCausalLM`, `SinglePositionMultiTokenCandidateGenerator`), which
-drafts chains; here a dynamic tree is grown (EAGLE-2, section 4). `_assistant_net.py` has the net, `_grow.py` grows the tree.
+An assistant is a small Gemma 4 without keys and values of its own: its layers attend to those that
+the target has stored for its committed tokens. So it reads no prompt and has no cache. A step reads
+a token's embedding, by the target's table, and the hidden of the token before: the target's feature
+for the root, its own for the nodes below. All nodes have the root's position, and see no other
+node. The format and these rules are those of transformers (`Gemma4AssistantForCausalLM`,
+`SinglePositionMultiTokenCandidateGenerator`), which drafts chains; here a dynamic tree is grown
+(EAGLE-2, section 4). `_assistant_net.py` has the net, `_grow.py` grows the tree.
 
 Letters: B rows, Q nodes of a level, D hidden of the target, d hidden of the assistant, W slots.
 """
@@ -39,7 +42,8 @@ class Options:
 
 
 class Session(FeatureSession):
-    """Keeps the target's feature of each row's newest committed token; keys and values are read from the target's cache."""
+    """Keeps the target's feature of each row's newest committed token; keys and values are read
+    from the target's cache."""
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:  # type: ignore[override]
         return None  # the net's layers are the model's code, which may read values on the host
@@ -64,7 +68,9 @@ class Method(Drafter):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        return cls(target, options, load_net(check_head(weights, "gemma4_assistant", "Gemma 4's assistants", {}), target))
+        return cls(
+            target, options, load_net(check_head(weights, "gemma4_assistant", "Gemma 4's assistants", {}), target)
+        )
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
@@ -94,7 +100,9 @@ class Method(Drafter):
         """One forward of the net: hidden [B, Q, d]."""
         Q = tokens_BQ.shape[1]
         masked = {kind: each._replace(mask_B1QW=each.mask_B1QW.expand(-1, -1, Q, -1)) for kind, each in seen.items()}
-        hidden_BQd: Tensor = self.net(hidden_BQD, self.target.embed(tokens_BQ), cycle_input.position_B[:, None].expand(-1, Q), masked)
+        hidden_BQd: Tensor = self.net(
+            hidden_BQD, self.target.embed(tokens_BQ), cycle_input.position_B[:, None].expand(-1, Q), masked
+        )
         return hidden_BQd
 
     def _seen(self, cycle_input: CycleInput) -> dict[str, Seen]:

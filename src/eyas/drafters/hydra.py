@@ -1,4 +1,5 @@
-"""hydra: Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, each of which also reads the tokens drafted before its own.
+"""hydra: Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, each of which also reads the
+tokens drafted before its own.
 
 Head k reads the target's final feature of the newest committed token t and the embeddings of the tokens
 since: the root's and the path's.
@@ -10,8 +11,8 @@ features so far, whose output takes the place of the feature (`--head.arch prefi
 learns the target's distribution instead of the data's tokens, which is the default here. Trees are as in
 `medusa`, chosen at any temperature. The noise and dropout of the authors' training are not here.
 
-Letters: B rows, Q nodes of a level, W ranks or width of a head's input, D hidden, N packed tokens, M nodes
-below the root or positions.
+Letters: B rows, Q nodes of a level, W ranks or width of a head's input, D hidden, N packed tokens,
+M nodes below the root or positions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft
 from eyas.drafters._eagle import EagleMethod, Window
 from eyas.drafters._grow import Growth, grow_dynamic
-from eyas.drafters._heads import FeatureSession, HeadCount, HeadsTree, best_children, current_objective, heads_loss, lm_head_like
+from eyas.drafters._heads import (
+    FeatureSession,
+    HeadCount,
+    HeadsTree,
+    best_children,
+    current_objective,
+    heads_loss,
+    lm_head_like,
+)
 from eyas.drafters._nets import (
     EMBEDDING,
     check_head,
@@ -107,13 +116,16 @@ class Prefix(DecoderLayer):
 
 
 class Net(nn.Module):
-    """The heads, and Hydra++'s layer in front of them. A session feeds it pairs, of which the layer reads the features."""
+    """The heads, and Hydra++'s layer in front of them. A session feeds it pairs, of which the layer
+    reads the features."""
 
     def __init__(self, hidden_size: int, vocab_size: int, heads: int, blocks: int, prefix: LayerShape | None) -> None:
         super().__init__()
         D, further = hidden_size, range(blocks - 1)
         self.prefix = Prefix(prefix) if prefix is not None else None
-        self.mlp = nn.ModuleList(nn.Sequential(FirstBlock((k + 2) * D, D), *(ResBlock(D, D) for _ in further)) for k in range(heads))
+        self.mlp = nn.ModuleList(
+            nn.Sequential(FirstBlock((k + 2) * D, D), *(ResBlock(D, D) for _ in further)) for k in range(heads)
+        )
         self.lm_head = nn.ModuleList(nn.Linear(D, vocab_size) for _ in range(heads))
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -144,7 +156,8 @@ class Net(nn.Module):
 
 
 class Level:
-    """One level of a fixed tree: where its nodes stand among the best children of the nodes above, and which of them have children."""
+    """One level of a fixed tree: where its nodes stand among the best children of the nodes above,
+    and which of them have children."""
 
     def __init__(self, choices: Choices, depth: int, device: torch.device) -> None:
         def at(d: int) -> list[tuple[int, ...]]:
@@ -154,7 +167,9 @@ class Level:
         inner = sorted({path[:-1] for path in at(depth + 1)})
         self.number = depth - 1
         self.width = 1 + max(path[-1] for path in at(depth))
-        self.flat_M = torch.tensor([parents.index(path[:-1]) * self.width + path[-1] for path in at(depth)], device=device)
+        self.flat_M = torch.tensor(
+            [parents.index(path[:-1]) * self.width + path[-1] for path in at(depth)], device=device
+        )
         self.inner_Q = torch.tensor([at(depth).index(path) for path in inner], dtype=torch.long, device=device)
         self.above_Q = torch.tensor([parents.index(path[:-1]) for path in inner], dtype=torch.long, device=device)
 
@@ -167,7 +182,9 @@ class Method(EagleMethod):
     reads = "hydra"
     net: Net
 
-    def __init__(self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None) -> None:
+    def __init__(
+        self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None
+    ) -> None:
         """shape: of the prefix layer, where there is one."""
         super().__init__(target, options)
         self.net = net
@@ -197,7 +214,8 @@ class Method(EagleMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless width and vocabulary are the target's, and all tensors and no others are there."""
+        """CheckpointError unless width and vocabulary are the target's, and all tensors and no
+        others are there."""
         sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
         weights = check_head(weights, cls.reads, cls.reads, sizes)
         config = weights.config
@@ -210,17 +228,27 @@ class Method(EagleMethod):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, **shape: Any) -> Self:
-        """Heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of them."""
+        """Heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of
+        them."""
         options, layer = options or cls.Options(), target_layer_shape(target, **shape)
         new = options.head
         with seeded(seed, target.device):
-            net = Net(target.hidden_size, target.vocab_size, new.count, new.blocks, layer if new.arch == "prefix-mlp" else None)
+            net = Net(
+                target.hidden_size,
+                target.vocab_size,
+                new.count,
+                new.blocks,
+                layer if new.arch == "prefix-mlp" else None,
+            )
             init_matrices(net)
         return cls(target, options, placed(net, target), layer)
 
     @classmethod
-    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
-        """All heads begin as the target's own head on the feature and ignore the tokens; Hydra++'s layer passes the feature on, normed."""
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Self:
+        """All heads begin as the target's own head on the feature and ignore the tokens; Hydra++'s
+        layer passes the feature on, normed."""
         method = cls.random(target, options, seed)
         net, D = method.net, target.hidden_size
         with torch.no_grad():
@@ -234,7 +262,9 @@ class Method(EagleMethod):
                 net.prefix.attention.o.weight.zero_()
                 net.prefix.mlp.down.weight.zero_()
                 some_1T = torch.arange(min(64, target.context, target.vocab_size), device=target.device)[None]
-                net.prefix.norm.weight.fill_(target.encode(some_1T, method.feature_layers).float().square().mean().sqrt())
+                net.prefix.norm.weight.fill_(
+                    target.encode(some_1T, method.feature_layers).float().square().mean().sqrt()
+                )
         return method
 
     def weights(self) -> Weights:
@@ -267,14 +297,17 @@ class Method(EagleMethod):
         return self.grow_below(growth.hidden_BD, cycle_input)
 
     def grow_below(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
-        """The tree below the roots. A node's head reads what its parent's read, and the node's own embedding."""
+        """The tree below the roots. A node's head reads what its parent's read, and the node's own
+        embedding."""
 
         def extend(hidden_BQW: Tensor, tokens_BQ: Tensor) -> Tensor:
             return torch.cat([hidden_BQW, self.embed(tokens_BQ).to(self.dtype)], dim=-1)
 
         hidden_BQW = extend(feature_BD[:, None].to(self.dtype), cycle_input.tokens_B[:, None])
         if self.tree.dynamic is not None:
-            growth = Growth(lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: extend(hidden, tokens_BQ))
+            growth = Growth(
+                lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: extend(hidden, tokens_BQ)
+            )
             return grow_dynamic(growth, cycle_input, self.tree.dynamic)
         assert self.tree.fixed is not None
         tokens, scores = list[Tensor](), list[Tensor]()

@@ -1,10 +1,12 @@
-"""lookahead: Lookahead decoding (Fu, Bailis, Stoica, Zhang 2024, arXiv 2402.02057): the target drafts for itself, by Jacobi iteration.
+"""lookahead: Lookahead decoding (Fu, Bailis, Stoica, Zhang 2024, arXiv 2402.02057): the target
+drafts for itself, by Jacobi iteration.
 
-Every cycle forwards, beside the n-grams to be verified, a window of guesses at the coming positions: `width`
-columns by `ngram - 1` levels. Each level is one Jacobi iteration after the level above it: a column holds the
-target's own continuation of its own earlier tokens. The window's nodes are scouts: forwarded, never accepted.
-The target's tokens at the lowest level complete one n-gram per column. They go into the row's pool, the
-levels move up, and these tokens become the lowest level. With width 4 and n-grams of 4 tokens:
+Every cycle forwards, beside the n-grams to be verified, a window of guesses at the coming
+positions: `width` columns by `ngram - 1` levels. Each level is one Jacobi iteration after the level
+above it: a column holds the target's own continuation of its own earlier tokens. The window's nodes
+are scouts: forwarded, never accepted. The target's tokens at the lowest level complete one n-gram
+per column. They go into the row's pool, the levels move up, and these tokens become the lowest
+level. With width 4 and n-grams of 4 tokens:
 
     level 0      r --- a1 -- a2 -- a3          r: the root; depth = column + level
                  |     |     |     |
@@ -16,14 +18,15 @@ levels move up, and these tokens become the lowest level. With width 4 and n-gra
                  |      '--- h1 -- i1          children of the same root: candidates
                   '--- g1 -- h2 -- i2
 
-So window and branch are one tree; node `width * level + column` is a node of the window. A scout's token is
-drawn like any other, from the row's own sampling with the noise of its position: it is the token that this
-very run draws there if the scout's prefix comes true. (With the most probable token instead, which is the
-same in greedy rows, a small chat model gave 18 % fewer tokens per cycle at temperature 1.)
+So window and branch are one tree; node `width * level + column` is a node of the window. A scout's
+token is drawn like any other, from the row's own sampling with the noise of its position: it is the
+token that this very run draws there if the scout's prefix comes true. (With the most probable token
+instead, which is the same in greedy rows, a small chat model gave 18 % fewer tokens per cycle at
+temperature 1.)
 
-See the paper's section 3 and figures 2 to 4. The first guesses are tokens of the prompt. The window moves by
-one column per cycle, however many tokens were accepted: moving it by as many made no measurable difference.
-This module has no net: the target's logits are all that it reads.
+See the paper's section 3 and figures 2 to 4. The first guesses are tokens of the prompt. The window
+moves by one column per cycle, however many tokens were accepted: moving it by as many made no
+measurable difference. This module has no net: the target's logits are all that it reads.
 
 Letters: B rows, N nodes, W columns, V vocabulary, T tokens.
 """
@@ -48,7 +51,8 @@ __all__ = ["Lookahead", "Method", "Pool"]
 
 @dataclass(frozen=True)
 class Lookahead:
-    """The size of window and branch; the defaults are the paper's for 7B models (table 2: W = G = 15, N = 5)."""
+    """The size of window and branch; the defaults are the paper's for 7B models (table 2: W = G =
+    15, N = 5)."""
 
     width: int = 15
     """Columns of the window (W): new n-grams per cycle."""
@@ -173,7 +177,9 @@ class Session(DraftSession):
             parents.append([*self._window_parents, *below, *[0] * spare])
             tokens.append([*window, *branch[1], *[0] * spare])
             candidates.append([n == 0 or shape.window <= n < size - spare for n in range(size)])
-        tree = Tree.build(torch.tensor(parents, device=device), shape.max_depth, torch.tensor(candidates, device=device))
+        tree = Tree.build(
+            torch.tensor(parents, device=device), shape.max_depth, torch.tensor(candidates, device=device)
+        )
         return Draft(tree, torch.tensor(tokens, device=device))
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
@@ -216,4 +222,10 @@ class Method(Drafter):
 
     def describe(self) -> dict[str, Any]:
         shape = self.options.lookahead
-        return {"kind": "lookahead", "nodes": shape.nodes, "depth": shape.ngram - 1, "scouts": shape.window - 1, **asdict(shape)}
+        return {
+            "kind": "lookahead",
+            "nodes": shape.nodes,
+            "depth": shape.ngram - 1,
+            "scouts": shape.window - 1,
+            **asdict(shape),
+        }

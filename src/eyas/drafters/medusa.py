@@ -1,15 +1,17 @@
-"""medusa: Medusa-1 (Cai et al. 2024, arXiv 2401.10774): more heads beside the target's own, each for a token further ahead.
+"""medusa: Medusa-1 (Cai et al. 2024, arXiv 2401.10774): more heads beside the target's own, each
+for a token further ahead.
 
 Head k (0, 1, ...) reads the target's final feature of the newest committed token t. The target's own head
 predicts token t+1 from it, which is the root; head k predicts token t+2+k:
 
     feature of t  ->  blocks: x + SiLU(W x + b)  ->  lm_head of its own (or the target's)  ->  q of token t+2+k
 
-A head does not know the tokens in between, so the children of all nodes of a level are the same best
-tokens, and the tree is a product of ranked lists. The likely part of it is kept: a fixed part (section
-2.3.3), or in each cycle the paths with the largest products of probabilities. Children are chosen, not
-sampled: at any temperature the tokens are those of plain decoding with the same seed. With coupled noise
-(`_grow`) they are ranked by what this run will draw. The paper's typical acceptance is lossy and not here.
+A head does not know the tokens in between, so the children of all nodes of a level are the same
+best tokens, and the tree is a product of ranked lists. The likely part of it is kept: a fixed part
+(section 2.3.3), or in each cycle the paths with the largest products of probabilities. Children are
+chosen, not sampled: at any temperature the tokens are those of plain decoding with the same seed.
+With coupled noise (`_grow`) they are ranked by what this run will draw. The paper's typical
+acceptance is lossy and not here.
 
 Letters: B rows, K heads, Q nodes of a level, W ranks, D hidden, V vocabulary, M nodes below the root or
 positions that count.
@@ -30,7 +32,15 @@ from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, chain_choices, check_choices
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
-from eyas.drafters._heads import FeatureSession, HeadCount, HeadsTree, best_children, current_objective, heads_loss, lm_head_like
+from eyas.drafters._heads import (
+    FeatureSession,
+    HeadCount,
+    HeadsTree,
+    best_children,
+    current_objective,
+    heads_loss,
+    lm_head_like,
+)
 from eyas.drafters._nets import check_head, load_tensors, placed, saved_tensors, seeded
 from eyas.drafters._options import check_choice, current_noise
 from eyas.drafters.eagle1 import StaticTree
@@ -41,12 +51,15 @@ __all__ = ["HeadTree", "Method", "Net", "ResBlock"]
 DECAY = 0.8  # each further head weighs less in the loss (section 2.2)
 BRANCH = 10  # children of a node in a dynamic tree
 
-# The 63 draft nodes that the authors chose for Vicuna-7B, four deep: how many children the node of each path has. A digit is a rank.
+# The 63 draft nodes that the authors chose for Vicuna-7B, four deep: how many children the node of
+# each path has. A digit is a rank.
 _CHILDREN = {
     "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
     "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1, "000": 2,
 }  # fmt: skip
-REFERENCE_TREE: Choices = check_choices((*map(int, path), rank) for path, count in _CHILDREN.items() for rank in range(count))
+REFERENCE_TREE: Choices = check_choices(
+    (*map(int, path), rank) for path, count in _CHILDREN.items() for rank in range(count)
+)
 
 OUTPUTS = ("own", "target")
 NOISES = ("coupled", "none")
@@ -65,22 +78,31 @@ class HeadTree(StaticTree):
 
     def __post_init__(self) -> None:
         if self.nodes is not None and self.choices != "dynamic":
-            raise OptionError("tree.nodes is for --tree.choices dynamic; another tree has as many nodes as it has choices")
+            raise OptionError(
+                "tree.nodes is for --tree.choices dynamic; another tree has as many nodes as it has choices"
+            )
         object.__setattr__(self, "noise", current_noise(self.noise))
         check_choice("tree.noise", self.noise, NOISES)
 
     def dynamic(self, depth: int) -> DynamicTree | None:
         """The shape of a dynamic tree; None for a fixed tree."""
-        return DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH, noise=self.noise) if self.choices == "dynamic" else None
+        return (
+            DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH, noise=self.noise)
+            if self.choices == "dynamic"
+            else None
+        )
 
     def for_heads(self, heads: int, vocab_size: int) -> Choices:
-        """The paths of a fixed tree; OptionError when it is deeper or wider than heads and vocabulary allow."""
+        """The paths of a fixed tree; OptionError when it is deeper or wider than heads and
+        vocabulary allow."""
         if self.choices == "reference":
             return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
         choices = chain_choices(heads) if self.choices == "chain" else self.resolve()
         depth, widest = max(map(len, choices)), 1 + max(path[-1] for path in choices)
         if depth > heads:
-            raise OptionError(f"tree.choices: the tree is {depth} deep, and one level needs one head: this draft has {heads}")
+            raise OptionError(
+                f"tree.choices: the tree is {depth} deep, and one level needs one head: this draft has {heads}"
+            )
         if widest > vocab_size:
             raise OptionError(f"tree.choices: a node has {widest} children, the vocabulary {vocab_size} tokens")
         return choices
@@ -128,8 +150,12 @@ class Net(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int | None, heads: int, blocks: int) -> None:
         """vocab_size: of the heads' own lm_heads; None: they use the target's."""
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(hidden_size, hidden_size) for _ in range(blocks))) for _ in range(heads))
-        self.lm_head = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(heads)) if vocab_size else None
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResBlock(hidden_size, hidden_size) for _ in range(blocks))) for _ in range(heads)
+        )
+        self.lm_head = (
+            nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(heads)) if vocab_size else None
+        )
 
     def forward(self, features: Tensor, k: int) -> Tensor:
         """The target's final features [..., D] -> what head k's lm_head reads [..., D]."""
@@ -178,11 +204,17 @@ class Method(Drafter):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless width and vocabulary are the target's, and all tensors and no others are there."""
+        """CheckpointError unless width and vocabulary are the target's, and all tensors and no
+        others are there."""
         sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
         weights = check_head(weights, cls.reads, cls.reads, sizes)
         config = weights.config
-        net = Net(target.hidden_size, target.vocab_size if config["output"] == "own" else None, config["heads"], config["blocks"])
+        net = Net(
+            target.hidden_size,
+            target.vocab_size if config["output"] == "own" else None,
+            config["heads"],
+            config["blocks"],
+        )
         return cls(target, options or cls.Options(), load_tensors(net, weights, target))
 
     @classmethod
@@ -196,8 +228,11 @@ class Method(Drafter):
         return cls(target, options, placed(net, target))
 
     @classmethod
-    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
-        """All heads begin as the target's own: blocks that add nothing, then a copy of its lm_head (section 2.2)."""
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Self:
+        """All heads begin as the target's own: blocks that add nothing, then a copy of its lm_head
+        (section 2.2)."""
         method = cls.random(target, options, seed)
         with torch.no_grad():
             for weight in method.net.blocks.parameters():
@@ -242,7 +277,9 @@ class Method(Drafter):
             def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
                 return logits_BKV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
 
-            return grow_dynamic(Growth(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle_input, self.tree.dynamic)
+            return grow_dynamic(
+                Growth(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle_input, self.tree.dynamic
+            )
         level_K = torch.arange(fixed.depth, device=feature_BD.device)
         tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, fixed.width)
         return fixed.draft(cycle_input, tokens_BKW.flatten(1)[:, fixed.flat_M], score_BKW.flatten(1)[:, fixed.flat_M])

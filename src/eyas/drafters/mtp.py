@@ -1,13 +1,15 @@
-"""mtp: the multi-token-prediction module that a target was trained with (Gloeckle et al. 2024, arXiv 2404.19737; DeepSeek-V3, arXiv
-2412.19437, section 2.2) drafts for it.
+"""mtp: the multi-token-prediction module that a target was trained with (Gloeckle et al. 2024,
+arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437, section 2.2) drafts for it.
 
-The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads pairs (feature of token t, token t+1) as
-EAGLE's net does, and predicts token t+2; applied again to its own output it predicts on. `_eagle.py` has the session, `_grow.py` grows
-the tree, `_mtp_net.py` wraps transformers' class, and `_mtp_llama.py` computes it by kernels where its layer is LLaMA's. Of several
-modules the first one is applied in all steps.
+The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads
+pairs (feature of token t, token t+1) as EAGLE's net does, and predicts token t+2; applied again to
+its own output it predicts on. `_eagle.py` has the session, `_grow.py` grows the tree, `_mtp_net.py`
+wraps transformers' class, and `_mtp_llama.py` computes it by kernels where its layer is LLaMA's. Of
+several modules the first one is applied in all steps.
 
-Training makes a head of its own: it goes on from the module in the target's checkpoint, or begins with a new one where there is none.
-A module that predicted one token while the target was trained learns here to read its own outputs, by EAGLE-3's training-time test.
+Training makes a head of its own: it goes on from the module in the target's checkpoint, or begins
+with a new one where there is none. A module that predicted one token while the target was trained
+learns here to read its own outputs, by EAGLE-3's training-time test.
 
 Letters: N packed tokens, M of them that count, I steps, D hidden.
 """
@@ -102,14 +104,17 @@ class Method(DynamicEagle):
     def __init__(self, target: Target, options: Any, net: Net) -> None:
         super().__init__(target, options)
         if not target.head_is_exact:
-            raise ModelError(f"the lm_head of a {target.family.model_type} cannot be applied to drafts: choose another method than mtp")
+            raise ModelError(
+                f"the lm_head of a {target.family.model_type} cannot be applied to drafts: choose another method than mtp"
+            )
         self.net, self.shape, self.feature_layers = net, target_layer_shape(target), (target.num_layers,)
 
     # --- weights
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """Load the module from `--draft`, a head that eyas trained or a checkpoint with modules, or from the target's own checkpoint.
+        """Load the module from `--draft`, a head that eyas trained or a checkpoint with modules, or
+        from the target's own checkpoint.
 
         CheckpointError if there is none.
         """
@@ -129,7 +134,9 @@ class Method(DynamicEagle):
         weights = check_head(weights, cls.reads, "MTP", sizes)
         theirs, ours = weights.config["target_model_type"], target.family.model_type
         if theirs != ours:
-            raise CheckpointError(f"{weights.source}: the module has a layer of a {theirs}, and the target is a {ours}: it is for another")
+            raise CheckpointError(
+                f"{weights.source}: the module has a layer of a {theirs}, and the target is a {ours}: it is for another"
+            )
         method = cls(target, options, load_tensors(random_net(target, 0), weights, target))
         method.trained_length = weights.config["max_positions"]
         return method
@@ -139,7 +146,9 @@ class Method(DynamicEagle):
         return cls(target, options, random_net(target, seed))
 
     @classmethod
-    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Self:
         """The module of the target's checkpoint; a new one where it has none."""
         try:
             net, start = load_net(target, _own_checkpoint(target)), "the module in the target's checkpoint"
@@ -166,7 +175,8 @@ class Method(DynamicEagle):
 
     @cached_property
     def decoding_net(self) -> Any:
-        """The module by eyas' own layer, where the target's runner has kernels for that; else the net itself."""
+        """The module by eyas' own layer, where the target's runner has kernels for that; else the
+        net itself."""
         own = llama_net(self.net)
         converted = self.net if own is None else self.target.run.ops.draft_net(own, self.target.draft_weights)
         return self.net if converted is own else converted
@@ -188,15 +198,21 @@ class Method(DynamicEagle):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The objective, by default the cross-entropy with the target's distribution, summed over the steps of the training-time test
-        (EAGLE-3, section 3.2). The target's own lm_head reads the module's outputs, and does not learn.
+        """The objective, by default the cross-entropy with the target's distribution, summed over
+        the steps of the training-time test (EAGLE-3, section 3.2). The target's own lm_head reads
+        the module's outputs, and does not learn.
 
-        Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the loss is that of step 0: each token once.
+        Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the
+        loss is that of step 0: each token once.
         """
         test: TrainModule = self.options.ttt
         tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
         end_N, last = batch.documents.end_N(tokens_N.device), len(tokens_N) - 1
-        goal_NI = torch.arange(len(tokens_N), device=tokens_N.device)[:, None] + 2 + torch.arange(test.steps, device=tokens_N.device)
+        goal_NI = (
+            torch.arange(len(tokens_N), device=tokens_N.device)[:, None]
+            + 2
+            + torch.arange(test.steps, device=tokens_N.device)
+        )
         counts_NI = batch.counted_N[goal_NI.clamp(max=last)] & (goal_NI < end_N[:, None])
         rows_M = counts_NI.any(1).nonzero()[:, 0]
         embed = lambda index: self.embed(tokens_N[index]).to(self.dtype)  # noqa: E731
@@ -221,12 +237,15 @@ def _own_checkpoint(target: Target) -> str:
     """The name of the checkpoint that the target was loaded from; CheckpointError if there is none."""
     name = getattr(target.model.config, "name_or_path", "")
     if not name or name == "None":  # transformers' word for a model that is made from tensors
-        raise CheckpointError("the target was not loaded from a checkpoint with MTP weights: name the one that has them with --draft")
+        raise CheckpointError(
+            "the target was not loaded from a checkpoint with MTP weights: name the one that has them with --draft"
+        )
     return str(name)
 
 
 def _is_trained_head(source: str | Path) -> bool:
-    """Whether the config.json there is that of a module which eyas trained. A checkpoint's weights are not fetched for that."""
+    """Whether the config.json there is that of a module which eyas trained. A checkpoint's weights
+    are not fetched for that."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)
     except (OSError, ValueError):

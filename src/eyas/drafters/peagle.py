@@ -1,14 +1,17 @@
-"""peagle: P-EAGLE (arXiv 2602.01469): EAGLE-3's net, mostly with several layers, drafts all levels of the tree in one pass.
+"""peagle: P-EAGLE (arXiv 2602.01469): EAGLE-3's net, mostly with several layers, drafts all levels
+of the tree in one pass.
 
     slot 0       [ norm(embedding of the root)   ; norm(fused features of the token before) ]  -> layers -> q of the token behind the root
     slot j > 0   [ norm(embedding of the mask)   ; norm(fc(mask_hidden)) ]                     -> layers -> q of the token j further
 
-Slot j stands j positions behind slot 0 and attends to the committed pairs and to the slots before it. It knows no drafted token, so all
-nodes of a level have the same q, as with DFlash; the mask's features are learned. The tree is EAGLE-2's, grown from these laws without a
-further pass; children are chosen. When drafted tokens are accepted, their pairs are read again with the target's features.
+Slot j stands j positions behind slot 0 and attends to the committed pairs and to the slots before
+it. It knows no drafted token, so all nodes of a level have the same q, as with DFlash; the mask's
+features are learned. The tree is EAGLE-2's, grown from these laws without a further pass; children
+are chosen. When drafted tokens are accepted, their pairs are read again with the target's features.
 
-Training (section 3): every slot of the text begins such a row of masks, and each of its slots learns the target's distribution. The
-authors leave out a random part of the deeper masks, to save memory (COD sampling); here all are trained.
+Training (section 3): every slot of the text begins such a row of masks, and each of its slots
+learns the target's distribution. The authors leave out a random part of the deeper masks, to save
+memory (COD sampling); here all are trained.
 
 `eagle3.py` has the weights and the loss, `_eagle3_net.py` the net.
 """
@@ -121,14 +124,18 @@ class Method(eagle3.Method):
         return super()._new(target, options, seed, draft_ids_v, **shape)._with_masks(token, options.head.levels)
 
     @classmethod
-    def init_for_training(cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None) -> Self:
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Self:
         method = super().init_for_training(target, options, seed, counts_V)
         method.mask_token = mask_token(method.options.head.mask_token, target, counts_V)
         return method
 
     def weights(self) -> Weights:
         base = super().weights()
-        return replace(base, method=self.reads, config={**base.config, "mask_token": self.mask_token, "levels": self.levels})
+        return replace(
+            base, method=self.reads, config={**base.config, "mask_token": self.mask_token, "levels": self.levels}
+        )
 
     # --- drafting
 
@@ -146,16 +153,20 @@ class Method(eagle3.Method):
         train: TrainMasks = self.options.train
         return eagle3.TrainingTimeTest(self.levels or self.options.head.levels, train.decay, objective=train.objective)
 
-    def rehearse(self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int) -> list[Tensor]:
+    def rehearse(
+        self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int
+    ) -> list[Tensor]:
         token_1 = torch.tensor([self.mask_token], device=features_NF.device)
         mask_D = self.embed(token_1)[0].to(self.dtype)
         embed = self.packed_embeddings(batch)
-        return self.net.in_parallel(features_NF, embed, mask_D, rows_M, documents, steps, bool(self.gradient_checkpointing))
+        return self.net.in_parallel(
+            features_NF, embed, mask_D, rows_M, documents, steps, bool(self.gradient_checkpointing)
+        )
 
 
 class ParallelSession(EagleSession):
-    """A session whose net reads the pending pairs and the masks in one pass. The masks stand in the slots behind the pending pairs, and are
-    overwritten in the next cycle.
+    """A session whose net reads the pending pairs and the masks in one pass. The masks stand in the
+    slots behind the pending pairs, and are overwritten in the next cycle.
 
     Letters, beside those of `_eagle`: S levels, N = P + S - 1 inputs of the pass, v draft vocabulary.
     """
@@ -175,7 +186,8 @@ class ParallelSession(EagleSession):
         return Growth(lambda: laws_BSv[:, 0], lambda logits: logits, expand, self.drafter.draft_ids_v)
 
     def _read_levels(self, cycle_input: CycleInput, levels: int) -> Tensor:
-        """Read the pending pairs and the masks behind them; returns the net's output [B, S, D] at the newest pair and at each mask."""
+        """Read the pending pairs and the masks behind them; returns the net's output [B, S, D] at
+        the newest pair and at each mask."""
         net: ParallelNet = self.drafter.decoding_net
         P, masks = self.pending_BPF.shape[1], levels - 1
         order_N = torch.arange(P + masks, device=cycle_input.tokens_B.device)

@@ -1,9 +1,10 @@
-"""prompt_lookup: what followed these last tokens when they stood in the text before (Prompt Lookup Decoding, Saxena 2023; LLMA, Yang et
-al. 2023, arXiv 2304.04487)?
+"""prompt_lookup: what followed these last tokens when they stood in the text before (Prompt Lookup
+Decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487)?
 
-The last n tokens, the longest n first, are looked up in the row's own prompt and output; what followed them there is proposed as a chain.
-Several matches make a trie of chains. A match so near the end that its copy would run past it goes on with the copy itself, as in LZ77: a
-repeated phrase is proposed whole.
+The last n tokens, the longest n first, are looked up in the row's own prompt and output; what
+followed them there is proposed as a chain. Several matches make a trie of chains. A match so near
+the end that its copy would run past it goes on with the copy itself, as in LZ77: a repeated phrase
+is proposed whole.
 
 It has no probabilities, and no other text than the row's own.
 """
@@ -101,7 +102,9 @@ class Method(Drafter):
 
     def open(self, rows: int) -> DraftSession:
         options: Lookup = self.options.lookup
-        return TextSession(rows, lambda: NgramIndex(options), 1 + options.matches * options.depth, options.depth, scored=False)
+        return TextSession(
+            rows, lambda: NgramIndex(options), 1 + options.matches * options.depth, options.depth, scored=False
+        )
 
     def describe(self) -> dict[str, Any]:
         options: Lookup = self.options.lookup

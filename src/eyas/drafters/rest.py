@@ -1,8 +1,10 @@
-"""rest: what followed the end of this text in a datastore of other texts (REST, He et al. 2023, arXiv 2311.08252).
+"""rest: what followed the end of this text in a datastore of other texts (REST, He et al. 2023,
+arXiv 2311.08252).
 
-The longest end of the row's text that stands in the datastore is found there; its continuations make a trie, a node weighing as much as
-continuations pass through it; the heaviest `nodes` are verified (section 3.2 of the paper). Where a match has more continuations than
-`samples`, evenly chosen ones stand for all. A node's probability is its share of its parent's weight.
+The longest end of the row's text that stands in the datastore is found there; its continuations
+make a trie, a node weighing as much as continuations pass through it; the heaviest `nodes` are
+verified (section 3.2 of the paper). Where a match has more continuations than `samples`, evenly
+chosen ones stand for all. A node's probability is its share of its parent's weight.
 
 `eyas datastore build` makes a datastore. This module reads no other text than that, and knows no net.
 
@@ -67,16 +69,19 @@ class Options:
 
 
 def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[Guess]:
-    """The `most` heaviest nodes of the trie of these rows, which are sorted; at equal weight the shallower one, then the first.
+    """The `most` heaviest nodes of the trie of these rows, which are sorted; at equal weight the
+    shallower one, then the first.
 
-    In sorted rows a node is a run of rows that agree up to its depth, so a node begins where a row differs from the one before it in that
-    column or an earlier one. A parent is as heavy as its child, and shallower: it is kept whenever its child is.
+    In sorted rows a node is a run of rows that agree up to its depth, so a node begins where a row
+    differs from the one before it in that column or an earlier one. A parent is as heavy as its
+    child, and shallower: it is kept whenever its child is.
     """
     S, D = following_SD.shape
     begins_SD = np.ones((S, D), bool)
     np.logical_or.accumulate(following_SD[1:] != following_SD[:-1], axis=1, out=begins_SD[1:])
     begins_DS = begins_SD.T
-    number_DS = np.cumsum(begins_DS).reshape(D, S) - 1  # the node of each row at each depth: all of depth 1, then all of depth 2
+    # the node of each row at each depth: all of depth 1, then all of depth 2
+    number_DS = np.cumsum(begins_DS).reshape(D, S) - 1
     start_M = np.flatnonzero(begins_DS)
     weight_M = np.diff(start_M, append=D * S)
     depth_M, row_M = np.divmod(start_M, S)

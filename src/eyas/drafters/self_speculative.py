@@ -1,13 +1,15 @@
-"""self_speculative: the target drafts for itself, without some of its layers; no training, no second model.
+"""self_speculative: the target drafts for itself, without some of its layers; no training, no
+second model.
 
     Draft & Verify (Zhang et al. 2023, arXiv 2309.08168)     --skip 3,5a,7m    layer 3, the attention of layer 5, the MLP of layer 7
                                                              --skip auto       found by a search, once for a target
     LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710)       --skip exit:8     the first eight layers, then the final norm and the head
 
-The draft model is a view of the target with fewer layers (`_skip.py`): the model itself is not touched. The view
-has a cache of its own for the layers that it keeps, and reads the prompt itself. The papers share the target's
-cache, which saves that and lets the draft attend to the keys and values that all layers made; here the draft is
-the smaller model alone. Kangaroo (Liu et al. 2024) exits early too, through a trained adapter; there is none here.
+The draft model is a view of the target with fewer layers (`_skip.py`): the model itself is not
+touched. The view has a cache of its own for the layers that it keeps, and reads the prompt itself.
+The papers share the target's cache, which saves that and lets the draft attend to the keys and
+values that all layers made; here the draft is the smaller model alone. Kangaroo (Liu et al. 2024)
+exits early too, through a trained adapter; there is none here.
 
 This module knows no tree policy and no model family.
 """
@@ -78,7 +80,8 @@ class Method(small_model.Method):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """OptionError when the layers to leave out do not exist; ModelError when their attention or MLP cannot be identified."""
+        """OptionError when the layers to leave out do not exist; ModelError when their attention or
+        MLP cannot be identified."""
         options = options or cls.Options()
         if options.skip == "auto":
             found = remembered_search(target)
@@ -96,7 +99,8 @@ class Method(small_model.Method):
 
 
 def remembered_search(target: Target) -> Found:
-    """The result of `search` on the target's own text, computed once per target and kept in the user's cache folder."""
+    """The result of `search` on the target's own text, computed once per target and kept in the
+    user's cache folder."""
     key = hashlib.sha256(f"{target.fingerprint()} {SEARCHED}".encode()).hexdigest()[:16]
     path = user_cache() / f"skip-{key}.json"
     with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole

@@ -1,17 +1,19 @@
-"""small_model: speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a smaller model drafts.
+"""small_model: speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023,
+arXiv 2302.01318): a smaller model drafts.
 
-Any causal language model with the target's vocabulary will do, as it was published. It reads the same text
-into a cache of its own and drafts a chain from its own distribution q, sampled as the row samples (section
-2.3 of the first paper: q gets the same temperature and cuts as p); or a tree: a static one whose siblings
-are sampled without replacement, or EAGLE-2's dynamic one.
+Any causal language model with the target's vocabulary will do, as it was published. It reads the
+same text into a cache of its own and drafts a chain from its own distribution q, sampled as the row
+samples (section 2.3 of the first paper: q gets the same temperature and cuts as p); or a tree: a
+static one whose siblings are sampled without replacement, or EAGLE-2's dynamic one.
 
     committed, read      ... a b c          the target has emitted d (the root) after accepting c
     catch up               [b c d]          one pass over the unread tokens, padded to the longest path
     draft                       [e] [f]     level by level, in slots behind; forgotten when the cycle ends
 
-It can be trained: a small LLaMA of the target's vocabulary learns the target's distribution (distillation
-as in DistillSpec, Zhou et al. 2023, with the target's distributions on given text). Beyond the model's own
-context its positions stand still: it drafts worse, and the text stays the same.
+It can be trained: a small LLaMA of the target's vocabulary learns the target's distribution
+(distillation as in DistillSpec, Zhou et al. 2023, with the target's distributions on given text).
+Beyond the model's own context its positions stand still: it drafts worse, and the text stays the
+same.
 
 Letters: B rows, P nodes on the longest path, Q nodes of a level of T, N packed tokens, M of them that
 count, R documents, V vocabulary.
@@ -97,18 +99,28 @@ class DraftOptions:
     def __post_init__(self) -> None:
         if self.depth is not None:
             check_whole("", 1, depth=self.depth)
-        if isinstance(self.confidence, bool) or not isinstance(self.confidence, int | float) or not 0 <= self.confidence < 1:
+        if (
+            isinstance(self.confidence, bool)
+            or not isinstance(self.confidence, int | float)
+            or not 0 <= self.confidence < 1
+        ):
             raise OptionError(f"confidence must be from 0 to below 1, got {self.confidence!r}")
         check_choice("verification", self.verification, VERIFICATIONS)
         if self.dynamic.is_used and (self.dynamic.nodes is None or self.tree != Chain()):
-            raise OptionError("a dynamic tree needs dynamic.nodes, and is none of tree.*: give dynamic.nodes, or leave dynamic.* out")
+            raise OptionError(
+                "a dynamic tree needs dynamic.nodes, and is none of tree.*: give dynamic.nodes, or leave dynamic.* out"
+            )
         if self.depth is not None and self.tree.choices != "chain":
             raise OptionError("tree.choices says how deep its tree is: leave depth out")
 
     def dynamic_tree(self) -> DynamicTree | None:
         """OptionError when its numbers are bad."""
         dynamic = self.dynamic
-        return None if dynamic.nodes is None else DynamicTree(dynamic.nodes, self.depth or DEPTH, dynamic.branch, dynamic.noise)
+        return (
+            None
+            if dynamic.nodes is None
+            else DynamicTree(dynamic.nodes, self.depth or DEPTH, dynamic.branch, dynamic.noise)
+        )
 
     def choices(self) -> Choices:
         """The static tree; OptionError when it is bad."""
@@ -126,7 +138,9 @@ class NetShape:
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.width < 32 or self.width % 32:
-            raise OptionError(f"net: layers must be 1 or more and width a multiple of 32, got {self.layers} and {self.width}")
+            raise OptionError(
+                f"net: layers must be 1 or more and width a multiple of 32, got {self.layers} and {self.width}"
+            )
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,8 @@ class Method(Drafter):
         super().__init__(target, options)
         self.draft_model = target.run.wrap_draft_model(draft, target.draft_weights)
         self.net = draft.model
-        self.vocab_size = min(draft.vocab_size, target.vocab_size)  # tokens that both know; the larger vocabulary is padded
+        # tokens that both know; the larger vocabulary is padded
+        self.vocab_size = min(draft.vocab_size, target.vocab_size)
         self.dynamic: DynamicTree | None = self.options.dynamic_tree()
         self.choices: Choices = () if self.dynamic else self.options.choices()
         self.block = self.options.verification == "block"
@@ -158,7 +173,9 @@ class Method(Drafter):
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
         sampled_chain = self.dynamic is None and widest == 1 and self.options.tree.noise == "sampled"
         if self.block and (not sampled_chain or self.options.confidence):
-            raise OptionError("verification block is for a whole sampled chain: leave tree.choices, tree.noise, dynamic and confidence out")
+            raise OptionError(
+                "verification block is for a whole sampled chain: leave tree.choices, tree.noise, dynamic and confidence out"
+            )
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
@@ -166,7 +183,8 @@ class Method(Drafter):
 
     @classmethod
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """`train_feature_layers` of a new model, without making it: the target's final features, which give its distribution."""
+        """`train_feature_layers` of a new model, without making it: the target's final features,
+        which give its distribution."""
         return (target.num_layers,)
 
     @property
@@ -186,10 +204,11 @@ class Method(Drafter):
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """The model in that folder or hub repository, as it was published, on the target's device and in its dtype.
+        """The model in that folder or hub repository, as it was published, on the target's device
+        and in its dtype.
 
-        Several, separated by commas, draft side by side, and their trees are merged (SpecInfer, Miao et al. 2023,
-        arXiv 2305.09781).
+        Several, separated by commas, draft side by side, and their trees are merged (SpecInfer,
+        Miao et al. 2023, arXiv 2305.09781).
         """
         if source is None:
             raise CheckpointError(NO_DRAFT_MODEL)
@@ -213,7 +232,8 @@ class Method(Drafter):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """The model of a checkpoint that was read already; CheckpointError unless all tensors and no others are there."""
+        """The model of a checkpoint that was read already; CheckpointError unless all tensors and
+        no others are there."""
         if weights is None:
             raise CheckpointError(NO_DRAFT_MODEL)
         if weights.method != cls.reads:
@@ -268,19 +288,29 @@ class Method(Drafter):
         if self.dynamic:
             return {**self.dynamic.describe(), **confidence}
         choices = f"chain-{self.depth}" if tree.choices == "chain" else tree.choices
-        about = {"kind": "static", "choices": choices, "nodes": len(self.choices) + 1, "depth": self.depth, "noise": tree.noise}
+        about = {
+            "kind": "static",
+            "choices": choices,
+            "nodes": len(self.choices) + 1,
+            "depth": self.depth,
+            "noise": tree.noise,
+        }
         return {**about, **({"verification": "block"} if self.block else {}), **confidence}
 
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Cross-entropy from the target's distribution to the model's, at every token whose successor counts."""
+        """Cross-entropy from the target's distribution to the model's, at every token whose
+        successor counts."""
         tokens_N, documents, device = batch.tokens_N, batch.documents, batch.tokens_N.device
         order_N = torch.arange(len(tokens_N), device=device)
         next_N = (order_N + 1).clamp(max=len(tokens_N) - 1)
         rows_M = (batch.counted_N[next_N] & (order_N + 1 < documents.end_N(device))).nonzero()[:, 0]
-        tokens_RT = pad_sequence(list(torch.split(tokens_N, list(documents.lengths))), batch_first=True)  # causal: padding is never seen
-        inside_RT = torch.arange(tokens_RT.shape[1], device=device) < torch.tensor(documents.lengths, device=device)[:, None]
+        # causal: padding is never seen
+        tokens_RT = pad_sequence(list(torch.split(tokens_N, list(documents.lengths))), batch_first=True)
+        inside_RT = (
+            torch.arange(tokens_RT.shape[1], device=device) < torch.tensor(documents.lengths, device=device)[:, None]
+        )
         hidden_RTD = self.draft_model.family.base(input_ids=tokens_RT, use_cache=False)[0]
         logits_MV = families.head(self.draft_model.family, hidden_RTD[inside_RT][rows_M])[:, : self.vocab_size]
         with torch.no_grad():
@@ -294,8 +324,8 @@ class Method(Drafter):
 class LanguageModelSession(DraftSession):
     """Rows of the draft model's own keys and values.
 
-    `pending` are the tokens of the last cycle, which the model has not read; the last of them is the coming
-    root. `draft` reads them, the root included, then grows the tree.
+    `pending` are the tokens of the last cycle, which the model has not read; the last of them is
+    the coming root. `draft` reads them, the root included, then grows the tree.
     """
 
     def __init__(self, drafter: Method, rows: int) -> None:
@@ -322,7 +352,8 @@ class LanguageModelSession(DraftSession):
         self.pending_B[row] = 0
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        unread_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]  # without the root, which begins the chunk
+        # without the root, which begins the chunk
+        unread_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]
         self.model.prefill(row, self._known_ids(torch.cat([unread_T, tokens_T])).tolist())
         self.pending_B[row] = 1  # the root
 
@@ -334,11 +365,14 @@ class LanguageModelSession(DraftSession):
         return self.drafter.grow(self.growth(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)  # without the old root; the next `draft` puts the new one behind them
-        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))  # more: its request has ended
+        # without the old root; the next `draft` puts the new one behind them
+        self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)
+        # more: its request has ended
+        self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def growth(self, cycle_input: CycleInput) -> Growth:
-        """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden of a node are its logits."""
+        """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden
+        of a node are its logits."""
         root_BV = self._catch_up(cycle_input)
         depths: list[int] = []
 
@@ -355,20 +389,24 @@ class LanguageModelSession(DraftSession):
         return Growth(lambda: root_BV, lambda logits: logits, expand)
 
     def _catch_up(self, cycle_input: CycleInput) -> Tensor:
-        """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits [B, V] behind the root."""
+        """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits
+        [B, V] behind the root."""
         P = self.pending_BP.shape[1]
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
         tokens_BP = self._known_ids(self.pending_BP.scatter(1, last_B1, cycle_input.tokens_B[:, None]))
         order_P = torch.arange(P, device=tokens_BP.device)
         causal_BPP = (order_P[:, None] >= order_P).expand(self.rows, P, P)
-        logits_BPV = self.model.extend(tokens_BP, order_P.expand(self.rows, P), causal_BPP, cycle_input.active_rows).logits_BNV
+        logits_BPV = self.model.extend(
+            tokens_BP, order_P.expand(self.rows, P), causal_BPP, cycle_input.active_rows
+        ).logits_BNV
         read_B = self.pending_B * cycle_input.active_B
         self.model.advance(read_B, [min(n + P, cycle_input.max_position + 1) for n in self.model.lengths])
         self.pending_B = self.pending_B - read_B
         return self._target_logits(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
 
     def _confident(self, tokens_BQ: Tensor, parent_BQV: Tensor) -> Tensor | None:
-        """bool [B, Q]: nodes behind which drafting goes on; None without a threshold. False behind a node that has stopped (q is NaN)."""
+        """bool [B, Q]: nodes behind which drafting goes on; None without a threshold. False behind
+        a node that has stopped (q is NaN)."""
         if not self.drafter.options.confidence:
             return None
         q_BQ1 = parent_BQV.float().softmax(-1).gather(-1, tokens_BQ[..., None])
@@ -379,13 +417,19 @@ class LanguageModelSession(DraftSession):
         return tokens.clamp(max=self.embed_rows - 1)
 
     def _target_logits(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary; a token that only one of the two models has is never drafted."""
+        """Logits over the target's vocabulary; a token that only one of the two models has is never
+        drafted."""
         both, whole = self.drafter.vocab_size, self.drafter.target.vocab_size
-        return logits if logits.shape[-1] == both == whole else F.pad(logits[..., :both], (0, whole - both), value=-torch.inf)
+        return (
+            logits
+            if logits.shape[-1] == both == whole
+            else F.pad(logits[..., :both], (0, whole - both), value=-torch.inf)
+        )
 
 
 def check_vocabulary(draft: Target, target: Target) -> None:
-    """CheckpointError unless both models have the same tokens; their matrices may be padded to different sizes."""
+    """CheckpointError unless both models have the same tokens; their matrices may be padded to
+    different sizes."""
     target_tokens, draft_tokens = _vocabulary(target, local=True), _vocabulary(draft, local=False)
     name = draft.name or "the draft model"
     if target_tokens is None or draft_tokens is None:
@@ -398,8 +442,14 @@ def check_vocabulary(draft: Target, target: Target) -> None:
     both = target_tokens.keys() & draft_tokens.keys()
     other = [i for i in sorted(both) if target_tokens[i] != draft_tokens[i]]
     if other or not both:
-        where = f": token {other[0]} is {draft_tokens[other[0]]!r} there and {target_tokens[other[0]]!r} in the target" if other else ""
-        raise CheckpointError(f"{name} has another vocabulary than the target{where}; name a draft model with the target's tokenizer")
+        where = (
+            f": token {other[0]} is {draft_tokens[other[0]]!r} there and {target_tokens[other[0]]!r} in the target"
+            if other
+            else ""
+        )
+        raise CheckpointError(
+            f"{name} has another vocabulary than the target{where}; name a draft model with the target's tokenizer"
+        )
 
 
 def _vocabulary(model: Target, local: bool) -> dict[int, str] | None:

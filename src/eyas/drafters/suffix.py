@@ -1,15 +1,18 @@
-"""suffix: the longest end of the text that stood in it before, however long, and what followed it (SAM-Decoding, Hu et al. 2024, arXiv
-2411.10666; SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
+"""suffix: the longest end of the text that stood in it before, however long, and what followed it
+(SAM-Decoding, Hu et al. 2024, arXiv 2411.10666; SuffixDecoding, Oliaro et al. 2024, arXiv
+2411.04975).
 
-A suffix automaton of the row's own prompt and output is built token by token (Blumer et al. 1985). Its suffix link from the end of the
-text *is* the longest earlier match. From there the most probable continuations are expanded, best first, until the tree is full. The
-estimate is PPM's (Cleary, Witten 1984), from what was seen:
+A suffix automaton of the row's own prompt and output is built token by token (Blumer et al. 1985).
+Its suffix link from the end of the text *is* the longest earlier match. From there the most
+probable continuations are expanded, best first, until the tree is full. The estimate is PPM's
+(Cleary, Witten 1984), from what was seen:
 
     P(token | match)  =  (1 - escape) * share of the match's occurrences that the token followed
                          + escape * P(token | next shorter match)             for tokens that never followed the longer one
     escape            =  how often a match of this length was followed by something new, in this text so far; 1 / (length + 1) to begin with
 
-so a long match proposes one long continuation and a short one many short ones: the length of what is proposed grows with the match.
+so a long match proposes one long continuation and a short one many short ones: the length of what
+is proposed grows with the match.
 
 It has no other text than the row's own.
 """
@@ -29,7 +32,9 @@ from eyas.drafters._options import check_whole
 
 __all__ = ["Method", "SuffixAutomaton", "SuffixTree"]
 
-COUNTED = 32  # of the matches that end at a token, so many are counted, the longest first: a bound for texts that repeat themselves
+# of the matches that end at a token, so many are counted, the longest first: a bound for texts that
+# repeat themselves
+COUNTED = 32
 LONGEST = 32  # longer matches escape alike
 PRIOR = 4.0  # what the first guess of an escape weighs, in matches
 
@@ -77,7 +82,8 @@ class _Child(NamedTuple):
 
 
 class SuffixAutomaton(Index):
-    """All substrings of a text; those that end at the same places share a state. State 0 is the empty one.
+    """All substrings of a text; those that end at the same places share a state. State 0 is the
+    empty one.
 
     At most 2 states a token; appending costs O(1), amortised, and a bounded number of counts.
     """
@@ -89,7 +95,8 @@ class SuffixAutomaton(Index):
     def _clear(self) -> None:
         self.tokens = list[int]()
         self.next: list[dict[int, int]] = [{}]
-        self.link, self.length = [-1], [0]  # the longest shorter substring that ends elsewhere too; the state's longest substring
+        # the longest shorter substring that ends elsewhere too; the state's longest substring
+        self.link, self.length = [-1], [0]
         self.count, self.latest = [0], [0]  # how often it occurs; where it ended last
         self.last = 0  # the state of the whole text
         self.matches, self.hits = (
@@ -104,7 +111,8 @@ class SuffixAutomaton(Index):
         state = self._redirect(self.last, token, None, new)
         if state >= 0:
             found = self.next[state][token]
-            if self.length[state] + 1 != self.length[found]:  # of what `found` stands for, only the shorter ones end here too
+            # of what `found` stands for, only the shorter ones end here too
+            if self.length[state] + 1 != self.length[found]:
                 found = self._split(state, token, found)
             self.link[new] = found
         self.last = new
@@ -123,7 +131,8 @@ class SuffixAutomaton(Index):
         return len(self.link) - 1
 
     def _redirect(self, state: int, token: int, old: int | None, new: int) -> int:
-        """From `state` along the links, `token` leads to `new` wherever it led to `old`; the first state where it did not, or -1."""
+        """From `state` along the links, `token` leads to `new` wherever it led to `old`; the first
+        state where it did not, or -1."""
         while state >= 0 and self.next[state].get(token) == old:
             self.next[state][token] = new
             state = self.link[state]
@@ -180,16 +189,22 @@ class SuffixAutomaton(Index):
         return guesses
 
     def _open(self, match: _Match) -> list[_Match | _Child]:
-        """The match's continuations, the most frequent first (of equals the latest), then the next shorter match."""
+        """The match's continuations, the most frequent first (of equals the latest), then the next
+        shorter match."""
         following, state, length = self.next[match.state], match.state, match.length
-        fresh = [(self.count[after], self.latest[after], token, after) for token, after in following.items() if token not in match.known]
+        fresh = [
+            (self.count[after], self.latest[after], token, after)
+            for token, after in following.items()
+            if token not in match.known
+        ]
         found, passed = list[_Match | _Child](), 0.0
         if fresh:
             escape, total = self.escape(length), sum(occurs for occurs, *_ in fresh)
             passed, log_share = math.log(escape), math.log((1 - escape) / total)
             for occurs, _, token, after in heapq.nlargest(self.options.branch, fresh):
                 found.append(_Child(match.node, token, after, length + 1, match.logp + log_share + math.log(occurs)))
-        while state > 0 and len(self.next[state]) == len(following):  # what follows a match follows all that are shorter
+        # what follows a match follows all that are shorter
+        while state > 0 and len(self.next[state]) == len(following):
             state = self.link[state]
         if state > 0:
             found.append(_Match(match.node, state, self.length[state], match.logp + passed, following))

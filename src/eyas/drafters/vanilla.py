@@ -1,4 +1,5 @@
-"""vanilla: the baseline is a drafter that proposes nothing. Its tree is the root alone, and a cycle emits one token."""
+"""vanilla: the baseline is a drafter that proposes nothing. Its tree is the root alone, and a cycle
+emits one token."""
 
 from __future__ import annotations
 

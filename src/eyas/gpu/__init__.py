@@ -1,4 +1,5 @@
-"""Kernels for GPUs, in Triton: attention of tree nodes split over the keys, and what lies between a layer's matrix products.
+"""Kernels for GPUs, in Triton: attention of tree nodes split over the keys, and what lies between a
+layer's matrix products.
 
     _reference.py           what each kernel computes, in torch
     _ops.py                 the kernels as operators of torch, and into how many parts keys are split
@@ -10,11 +11,22 @@
     _growth_kernels.py      Triton: dynamic trees
     _tables.py              cosines and sines by position
 
-Triton is imported on a GPU only. This package knows no model and no cache. Not yet run on a GPU; Triton's interpreter runs the kernels'
-tests on a CPU.
+Triton is imported on a GPU only. This package knows no model and no cache. Not yet run on a GPU;
+Triton's interpreter runs the kernels' tests on a CPU.
 """
 
-from eyas.gpu._cycle_ops import KERNELS, best_children, build_tree, choose, commit, draw, filtered, given_path, grow_step, keep_best
+from eyas.gpu._cycle_ops import (
+    KERNELS,
+    best_children,
+    build_tree,
+    choose,
+    commit,
+    draw,
+    filtered,
+    given_path,
+    grow_step,
+    keep_best,
+)
 from eyas.gpu._ops import add_norm, attention, available, join_norms, quantise, rms_norm, rotate_and_store, swiglu
 from eyas.gpu._tables import RotaryTables
 

@@ -1,7 +1,8 @@
-"""Triton kernels: attention of tree nodes to a cache, split over the keys. `_reference.py` says what they compute.
+"""Triton kernels: attention of tree nodes to a cache, split over the keys. `_reference.py` says
+what they compute.
 
-This module is imported on GPUs and by tests with Triton's interpreter only. It uses features that Triton has had since 3.0.
-Not yet run on a GPU.
+This module is imported on GPUs and by tests with Triton's interpreter only. It uses features that
+Triton has had since 3.0. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def _parts_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SINGLE: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one key-value head, over one part of the keys. A query is (node, head of the group)."""
+    """One block of queries of one key-value head, over one part of the keys. A query is (node, head
+    of the group)."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     row, head, part = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
     index_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -88,7 +90,9 @@ def _parts_kernel(
 
 
 @triton.jit(do_not_specialize=["queries", "splits"])
-def _combine_kernel(parts, lse, out, queries, splits, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
+def _combine_kernel(
+    parts, lse, out, queries, splits, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):
     """The average of one query's parts, weighted by their shares of the softmax's denominator."""
     query, s, h = tl.program_id(0), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_H)
     lse_S = tl.load(lse + s * queries + query, mask=s < splits, other=float("-inf"))
@@ -106,7 +110,8 @@ def parts(
     q_RQHh: Tensor, key_RKSh: Tensor, value_RKSh: Tensor, length_R: Tensor, visible_RQT: Tensor, position_RQ: Tensor,
     scale: float, window: int, sink: int, out_SRQHh: Tensor, lse_SRQH: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `out` and `lse` (base 2): see `_reference.attention_parts`. Without `lse` there is one part, which is the result."""
+    """Fill `out` and `lse` (base 2): see `_reference.attention_parts`. Without `lse` there is one
+    part, which is the result."""
     (R, Q, H, h), K, S = q_RQHh.shape, key_RKSh.shape[1], out_SRQHh.shape[0]
     assert q_RQHh.stride(3) == key_RKSh.stride(3) == value_RKSh.stride(3) == 1, "heads lie in one piece"
     queries = Q * (H // K)

@@ -1,4 +1,5 @@
-"""Triton kernels of verification: draws with Gumbel noise, the accepted path, its commit. `core.ops` and `core.sampling` are the reference.
+"""Triton kernels of verification: draws with Gumbel noise, the accepted path, its commit.
+`core.ops` and `core.sampling` are the reference.
 
 This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.
 """
@@ -80,7 +81,8 @@ def _store_node(columns, P, depth, node, token):
 def _choose_kernel(
     best, token, broken, tokens, parents, candidate, columns, N, P, parts, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
-    """One row: the draws of all parts, then the path from the root to the child that was drawn, as long as there is one."""
+    """One row: the draws of all parts, then the path from the root to the child that was drawn, as
+    long as there is one."""
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = n < N
     top_N, drawn_N = tl.full([BLOCK], float("-inf"), tl.float64), tl.full([BLOCK], 2**62, tl.int64)
@@ -129,7 +131,9 @@ def _given_path_kernel(
     root = tl.load(tokens + row * N)
     key, accepted = tl.load(position + row) + stride * root, tl.full([], 0, tl.int64)
     for test in range(0, P - 1):
-        passes = uniform(tl.full([], 0, tl.int64) + seed, 1, key, tl.full([], 0, tl.int64) + test) < tl.load(rates + test)
+        passes = uniform(tl.full([], 0, tl.int64) + seed, 1, key, tl.full([], 0, tl.int64) + test) < tl.load(
+            rates + test
+        )
         accepted += (passes & (accepted == test)).to(tl.int64)
     length = tl.minimum(accepted, deepest) + 1
     columns += row * (3 + 2 * P)
@@ -148,7 +152,8 @@ def _given_path_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def _commit_kernel(store, length, path, P, p_b, s_e, s_b, s_k, s_s, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One head of one row: each node of the path moves to its place, never onto one that is still to be read, as path[i] >= i rises."""
+    """One head of one row: each node of the path moves to its place, never onto one that is still
+    to be read, as path[i] >= i rises."""
     entry, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     w = tl.arange(0, BLOCK)
     base = store + entry * s_e + row * s_b + head * s_k + tl.load(length + row) * s_s + w
@@ -162,7 +167,8 @@ def draw(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool,
     drawn_BN: Tensor, broken_BN: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the drawn tokens, and which nodes have NaN among their scores. The sum of score and noise is taken in float64."""
+    """Fill the drawn tokens, and which nodes have NaN among their scores. The sum of score and
+    noise is taken in float64."""
     best, token, broken = _draw_parts(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
     nodes, parts = best.shape
     _draw_merge_kernel[(nodes,)](
@@ -186,7 +192,8 @@ def choose(
 def _draw_parts(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each node and each block of the vocabulary the largest score + noise, its token, and whether there is NaN: [nodes, parts]."""
+    """For each node and each block of the vocabulary the largest score + noise, its token, and
+    whether there is NaN: [nodes, parts]."""
     B, N, V = scores_BNV.shape
     parts = triton.cdiv(V, BLOCK_V)
     best = scores_BNV.new_empty((B * N, parts), dtype=torch.float64)

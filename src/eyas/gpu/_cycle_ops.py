@@ -1,7 +1,9 @@
-"""The GPU kernels of drafts and verification as operators of torch. On a CPU the reference in `core` and `drafters` runs instead.
+"""The GPU kernels of drafts and verification as operators of torch. On a CPU the reference in
+`core` and `drafters` runs instead.
 
-Not yet run on a GPU. Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v that of the draft, Q nodes of a level, K
-children of each, X all drafted nodes and the root, M nodes without the root, T nodes in slots.
+Not yet run on a GPU. Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v that of
+the draft, Q nodes of a level, K children of each, X all drafted nodes and the root, M nodes without
+the root, T nodes in slots.
 """
 
 from __future__ import annotations
@@ -11,7 +13,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-__all__ = ["KERNELS", "best_children", "build_tree", "choose", "commit", "draw", "filtered", "given_path", "grow_step", "keep_best"]
+__all__ = [
+    "KERNELS",
+    "best_children",
+    "build_tree",
+    "choose",
+    "commit",
+    "draw",
+    "filtered",
+    "given_path",
+    "grow_step",
+    "keep_best",
+]
 
 KERNELS = {"draw": 2, "choose": 2, "best_children": 2, "keep_best": 2}  # operators of more than one kernel
 
@@ -38,7 +51,8 @@ def growth_kernels() -> ModuleType:
 def draw(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The largest score + noise at each node, int64 [B, N]; which nodes have NaN among their scores. noisy: not all rows are greedy."""
+    """The largest score + noise at each node, int64 [B, N]; which nodes have NaN among their
+    scores. noisy: not all rows are greedy."""
     drawn, broken = _empty_draws(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
     cycle_kernels().draw(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy, drawn, broken)
     return drawn, broken
@@ -57,7 +71,8 @@ def choose(
     scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
     greedy_B: Tensor, noisy: bool, longest: int,
 ) -> Tensor:  # fmt: skip
-    """`draw` at every node, then the path of the nodes that were drawn at their parents: `core.cycle.Cycle.columns_BX`."""
+    """`draw` at every node, then the path of the nodes that were drawn at their parents:
+    `core.cycle.Cycle.columns_BX`."""
     inputs = (scores_BNV, tokens_BN, parents_BN, candidate_BN, depth_BN, position_B, seed_B, greedy_B, noisy)
     cycle_kernels().choose(*inputs, columns := _empty_columns(*inputs, longest))
     return columns
@@ -76,7 +91,8 @@ def given_path(
     tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, broken_B: Tensor,
     rates_D: Tensor, seed: int, stride: int,
 ) -> Tensor:  # fmt: skip
-    """The path to a deepest candidate, cut where a test with the rate of its depth fails, as `Cycle.columns_BX` (`bench.simulate`)."""
+    """The path to a deepest candidate, cut where a test with the rate of its depth fails, as
+    `Cycle.columns_BX` (`bench.simulate`)."""
     inputs = (tokens_BN, parents_BN, candidate_BN, depth_BN, position_B, bonus_B, broken_B, rates_D, seed, stride)
     cycle_kernels().given_path(*inputs, columns := _empty_path(*inputs))
     return columns
@@ -93,7 +109,9 @@ def _empty_path(
 @torch.library.custom_op("eyas::filtered", mutates_args=())
 def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Steps 6 to 9 of `core.sampling.apply_sampling`: float32 scores, -inf for excluded tokens."""
-    score_kernels().filtered(logits, temperature, top_k, top_p, min_p, scores := _empty_scores(logits, temperature, top_k, top_p, min_p))
+    score_kernels().filtered(
+        logits, temperature, top_k, top_p, min_p, scores := _empty_scores(logits, temperature, top_k, top_p, min_p)
+    )
     return scores
 
 
@@ -117,8 +135,20 @@ def best_children(
     logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
     confidence_temperature: float, noisy: bool, coupled: bool, branch: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The best `branch` tokens of each node, [B, Q, K]: indices in the draft vocabulary, log q, log of the confidence."""
-    inputs = (logits_BQv, ids_v, seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled)
+    """The best `branch` tokens of each node, [B, Q, K]: indices in the draft vocabulary, log q, log
+    of the confidence."""
+    inputs = (
+        logits_BQv,
+        ids_v,
+        seed_B,
+        greedy_B,
+        position_B,
+        level,
+        temperature,
+        confidence_temperature,
+        noisy,
+        coupled,
+    )
     outputs = _empty_children(*inputs, branch)
     ids = seed_B if ids_v is None else ids_v
     growth_kernels().best_children(
@@ -144,13 +174,16 @@ def grow_step(
     visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, roots_B: Tensor,
     first: int, log_stop: float, by_value: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Write the children of a level's nodes down as the drafted nodes `first` and following, and choose the next level's nodes.
+    """Write the children of a level's nodes down as the drafted nodes `first` and following, and
+    choose the next level's nodes.
 
     Args:
-        value_BQ, number_BQ, visible_BQT: of the level's nodes; they are not read at the first level (first = 1).
+        value_BQ, number_BQ, visible_BQT: of the level's nodes; they are not read at the first level
+            (first = 1).
 
     Returns:
-        of the next level's K nodes: tokens, values, numbers, which of the Q nodes their parents are, and visible [B, K, T + K].
+        of the next level's K nodes: tokens, values, numbers, which of the Q nodes their parents
+        are, and visible [B, K, T + K].
     """
     outputs = _empty_level(
         index_BQK, log_q_BQK, chance_BQK, ids_v, value_BQ, number_BQ, visible_BQT, tokens_BX, log_q_BX, value_BX, parents_BX, roots_B,
@@ -177,7 +210,8 @@ def _empty_level(
 
 @torch.library.custom_op("eyas::keep_best", mutates_args=())
 def keep_best(value_BX: Tensor, most: int) -> Tensor:
-    """The numbers [B, most] of the drafted nodes of the highest values, ascending; ties go to the earlier node. The root is not one."""
+    """The numbers [B, most] of the drafted nodes of the highest values, ascending; ties go to the
+    earlier node. The root is not one."""
     keep = _empty_kept(value_BX, most)
     growth_kernels().keep_best(value_BX, keep)
     return keep
@@ -192,7 +226,8 @@ def _empty_kept(value_BX: Tensor, most: int) -> Tensor:
 def build_tree(
     keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The tree of the root and the kept nodes: tokens, log q, values, parents, candidates, depths [B, N], mask [B, N, N]."""
+    """The tree of the root and the kept nodes: tokens, log q, values, parents, candidates, depths
+    [B, N], mask [B, N, N]."""
     outputs = _empty_tree(keep_BM, tokens_BX, log_q_BX, value_BX, parents_BX, depth)
     growth_kernels().build(keep_BM, (tokens_BX, log_q_BX, value_BX, parents_BX), depth, outputs)
     return outputs

@@ -1,5 +1,5 @@
-"""Triton kernels that grow EAGLE-2's dynamic tree: the best children of a level's nodes, the choice of the next level, the final tree.
-`drafters/_grow.py` is the reference.
+"""Triton kernels that grow EAGLE-2's dynamic tree: the best children of a level's nodes, the choice
+of the next level, the final tree. `drafters/_grow.py` is the reference.
 
     best_parts    one node, one block of the vocabulary: its best tokens, and the block's part of the softmax's denominators
     best_merge    one node: its best children
@@ -105,7 +105,8 @@ def _step_kernel(
     next_token, next_value, next_number, next_parent, next_seen, Q, X, first, slots, log_stop,
     K: tl.constexpr, HAS_IDS: tl.constexpr, BY_VALUE: tl.constexpr, FIRST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One row. X: all drafted nodes and the root; first: number of this level's first child; slots: nodes of earlier levels."""
+    """One row. X: all drafted nodes and the root; first: number of this level's first child; slots:
+    nodes of earlier levels."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
     inside = c < Q * K
     at = row * Q * K + c
@@ -152,7 +153,8 @@ def _step_kernel(
 
 @triton.jit(do_not_specialize=["X", "most"])
 def _rank_kernel(values, kept, X, most, BLOCK: tl.constexpr):
-    """Whether each of a block of drafted nodes is among the `most` of the highest values; ties go to the earlier node."""
+    """Whether each of a block of drafted nodes is among the `most` of the highest values; ties go
+    to the earlier node."""
     row, i = tl.program_id(0).to(tl.int64), 1 + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value_I = tl.load(values + row * X + i, mask=i < X, other=float("-inf"))
     better_I = tl.full([BLOCK], 0, tl.int32)
@@ -246,7 +248,9 @@ def keep_best(values_BX: Tensor, keep_BM: Tensor) -> None:
     _pack_kernel[(B,)](kept, keep_BM, X, M, BLOCK=triton.next_power_of_2(X - 1), num_warps=4)
 
 
-def build(keep_BM: Tensor, drafted: tuple[Tensor, Tensor, Tensor, Tensor], depth: int, outputs: tuple[Tensor, ...]) -> None:
+def build(
+    keep_BM: Tensor, drafted: tuple[Tensor, Tensor, Tensor, Tensor], depth: int, outputs: tuple[Tensor, ...]
+) -> None:
     """Fill tokens, scores, values, parents, candidates, depths and mask of the tree."""
     B, N = keep_BM.shape[0], keep_BM.shape[1] + 1
     tokens, scores, values, parents, candidate, depths, mask = outputs

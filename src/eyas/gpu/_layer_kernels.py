@@ -1,4 +1,5 @@
-"""Triton kernels for what lies between the matrix products of a LLaMA layer. `_reference.py` says what they compute.
+"""Triton kernels for what lies between the matrix products of a LLaMA layer. `_reference.py` says
+what they compute.
 
 This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.
 """
@@ -27,11 +28,15 @@ def _add_norm_kernel(
     inside = d < D
     x_D = tl.load(x + token * x_m + d, mask=inside, other=0.0)
     if ADDS:
-        x_D = (x_D.to(tl.float32) + tl.load(residual + token * r_m + d, mask=inside, other=0.0).to(tl.float32)).to(x_D.dtype)
+        x_D = (x_D.to(tl.float32) + tl.load(residual + token * r_m + d, mask=inside, other=0.0).to(tl.float32)).to(
+            x_D.dtype
+        )
     weight_D = tl.load(weight + d, mask=inside, other=0.0)
     if KEEPS:
         tl.store(summed + token * D + d, x_D, mask=inside)
-    tl.store(normed + token * D + d, _normed(x_D.to(tl.float32), weight_D, D, eps).to(normed.dtype.element_ty), mask=inside)
+    tl.store(
+        normed + token * D + d, _normed(x_D.to(tl.float32), weight_D, D, eps).to(normed.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -75,7 +80,10 @@ def _rotate_kernel(
         tl.store(goal + HALF + h, tl.load(source + HALF + h, mask=inside), mask=inside)
     else:
         at = tl.load(position + token) * HALF
-        cos, sin = tl.load(cosine + at + h, mask=inside).to(tl.float32), tl.load(sine + at + h, mask=inside).to(tl.float32)
+        cos, sin = (
+            tl.load(cosine + at + h, mask=inside).to(tl.float32),
+            tl.load(sine + at + h, mask=inside).to(tl.float32),
+        )
         if head < HEADS:
             source = q + token * q_m + head * 2 * HALF
             a, b = tl.load(source + h, mask=inside, other=0.0), tl.load(source + HALF + h, mask=inside, other=0.0)
@@ -129,7 +137,9 @@ def _flat(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1]) if x.is_contiguous() else x.flatten(0, -2)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float, summed: Tensor | None, normed: Tensor) -> None:
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float, summed: Tensor | None, normed: Tensor
+) -> None:
     """summed: None: only the norm is wanted."""
     x_MD, D = _flat(x), x.shape[-1]
     residual_MD = x_MD if residual is None else _flat(residual)

@@ -1,6 +1,8 @@
-"""The GPU kernels as operators of torch, one kernel each: by Triton on CUDA, in torch (`_reference.py`) on a CPU.
+"""The GPU kernels as operators of torch, one kernel each: by Triton on CUDA, in torch
+(`_reference.py`) on a CPU.
 
-As operators they have shapes without being run, so torch.compile and tests on fake tensors see through them. Not yet run on a GPU.
+As operators they have shapes without being run, so torch.compile and tests on fake tensors see
+through them. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ def attention(
     q_RQHh: Tensor, key_RKWh: Tensor, value_RKWh: Tensor, length_R: Tensor, visible_RQT: Tensor, position_RQ: Tensor, scale: float,
     window: int = 0, sink: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention [R, Q, H, h] of nodes to the committed slots of their rows and to the nodes that they see (`_reference.attention_parts`).
+    """Attention [R, Q, H, h] of nodes to the committed slots of their rows and to the nodes that
+    they see (`_reference.attention_parts`).
 
-    W bounds the slots in use; how many they are is read on the device. One kernel for many queries, two for few: the keys are split.
+    W bounds the slots in use; how many they are is read on the device. One kernel for many queries,
+    two for few: the keys are split.
     """
     (R, Q, H, _), (K, W) = q_RQHh.shape, key_RKWh.shape[1:3]
     splits = splits_of(R * K * -(-Q * (H // K) // 64), W, q_RQHh.device)
@@ -92,7 +96,9 @@ def _empty_parts(
     q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor,
     scale: float, window: int, sink: int, splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty((splits, *q.shape), dtype=torch.float32), q.new_empty((splits, *q.shape[:3]), dtype=torch.float32)
+    return q.new_empty((splits, *q.shape), dtype=torch.float32), q.new_empty(
+        (splits, *q.shape[:3]), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("eyas::attention_combine", mutates_args=())
@@ -109,7 +115,15 @@ def _empty_combined(parts: Tensor, lse: Tensor, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("eyas::attention_whole", mutates_args=())
 def _attention_whole(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: Tensor,
+    visible: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    sink: int,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     attention_kernels().parts(q, key, value, length, visible, position, scale, window, sink, out[None], None)
@@ -118,7 +132,15 @@ def _attention_whole(
 
 @_attention_whole.register_fake
 def _empty_whole(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: Tensor,
+    visible: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    sink: int,
 ) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -211,7 +233,15 @@ def _on_cpu(operator: Any, function: Any) -> None:
 
 
 def _whole(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: Tensor,
+    visible: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    sink: int,
 ) -> Tensor:
     parts, lse = _reference.attention_parts(q, key, value, length, visible, position, scale, window, sink, 1)
     return _reference.attention_combine(parts, lse, q.dtype)

@@ -1,13 +1,14 @@
 """The GPU kernels' results in torch: what tests compare them with, and what runs in their place on a CPU.
 
-Attention is split over the keys, as in the kernels: one token has few queries, and without a split most of a GPU waits. Each
-part has its own softmax; `attention_combine` weighs the parts by their shares of the whole denominator:
+Attention is split over the keys, as in the kernels: one token has few queries, and without a split
+most of a GPU waits. Each part has its own softmax; `attention_combine` weighs the parts by their
+shares of the whole denominator:
 
     keys     0 ........... length . T nodes        part s:  out_s = softmax(scores_s) values_s,  lse_s = log2 sum 2^scores_s
              |-- part 0 --|-- part 1 --|           whole:   sum of out_s 2^(lse_s - lse),        lse = log2 sum 2^lse_s
 
-Letters: R rows, Q new nodes, T nodes in slots behind the committed ones, the new ones last, H heads, K key-value heads, h head
-size, S parts, W slots, D hidden, I width of the MLP.
+Letters: R rows, Q new nodes, T nodes in slots behind the committed ones, the new ones last, H
+heads, K key-value heads, h head size, S parts, W slots, D hidden, I width of the MLP.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ def attention_parts(
     q_RQHh: Tensor, key_RKWh: Tensor, value_RKWh: Tensor, length_R: Tensor, visible_RQT: Tensor, position_RQ: Tensor,
     scale: float, window: int, sink: int, splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over each part of the keys: float32 [S, R, Q, H, h], and the log2 of the denominators [S, R, Q, H].
+    """Attention over each part of the keys: float32 [S, R, Q, H, h], and the log2 of the
+    denominators [S, R, Q, H].
 
-    A query sees the committed slots (with a window: those whose position, which is the slot, is less than `window` before its own,
-    and the first `sink` ones), and of the nodes behind them those that are visible.
+    A query sees the committed slots (with a window: those whose position, which is the slot, is
+    less than `window` before its own, and the first `sink` ones), and of the nodes behind them
+    those that are visible.
 
     Args:
         length_R: int64; committed slots of each row.
@@ -78,7 +81,8 @@ def attention_combine(parts_SRQHh: Tensor, lse_SRQH: Tensor, dtype: torch.dtype)
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, and its RMS norm; the mean is taken in float32 from the rounded sum, as transformers' layers do."""
+    """x + residual, and its RMS norm; the mean is taken in float32 from the rounded sum, as
+    transformers' layers do."""
     summed = x.clone() if residual is None else x + residual
     return summed, rms_norm(summed, weight_D, eps)
 

@@ -1,13 +1,16 @@
-"""Triton kernel of scores: temperature, top-k, top-p and min-p without a sort. The reference: `core.sampling.apply_sampling`, steps 6 to 9.
+"""Triton kernel of scores: temperature, top-k, top-p and min-p without a sort. The reference:
+`core.sampling.apply_sampling`, steps 6 to 9.
 
-Each filter is a threshold. Logits are ordered by their bits, as whole numbers ("keys"), so the threshold is found two bits at a time:
+Each filter is a threshold. Logits are ordered by their bits, as whole numbers ("keys"), so the
+threshold is found two bits at a time:
 
     top-k    the largest key that k tokens reach; ties with the k-th token stay, as in the reference
     top-p    the largest key below which at most 1 - p of the probability lies; of the tokens with this very key, the first in the
              vocabulary go as long as their probability fits into what is left of 1 - p: a stable sort's order, as a GPU's is
 
-bfloat16 has 16 bits, so 8 passes over the vocabulary are enough for one filter, from a GPU's cache. Sums are taken in float32 in a fixed
-order; a token whose cumulative probability lies within their rounding of 1 - p may be excluded here and not there.
+bfloat16 has 16 bits, so 8 passes over the vocabulary are enough for one filter, from a GPU's cache.
+Sums are taken in float32 in a fixed order; a token whose cumulative probability lies within their
+rounding of 1 - p may be excluded here and not there.
 
 This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.
 """
@@ -48,7 +51,8 @@ def _load(logits, start, V, temperature, BITS: tl.constexpr, BLOCK: tl.constexpr
 def _filter_kernel(
     logits, scores, V, temperature, top_k, rest, min_p, turns_k, turns_p, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One node. rest: 1 - p. turns_k, turns_p: half the bits, or 0 without the filter: one compiled kernel serves every Sampling."""
+    """One node. rest: 1 - p. turns_k, turns_p: half the bits, or 0 without the filter: one compiled
+    kernel serves every Sampling."""
     logits += tl.program_id(0).to(tl.int64) * V
     scores += tl.program_id(0).to(tl.int64) * V
     top_V = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -77,7 +81,11 @@ def _filter_kernel(
     limit, below = rest * tl.sum(whole_V, 0), tl.full([], 0.0, tl.float32)
     for turn in range(0, turns_p):
         step = tl.full([], 1, tl.int64) << (BITS - 2 - 2 * turn)
-        one_V, two_V, three_V = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        one_V, two_V, three_V = (
+            tl.zeros([BLOCK], tl.float32),
+            tl.zeros([BLOCK], tl.float32),
+            tl.zeros([BLOCK], tl.float32),
+        )
         for start in range(0, V, BLOCK):
             score_V, key_V, there_V = _load(logits, start, V, temperature, BITS, BLOCK)
             weight_V = tl.where(there_V & (key_V >= least_k), tl.exp(score_V - top), 0.0)

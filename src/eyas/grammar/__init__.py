@@ -3,8 +3,9 @@
     grammars = Grammars(tokenizer, vocab_size)
     constraint = grammars.constraint(structure_of({"regex": "[0-9]+"}), eos)
 
-llguidance reads and checks every structure. Where xgrammar is installed and follows all that a structure says, it computes the masks: its
-walk over a tree is one call. Both allow the same texts, except for a few escapes in JSON strings, which only xgrammar allows.
+llguidance reads and checks every structure. Where xgrammar is installed and follows all that a
+structure says, it computes the masks: its walk over a tree is one call. Both allow the same texts,
+except for a few escapes in JSON strings, which only xgrammar allows.
 
 This package knows no model and no tree policy; it implements `core.constraints.Constraint`.
 """

@@ -15,8 +15,10 @@ from eyas.grammar._vocabulary import Vocabulary
 
 __all__ = ["LLGuidance"]
 
-LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 100_000}  # below the library's own: less memory for one request
-PURE = '%llguidance {"no_forcing": true}'  # masks allow every token that fits, not only the tokenizer's own split of a forced text
+# below the library's own: less memory for one request
+LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 100_000}
+# masks allow every token that fits, not only the tokenizer's own split of a forced text
+PURE = '%llguidance {"no_forcing": true}'
 NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "ebnf": "grammar"}
 
 
@@ -35,7 +37,8 @@ class LLGuidance:
         """A matcher at the beginning of the text.
 
         Raises:
-            InputError: the schema, expression or grammar is wrong, too large, or asks what the library does not know.
+            InputError: the schema, expression or grammar is wrong, too large, or asks what the
+                library does not know.
         """
         try:
             grammar = _as_lark(structure)
@@ -101,7 +104,9 @@ class LLMatcher:
         """See `Matcher.walk`."""
         self._visit(0, children, tokens, bits_NW, bits_NW.data_ptr())
 
-    def _visit(self, node: int, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor, address: int) -> None:
+    def _visit(
+        self, node: int, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor, address: int
+    ) -> None:
         matcher, row_bytes = self._matcher, 4 * self._words
         matcher.unsafe_compute_mask_ptr(address + node * row_bytes, row_bytes)
         self._check()

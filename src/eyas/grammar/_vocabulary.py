@@ -60,7 +60,8 @@ class Vocabulary:
         return bool_NV[:, : self.size], bool_NV[:, self.end]
 
     def split(self, text: bytes) -> list[int]:
-        """The tokens of a text that stands in the middle of another one; none where the tokenizer has none that join to it."""
+        """The tokens of a text that stands in the middle of another one; none where the tokenizer
+        has none that join to it."""
         try:
             decoded = text.decode("utf-8")
         except UnicodeDecodeError as error:

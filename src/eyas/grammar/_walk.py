@@ -24,7 +24,8 @@ class Matcher(Protocol):
     """A library's matcher, which stands behind an accepted text."""
 
     def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:
-        """Write the mask of every node that can be reached into its row of `bits_NW`; the other rows may then hold anything."""
+        """Write the mask of every node that can be reached into its row of `bits_NW`; the other
+        rows may then hold anything."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -52,7 +53,8 @@ class GrammarConstraint:
         self._vocabulary = vocabulary
         self._eos = sorted(token for token in eos if token < vocabulary.size and not vocabulary.texts[token])
         self._ended = False
-        self._root: tuple[Tensor, bool] | None = None  # what may follow the accepted text: bool [V], and whether it may end
+        # what may follow the accepted text: bool [V], and whether it may end
+        self._root: tuple[Tensor, bool] | None = None
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """See `Constraint.mask`."""
@@ -67,7 +69,8 @@ class GrammarConstraint:
         return self._with_eos(allowed_1V, ends_1)
 
     def _with_eos(self, allowed_NV: Tensor, ends_N: Tensor) -> Tensor:
-        """The masks with the end-of-sequence ids; rows that would be empty, behind the end of the text, are all True."""
+        """The masks with the end-of-sequence ids; rows that would be empty, behind the end of the
+        text, are all True."""
         if self._eos:
             allowed_NV[:, self._eos] |= ends_N[:, None]
         else:
@@ -90,7 +93,8 @@ class GrammarConstraint:
         """See `Constraint.accept`.
 
         Raises:
-            InputError: the grammar forbids a token, which happens only where something else forbids all that it allows.
+            InputError: the grammar forbids a token, which happens only where something else forbids
+                all that it allows.
         """
         for token in tokens:
             if self._ended:
@@ -98,7 +102,9 @@ class GrammarConstraint:
             if token in self._eos:
                 self._ended = True
             elif not self._matcher.accept(token):
-                raise InputError(f"token {token} cannot follow: what the constraint allows is forbidden by the request's other options")
+                raise InputError(
+                    f"token {token} cannot follow: what the constraint allows is forbidden by the request's other options"
+                )
             self._root = None
 
     @property
@@ -110,7 +116,8 @@ class GrammarConstraint:
         return self._ended
 
     def forced(self, limit: int) -> list[int]:
-        """See `Constraint.forced`. The last token is left out where text may follow: it may be a longer one then."""
+        """See `Constraint.forced`. The last token is left out where text may follow: it may be a
+        longer one then."""
         if limit < 1 or self.finished:
             return []
         text = self._matcher.forced()

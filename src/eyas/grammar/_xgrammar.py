@@ -1,7 +1,7 @@
 """Matchers of xgrammar, which walks a draft tree in one call.
 
-xgrammar leaves out what it does not know of JSON schema. So `serves` names the keywords that it follows, and other schemas
-are left to llguidance.
+xgrammar leaves out what it does not know of JSON schema. So `serves` names the keywords that it
+follows, and other schemas are left to llguidance.
 """
 
 from __future__ import annotations
@@ -21,10 +21,22 @@ from eyas.grammar._vocabulary import Vocabulary
 
 __all__ = ["XGrammar"]
 
-# Keywords of JSON schema that both libraries read alike (tests/grammar compares their masks); those of DESCRIBING forbid nothing.
+# Keywords of JSON schema that both libraries read alike (tests/grammar compares their masks); those
+# of DESCRIBING forbid nothing.
 DESCRIBING = frozenset({"title", "description", "default", "examples", "$schema", "$id"})
 KEYWORDS = DESCRIBING | frozenset(
-    {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const", "anyOf"}
+    {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "items",
+        "minItems",
+        "maxItems",
+        "enum",
+        "const",
+        "anyOf",
+    }
     | {"$ref", "$defs", "definitions"}
 )
 
@@ -38,7 +50,9 @@ class XGrammar:
         self._library: Any = xgrammar
         self._vocabulary = vocabulary
         texts = [text or b"" for text in vocabulary.texts]  # without bytes: never allowed
-        info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=vocabulary.size + 1, stop_token_ids=[vocabulary.end])
+        info = xgrammar.TokenizerInfo(
+            texts, xgrammar.VocabType.RAW, vocab_size=vocabulary.size + 1, stop_token_ids=[vocabulary.end]
+        )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     @staticmethod
@@ -82,7 +96,8 @@ def _keywords(schema: Any) -> Iterator[str]:
 
 
 def _without_newlines(regex: str) -> str:
-    """The expression with every dot as [^\\n], which is what a dot means; xgrammar's matches the end of a line, too."""
+    """The expression with every dot as [^\\n], which is what a dot means; xgrammar's matches the
+    end of a line, too."""
     parts = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", regex, re.DOTALL)
     return "".join(r"[^\n]" if part == "." else part for part in parts)
 

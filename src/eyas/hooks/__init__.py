@@ -10,8 +10,8 @@ inputs.py      its padded batches as prompts                        models.py   
 loop.py        tokens of all rows in step, as criteria and streamers are told
 refusals.py    what cannot be kept, by name                         caller.py     arguments that transformers drops
 
-transformers prepares everything as always: the generation config, the processors, the stopping criteria. Only its decoding loop is
-replaced.
+transformers prepares everything as always: the generation config, the processors, the stopping
+criteria. Only its decoding loop is replaced.
 """
 
 from eyas.hooks.attachment import Attachment, attach, detach

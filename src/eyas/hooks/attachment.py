@@ -1,8 +1,8 @@
 """`eyas.attach(model)`: afterwards `model.generate` is decoded by eyas, for everybody who calls it.
 
-Two attributes of the instance are set: `generate`, as transformers does itself for repositories with a `custom_generate` folder, and
-`_eyas`, which holds what eyas keeps for the model (models.py). `detach` removes both. The class, the weights, the configuration and the
-forward stay as they are.
+Two attributes of the instance are set: `generate`, as transformers does itself for repositories
+with a `custom_generate` folder, and `_eyas`, which holds what eyas keeps for the model (models.py).
+`detach` removes both. The class, the weights, the configuration and the forward stay as they are.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MARK = "eyas_custom_generate"  # attribute of our function that replaces `genera
 
 
 def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None, **options: Any) -> Attachment:
-    """Let eyas decode for `model.generate`, pipelines and whatever else calls it; until `detach(model)`, or to the end of a
-    `with` block:
+    """Let eyas decode for `model.generate`, pipelines and whatever else calls it; until
+    `detach(model)`, or to the end of a `with` block:
 
         with eyas.attach(model, "path/or/hub-id"):
             model.generate(**inputs)
@@ -46,8 +46,14 @@ def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None,
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"eyas attaches to a causal language model of transformers, not to {type(model).__name__}")
     before = model.__dict__.get("generate")
-    if before is not None and _custom(before) is None and getattr(before, "__func__", None) is not _class_of(model).generate:
-        raise ModelError("the model has a generate of its own already (a custom_generate of its repository, or another library's)")
+    if (
+        before is not None
+        and _custom(before) is None
+        and getattr(before, "__func__", None) is not _class_of(model).generate
+    ):
+        raise ModelError(
+            "the model has a generate of its own already (a custom_generate of its repository, or another library's)"
+        )
     with lock_of(model):
         llm_for(model, custom.settings)
     model.__dict__["generate"] = MethodType(_generate_by(custom, type(model)), model)
@@ -55,7 +61,8 @@ def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None,
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Give the model its own `generate` back, and free what eyas keeps for it. Nothing happens where nothing is attached."""
+    """Give the model its own `generate` back, and free what eyas keeps for it. Nothing happens
+    where nothing is attached."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"eyas detaches from a causal language model of transformers, not from {type(model).__name__}")
     if _custom(model.__dict__.get("generate")) is not None:
@@ -64,7 +71,8 @@ def detach(model: PreTrainedModel) -> None:
 
 
 class Attachment:
-    """The result of `attach`: a context manager that gives the model, and undoes the attachment at its end."""
+    """The result of `attach`: a context manager that gives the model, and undoes the attachment at
+    its end."""
 
     def __init__(self, model: PreTrainedModel, custom: CustomGenerate, before: Any) -> None:
         self.model, self._custom, self._before = model, custom, before
@@ -77,7 +85,9 @@ class Attachment:
     def __enter__(self) -> PreTrainedModel:
         return self.model
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self.detach()
 
     def detach(self) -> None:
@@ -129,10 +139,13 @@ def generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dic
 
 
 def _carried(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take out of the arguments what transformers would not hand on: the streamer, and stop strings with their tokenizer."""
+    """Take out of the arguments what transformers would not hand on: the streamer, and stop strings
+    with their tokenizer."""
     carried = {"streamer": arguments.pop("streamer")} if arguments.get("streamer") is not None else {}
     tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
-    strings = arguments.get("stop_strings") or getattr(config, "stop_strings", None) or model.generation_config.stop_strings
+    strings = (
+        arguments.get("stop_strings") or getattr(config, "stop_strings", None) or model.generation_config.stop_strings
+    )
     if tokenizer is None or not strings:
         return carried
     if config is not None and config.stop_strings:

@@ -1,8 +1,9 @@
 """Arguments of `model.generate` that transformers does not hand on to a `custom_generate`.
 
-With an object as `custom_generate`, transformers 5.17 to 5.23 drop `streamer`, `assistant_model` and `synced_gpus` without a word; with
-a folder it does not say which one. They are local variables of the `generate` that is calling, where this module looks. Nothing is changed
-there. If that function has another name one day, nothing is found.
+With an object as `custom_generate`, transformers 5.17 to 5.23 drop `streamer`, `assistant_model`
+and `synced_gpus` without a word; with a folder it does not say which one. They are local variables
+of the `generate` that is calling, where this module looks. Nothing is changed there. If that
+function has another name one day, nothing is found.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ FRAMES = 6  # between `generate` and the code that asks, at most
 
 
 def arguments_of_generate() -> Mapping[str, Any]:
-    """The local variables of the `generate` of transformers that has called the present function; empty without one."""
+    """The local variables of the `generate` of transformers that has called the present function;
+    empty without one."""
     frame = sys._getframe(1)
     for _ in range(FRAMES):
         if frame.f_back is None:

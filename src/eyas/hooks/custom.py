@@ -1,4 +1,5 @@
-"""`eyas.hf(...)`: the object that `model.generate(..., custom_generate=...)` calls instead of its own decoding loop."""
+"""`eyas.hf(...)`: the object that `model.generate(..., custom_generate=...)` calls instead of its
+own decoding loop."""
 
 from __future__ import annotations
 
@@ -45,13 +46,16 @@ def hf(
     The text is the model's own: greedily the same ids, sampled the same distribution.
 
     Args:
-        draft: folder or hub id of a draft head, or the name of a method that needs none. None: `suffix`, which drafts from the text.
+        draft: folder or hub id of a draft head, or the name of a method that needs none. None:
+            `suffix`, which drafts from the text.
         method: as for `eyas.load`.
         streamer: of transformers; generate's own `streamer` works, too.
         tokenizer: for `stop_strings`.
         stop_strings: given here with the tokenizer, as transformers does not hand its own `tokenizer` on.
-        batch_size: rows that are decoded together. None: 1 on a CPU, all of them elsewhere, or where criteria or a streamer look on.
-        options: the other options of `eyas.load`: those of the method, `draft_with`, `kernels`, `weights`, ...
+        batch_size: rows that are decoded together. None: 1 on a CPU, all of them elsewhere, or
+            where criteria or a streamer look on.
+        options: the other options of `eyas.load`: those of the method, `draft_with`, `kernels`,
+            `weights`, ...
 
     Raises:
         OptionError: an option that is the model's. Others, and the head, are checked by the first call.
@@ -97,14 +101,18 @@ class CustomGenerate:
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
         criteria = self._criteria(stopping_criteria)
-        batch = Batch.of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media_of(model_kwargs))
+        batch = Batch.of(
+            input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media_of(model_kwargs)
+        )
         with lock_of(model):
             llm = llm_for(model, self.settings)
             law = Law.of(batch, generation_config, logits_processor, criteria)
             told = self._streamer(streamer or given.get("streamer"), input_ids)
             lockstep = Lockstep(law, generation_config, logits_processor, criteria, told)
             rows = len(batch.prompts)
-            together = rows if lockstep.needs_all_rows else self.batch_size or (1 if llm.target.device.type == "cpu" else rows)
+            together = (
+                rows if lockstep.needs_all_rows else self.batch_size or (1 if llm.target.device.type == "cpu" else rows)
+            )
             self.stats = decode(llm, law, lockstep, together)
         if told is not None:
             told.end()
@@ -135,5 +143,8 @@ def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDe
     sequences = lockstep.sequences()
     if not config.return_dict_in_generate:
         return sequences
-    scores, logits = lockstep.scores if lockstep.wants_scores else None, lockstep.logits if lockstep.wants_logits else None
+    scores, logits = (
+        lockstep.scores if lockstep.wants_scores else None,
+        lockstep.logits if lockstep.wants_logits else None,
+    )
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]

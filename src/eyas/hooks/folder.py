@@ -1,8 +1,10 @@
-"""`custom_generate/` in the folder of a draft head: with it the head's name alone is enough for `generate`.
+"""`custom_generate/` in the folder of a draft head: with it the head's name alone is enough for
+`generate`.
 
     model.generate(**inputs, custom_generate="path/or/hub-id", trust_remote_code=True)
 
-transformers reads two files there: `generate.py`, which it runs, and `requirements.txt`, which it checks and does not install.
+transformers reads two files there: `generate.py`, which it runs, and `requirements.txt`, which it
+checks and does not install.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ OPTIONS = ("batch_size", "draft_with", "kernels", "method", "tree")  # of eyas, 
 
 
 def write_custom_generate(folder: str | Path) -> Path:
-    """Write `custom_generate/generate.py` and its requirements into the folder of a draft head; returns `custom_generate`.
+    """Write `custom_generate/generate.py` and its requirements into the folder of a draft head;
+    returns `custom_generate`.
 
     Raises:
         InputError: there is no draft head.
@@ -55,13 +58,16 @@ def generate_by_folder(model: PreTrainedModel, **arguments: Any) -> Any:
     """Decode with the head whose folder or hub id was given to `generate` as `custom_generate`.
 
     Args:
-        arguments: those of `generate`; among them may be `method`, `tree`, `kernels`, `draft_with` and `batch_size` of eyas.
+        arguments: those of `generate`; among them may be `method`, `tree`, `kernels`, `draft_with`
+            and `batch_size` of eyas.
 
     Raises:
         OptionError: it was not called by `model.generate(..., custom_generate=...)`.
     """
     head = arguments_of_generate().get("custom_generate")
     if not isinstance(head, str):
-        raise OptionError('this is for model.generate(..., custom_generate="folder of the head"); from elsewhere use eyas.hf(draft=...)')
+        raise OptionError(
+            'this is for model.generate(..., custom_generate="folder of the head"); from elsewhere use eyas.hf(draft=...)'
+        )
     options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
     return generate_with(model, hf(head, **options), arguments)

@@ -28,11 +28,18 @@ class Batch:
         return int(self.ids_BT.shape[1])
 
     @classmethod
-    def of(cls, ids_BT: Tensor, mask_BT: Tensor | None, positions: Tensor | None = None, media: Mapping[str, Any] | None = None) -> Batch:
+    def of(
+        cls,
+        ids_BT: Tensor,
+        mask_BT: Tensor | None,
+        positions: Tensor | None = None,
+        media: Mapping[str, Any] | None = None,
+    ) -> Batch:
         """
         Args:
             mask_BT: 0 for padding; None: there is none.
-            positions: position_ids [B or 1, T], checked to be those of the mask; beside media they are the model's own affair.
+            positions: position_ids [B or 1, T], checked to be those of the mask; beside media they
+                are the model's own affair.
             media: inputs of the model's forward that describe images.
 
         Raises:
@@ -44,8 +51,12 @@ class Batch:
         else:
             mask = (mask_BT != 0).long()
             padding = (width - mask.sum(-1)).tolist()
-            if mask.shape != ids_BT.shape or not all(bool(row[hidden:].all()) for row, hidden in zip(mask, padding, strict=True)):
-                raise InputError("attention_mask hides tokens on the right or inside of a prompt: pad on the left (padding_side='left')")
+            if mask.shape != ids_BT.shape or not all(
+                bool(row[hidden:].all()) for row, hidden in zip(mask, padding, strict=True)
+            ):
+                raise InputError(
+                    "attention_mask hides tokens on the right or inside of a prompt: pad on the left (padding_side='left')"
+                )
         if any(hidden == width for hidden in padding):
             raise InputError("a prompt is empty: give at least one token that the attention mask shows")
         if media and (rows > 1 or padding[0]):
@@ -62,4 +73,6 @@ def _check_positions(positions: Tensor, padding: list[int], rows: int, width: in
     listed = listed * rows if len(listed) == 1 else listed
     expected = [list(range(width - hidden)) for hidden in padding]
     if [row[hidden:] for row, hidden in zip(listed, padding, strict=False)] != expected:
-        raise InputError("position_ids: eyas counts the tokens of a prompt from 0, as generate does by itself: leave them out")
+        raise InputError(
+            "position_ids: eyas counts the tokens of a prompt from 0, as generate does by itself: leave them out"
+        )

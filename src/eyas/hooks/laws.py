@@ -1,12 +1,14 @@
 """The processors and criteria that generate has prepared, as the engine's sampling.
 
-`LogitsProcessorList` is run in order. Its beginning and its end are steps of the engine where they are plain:
+`LogitsProcessorList` is run in order. Its beginning and its end are steps of the engine where they
+are plain:
 
     [repetition penalty] [min_length, min_new_tokens] | anything else, in order | [temperature] [top_k] [top_p] [min_p]
                  Sampling, min_tokens                   processors of the request            Sampling
 
-What the engine does itself costs nothing; a processor runs once for each node, with the node's own text. Whatever does not fit this order
-(`typical_p`, which comes after `top_p`) makes the end part of the middle, so the law is transformers' in every case.
+What the engine does itself costs nothing; a processor runs once for each node, with the node's own
+text. Whatever does not fit this order (`typical_p`, which comes after `top_p`) makes the end part
+of the middle, so the law is transformers' in every case.
 """
 
 from __future__ import annotations
@@ -59,8 +61,11 @@ class Law:
     seeds: tuple[int, ...] = field(repr=False)  # of the rows; none where nothing is drawn
 
     @classmethod
-    def of(cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> Law:
-        """The law of a call; draws the seeds from torch's generator, so `torch.manual_seed` decides what is sampled."""
+    def of(
+        cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
+    ) -> Law:
+        """The law of a call; draws the seeds from torch's generator, so `torch.manual_seed` decides
+        what is sampled."""
         check_processors(processors)
         length, eos, others = _ends(criteria)
         new = length - batch.width
@@ -103,8 +108,8 @@ class Law:
 
 
 class _InBatch:
-    """A processor that sees a row's text behind the row's padding; and, where it may tell rows apart, as that row of a batch whose rows
-    all hold this text."""
+    """A processor that sees a row's text behind the row's padding; and, where it may tell rows
+    apart, as that row of a batch whose rows all hold this text."""
 
     def __init__(self, processor: Any, padding_1T: Tensor, rows: int, row: int) -> None:
         self.processor, self.padding_1T = processor, padding_1T
@@ -118,36 +123,52 @@ class _InBatch:
 
 
 def _may_know_rows(processor: Any) -> bool:
-    """Whether a processor may treat the rows of a batch differently: those of other libraries, and three of transformers."""
+    """Whether a processor may treat the rows of a batch differently: those of other libraries, and
+    three of transformers."""
     kind = type(processor)
-    own_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) or kind.__name__.startswith("Encoder")
+    own_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) or kind.__name__.startswith(
+        "Encoder"
+    )
     return own_row or not kind.__module__.startswith("transformers.")
 
 
 def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:
-    """(the most tokens of a row, padding and prompt included; token ids that end it; whether there are other criteria)."""
+    """(the most tokens of a row, padding and prompt included; token ids that end it; whether there
+    are other criteria)."""
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     ends = [criterion for criterion in criteria if type(criterion) is EosTokenCriteria]
     eos = frozenset(int(token) for criterion in ends for token in criterion.eos_token_id.flatten().tolist())
     return min(lengths), eos, len(lengths) + len(ends) < len(criteria)
 
 
-def _beginning(processors: Sequence[Any], batch: Batch, eos: frozenset[int], settings: dict[str, Any]) -> tuple[list[Any], int]:
-    """(the processors behind those that the engine does first, its min_tokens); writes into `settings`."""
+def _beginning(
+    processors: Sequence[Any], batch: Batch, eos: frozenset[int], settings: dict[str, Any]
+) -> tuple[list[Any], int]:
+    """(the processors behind those that the engine does first, its min_tokens); writes into
+    `settings`."""
     left, min_tokens = list(processors), 0
-    if left and type(left[0]) is RepetitionPenaltyLogitsProcessor and _hides_padding(left[0].prompt_ignore_length, batch):
+    if (
+        left
+        and type(left[0]) is RepetitionPenaltyLogitsProcessor
+        and _hides_padding(left[0].prompt_ignore_length, batch)
+    ):
         settings["repetition_penalty"] = float(left.pop(0).penalty)
     while left and type(left[0]) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
         if frozenset(torch.as_tensor(left[0].eos_token_id).flatten().tolist()) != eos:
             break
         first = left.pop(0)
-        counted = first.min_length if type(first) is MinLengthLogitsProcessor else first.prompt_length_to_skip + first.min_new_tokens
+        counted = (
+            first.min_length
+            if type(first) is MinLengthLogitsProcessor
+            else first.prompt_length_to_skip + first.min_new_tokens
+        )
         min_tokens = max(min_tokens, counted - batch.width)
     return left, min_tokens
 
 
 def _hides_padding(hidden: Any, batch: Batch) -> bool:
-    """Whether a repetition penalty leaves out the padding of every row and nothing else, as the engine does."""
+    """Whether a repetition penalty leaves out the padding of every row and nothing else, as the
+    engine does."""
     if isinstance(hidden, Tensor):
         return tuple(hidden.tolist()) == batch.padding
     return hidden is None and not any(batch.padding)

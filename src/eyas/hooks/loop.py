@@ -1,8 +1,9 @@
 """Tokens of all rows in step, as the loop of transformers hands them to stopping criteria and streamers.
 
-The engine's rows advance at different speeds, several tokens at a time. Here token t of every row is looked at together, as soon as all
-rows have it: first the criteria are called with the texts of the whole batch up to token t, then the streamer is told the tokens. Where
-that ends a row, what it has decoded beyond is dropped.
+The engine's rows advance at different speeds, several tokens at a time. Here token t of every row
+is looked at together, as soon as all rows have it: first the criteria are called with the texts of
+the whole batch up to token t, then the streamer is told the tokens. Where that ends a row, what it
+has decoded beyond is dropped.
 
 This module knows no model. Letters: B rows, T tokens of the widest prompt, V vocabulary.
 """
@@ -34,11 +35,19 @@ class Lockstep:
     """
 
     def __init__(
-        self, law: Law, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList, streamer: Any
+        self,
+        law: Law,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        streamer: Any,
     ) -> None:
         self.law, self.processors, self.criteria, self.streamer = law, processors, criteria, streamer
         wanted = bool(config.return_dict_in_generate)
-        self.wants_scores, self.wants_logits = wanted and bool(config.output_scores), wanted and bool(config.output_logits)
+        self.wants_scores, self.wants_logits = (
+            wanted and bool(config.output_scores),
+            wanted and bool(config.output_logits),
+        )
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         pad: Tensor | None = getattr(config, "_pad_token_tensor", None)
         self.pad = int(pad) if pads and pad is not None else None  # None: rows that have ended go on until all have
@@ -48,7 +57,11 @@ class Lockstep:
         self.scores: tuple[Tensor, ...] = ()
         self.logits: tuple[Tensor, ...] = ()
         self._waiting = [deque[tuple[int, Tensor | None]]() for _ in self.ended]
-        room = ids_BT.new_empty(len(ids_BT), law.max_new_tokens) if law.custom_criteria or self.wants_scores else ids_BT[:, :0]
+        room = (
+            ids_BT.new_empty(len(ids_BT), law.max_new_tokens)
+            if law.custom_criteria or self.wants_scores
+            else ids_BT[:, :0]
+        )
         self._texts = torch.cat([ids_BT, room], 1)
 
     @property
@@ -82,7 +95,10 @@ class Lockstep:
         return self.pad is not None and self.ended[row]
 
     def _column(self) -> None:
-        taken = [(self.pad or 0, None) if self._is_padded(row) else self._waiting[row].popleft() for row in range(len(self.ended))]
+        taken = [
+            (self.pad or 0, None) if self._is_padded(row) else self._waiting[row].popleft()
+            for row in range(len(self.ended))
+        ]
         tokens = [token for token, _ in taken]
         if self.needs_logits:
             self._keep_scores([logits_V for _, logits_V in taken])

@@ -1,7 +1,8 @@
 """This module keeps two things for each model: the LLMs that were made for it, and a lock.
 
-They are kept by the model itself, in the attribute `_eyas`, because they refer to it: so both are freed together. Copies of the model
-(deepcopy, pickle) begin without them. Nothing else of a model is touched.
+They are kept by the model itself, in the attribute `_eyas`, because they refer to it: so both are
+freed together. Copies of the model (deepcopy, pickle) begin without them. Nothing else of a model
+is touched.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ __all__ = ["Settings", "forget", "llm_for", "lock_of"]
 
 ATTRIBUTE = "_eyas"
 MOST = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
-OF_THE_MODEL = ("target", "gguf_file", "tokenizer", "dtype", "torch_dtype", "device", "device_map", "offload_folder", "trust_remote_code")
+OF_THE_MODEL = (
+    "target",
+    "gguf_file",
+    "tokenizer",
+    "dtype",
+    "torch_dtype",
+    "device",
+    "device_map",
+    "offload_folder",
+    "trust_remote_code",
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,8 @@ def _kept(model: PreTrainedModel) -> _Kept:
 
 
 def lock_of(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Calls for one model take turns: its forward reads features by hooks, which would see other calls' forwards, too."""
+    """Calls for one model take turns: its forward reads features by hooks, which would see other
+    calls' forwards, too."""
     return _kept(model).lock
 
 
@@ -106,7 +118,8 @@ def forget(model: PreTrainedModel) -> None:
 
 
 def _weights(model: PreTrainedModel) -> Hashable:
-    """Changes with the model's parameters: others, moved, of another dtype, or written to (in place, except through `.data`)."""
+    """Changes with the model's parameters: others, moved, of another dtype, or written to (in
+    place, except through `.data`)."""
     attention = getattr(model.config, "_attn_implementation", None)
     return attention, tuple(_version(parameter) for parameter in model.parameters())
 

@@ -1,7 +1,7 @@
 """eyas refuses by name, and never ignores, the arguments of `model.generate` that it cannot keep.
 
-A setting that only says how transformers would compute (use_cache, cache_implementation "static", compile_config, prefill_chunk_size)
-changes no text, and is accepted. This module knows no decoding.
+A setting that only says how transformers would compute (use_cache, cache_implementation "static",
+compile_config, prefill_chunk_size) changes no text, and is accepted. This module knows no decoding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def refused(name: str, why: str) -> OptionError:
     return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
 
 
-def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_call(
+    model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
     """
     Args:
         config: as generate has prepared it.
@@ -63,7 +65,10 @@ def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: M
         if getattr(config, name, None):
             raise refused(name, why)
     if config.cache_implementation in ROUNDED_CACHES:
-        raise refused(f"cache_implementation={config.cache_implementation!r}", "it keeps exact keys and values on the model's device")
+        raise refused(
+            f"cache_implementation={config.cache_implementation!r}",
+            "it keeps exact keys and values on the model's device",
+        )
     if given.get("synced_gpus"):
         raise refused("synced_gpus", "the model must lie whole on one device")
     _check_inputs(model_kwargs)
@@ -76,7 +81,8 @@ def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     if not given.keys() - TOKEN_TYPES:
         return {}
     positions = model_kwargs.get("position_ids")
-    return {**given, "position_ids": positions} if positions is not None and positions.ndim == 3 else given  # 3: counted by images
+    # 3: counted by images
+    return {**given, "position_ids": positions} if positions is not None and positions.ndim == 3 else given
 
 
 def _check_inputs(model_kwargs: Mapping[str, Any]) -> None:
@@ -88,7 +94,9 @@ def _check_inputs(model_kwargs: Mapping[str, Any]) -> None:
         raise refused(wrong[0], "it reads token ids, an attention mask, and tensors of images")
     mask = model_kwargs.get("attention_mask")
     if media and mask is not None and len(mask) > 1:
-        raise refused(min(media.keys() - TOKEN_TYPES), "prompts with images are read one by one, and this batch has several rows")
+        raise refused(
+            min(media.keys() - TOKEN_TYPES), "prompts with images are read one by one, and this batch has several rows"
+        )
 
 
 def _check_mode(config: GenerationConfig, assistant: Any) -> None:

@@ -1,6 +1,7 @@
 """Compiles, checks and loads the C++ kernels of `cpu/`.
 
-They are compiled with the machine's own C++ compiler when they are first needed (some seconds) and kept in the user's cache:
+They are compiled with the machine's own C++ compiler when they are first needed (some seconds) and
+kept in the user's cache:
 
     ~/.cache/eyas/kernels/     private (mode 0700); a folder that other users can write to is not used
         cpu-KEY.so             the library; KEY hashes the sources, flags, compiler and processor
@@ -59,7 +60,8 @@ class UnavailableError(Exception):
 
 
 def library() -> ctypes.CDLL:
-    """The loaded kernels. Raises UnavailableError, with the reason, where they cannot be built or loaded."""
+    """The loaded kernels. Raises UnavailableError, with the reason, where they cannot be built or
+    loaded."""
     result = outcome()
     if isinstance(result, str):
         raise UnavailableError(result)
@@ -110,7 +112,8 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
 
 
 def _private_folder() -> Path:
-    """The cache folder: this user's own and writable by nobody else, so that nobody can plant a library in it."""
+    """The cache folder: this user's own and writable by nobody else, so that nobody can plant a
+    library in it."""
     folder = user_cache() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,7 +124,9 @@ def _private_folder() -> Path:
             folder.chmod(0o700)
             status = folder.stat()
     except OSError as error:
-        raise UnavailableError(f"the cache folder {folder} cannot be used: {(error.strerror or str(error)).lower()}") from error
+        raise UnavailableError(
+            f"the cache folder {folder} cannot be used: {(error.strerror or str(error)).lower()}"
+        ) from error
     if not _is_private(status):
         raise UnavailableError(f"the cache folder {folder} is not this user's alone: remove it, or set XDG_CACHE_HOME")
     return folder
@@ -162,7 +167,9 @@ def _refuse_known_failure(folder: Path, key: str) -> None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return
     if recent:
-        raise _KnownFailureError(f"{reason} (tried {age_s / 3600:.0f} h ago; to try again before a day has passed, delete {path})")
+        raise _KnownFailureError(
+            f"{reason} (tried {age_s / 3600:.0f} h ago; to try again before a day has passed, delete {path})"
+        )
 
 
 def _remember_failure(folder: Path, key: str, reason: str) -> None:
@@ -192,7 +199,8 @@ def _default_compiler() -> str:
 
 
 def _key(compiler: str) -> str:
-    """A hash of everything that the library depends on. No program is run for it: it is needed at every start."""
+    """A hash of everything that the library depends on. No program is run for it: it is needed at
+    every start."""
     programs = [path for word in compiler.split() if (path := shutil.which(word))]
     identities = [(os.path.realpath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in programs]
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in _source_files()]
@@ -214,7 +222,8 @@ def _processor() -> list[str]:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile the library with threads, or without where the compiler has no OpenMP; check it; move it to its path."""
+    """Compile the library with threads, or without where the compiler has no OpenMP; check it; move
+    it to its path."""
     command = _parse(compiler)
     log.info("the CPU kernels are compiled for this machine, once: some seconds (EYAS_KERNELS=off goes without)")
     remove_leftovers(path.parent)
@@ -242,7 +251,8 @@ def _parse(compiler: str) -> list[str]:
 
 
 def _compile(command: list[str], folder: Path) -> str:
-    """Run the compiler; its complaint, or an empty string. One that does not end is killed, with its children."""
+    """Run the compiler; its complaint, or an empty string. One that does not end is killed, with
+    its children."""
     complaints = folder / "stderr"
     with complaints.open("wb") as stream:
         process = subprocess.Popen(

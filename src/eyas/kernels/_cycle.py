@@ -1,6 +1,8 @@
-"""Operations of a decoding cycle on small tensors: draw tokens, follow them down the tree, commit the path, Gumbel noise.
+"""Operations of a decoding cycle on small tensors: draw tokens, follow them down the tree, commit
+the path, Gumbel noise.
 
-The references in torch are core/sampling.py, core/verify.py and core/cache.py; tests compare them with these.
+The references in torch are core/sampling.py, core/verify.py and core/cache.py; tests compare them
+with these.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ SMALL = 2**15  # scores from which one thread draws before others would wake up;
 def follow(
     tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, draw_BN: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follow the draws from the root: a node is accepted if its token was drawn at its parent. Siblings have distinct tokens.
+    """Follow the draws from the root: a node is accepted if its token was drawn at its parent.
+    Siblings have distinct tokens.
 
     Returns:
-        Path of nodes and their tokens, int64 [B, longest], padded with -1 and 0; its length and the bonus token, int64 [B].
+        Path of nodes and their tokens, int64 [B, longest], padded with -1 and 0; its length and the
+        bonus token, int64 [B].
     """
     B, N = tokens_BN.shape
     inputs = tuple(x.contiguous() for x in (tokens_BN, parents_BN, candidate_BN, draw_BN))
@@ -43,7 +47,8 @@ def follow(
 
 
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-    """Move the nodes of each row's path to the slots behind its committed ones, in a cache [E, B, K, slots, h] of float32."""
+    """Move the nodes of each row's path to the slots behind its committed ones, in a cache [E, B,
+    K, slots, h] of float32."""
     length_B, path_BP = length_B.contiguous(), path_BP.contiguous()
     library().eyas_commit(
         c_void_p(address(store)),
@@ -54,7 +59,9 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     )
 
 
-def gumbel(seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor, threads: ThreadCount = None) -> Tensor:
+def gumbel(
+    seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor, threads: ThreadCount = None
+) -> Tensor:
     """The Gumbel noise of `sampling.GumbelNoise`, float32 [B, N, V]; zero in greedy rows.
 
     Args:
@@ -90,8 +97,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw a token at every node by the largest score + Gumbel noise; the largest score in greedy rows.
 
-    The noise is that of `sampling.GumbelNoise` for the position behind the node. It is computed only for tokens that can
-    still win.
+    The noise is that of `sampling.GumbelNoise` for the position behind the node. It is computed
+    only for tokens that can still win.
 
     Args:
         depth_BN: the nodes' depths below their roots, which stand at `position_B`.

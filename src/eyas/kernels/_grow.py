@@ -1,4 +1,5 @@
-"""A draft's dynamic tree (EAGLE-2, section 4), all levels in one call. The reference in torch is drafters/_grow.py."""
+"""A draft's dynamic tree (EAGLE-2, section 4), all levels in one call. The reference in torch is
+drafters/_grow.py."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Net:
     fuse: Matrix | None = None
     """Target features -> hidden state (EAGLE-3); None: the features are the hidden state."""
     fc: Matrix | None = None
-    """Maps [embedding, hidden] to the layer's input (EAGLE-1; MTP: of the norms of both); None: the layer reads [norm of embedding, norm of
-    hidden] (EAGLE-3)."""
+    """Maps [embedding, hidden] to the layer's input (EAGLE-1; MTP: of the norms of both); None: the
+    layer reads [norm of embedding, norm of hidden] (EAGLE-3)."""
     embed_norm_D: Tensor | None = None
     hidden_norm_D: Tensor | None = None
     input_norm_D: Tensor | None = None
@@ -107,7 +108,8 @@ class Grown:
 
 @dataclass(frozen=True)
 class Pending:
-    """Tokens that the net has not read yet, and the target's features at them: each row's first `count`, before the root."""
+    """Tokens that the net has not read yet, and the target's features at them: each row's first
+    `count`, before the root."""
 
     features_RPF: Tensor  # float32; the hidden state where the net does not fuse
     tokens_RP: Tensor  # int64

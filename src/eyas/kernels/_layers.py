@@ -40,7 +40,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer's weights. Norms in float32, None for no norm; window: visible positions, 0: all."""
+    """A decoder layer's weights. Norms in float32, None for no norm; window: visible positions, 0:
+    all."""
 
     qkv: Matrix
     o: Matrix
@@ -68,7 +69,8 @@ class Pass:
     position_RQ: Tensor
     """int64."""
     visible_RQT: Tensor
-    """bool: the visible ones of the T nodes behind the committed slots; the new nodes are the last Q of them."""
+    """bool: the visible ones of the T nodes behind the committed slots; the new nodes are the last
+    Q of them."""
     visible_in_window_RQT: Tensor
     """The same for layers with a window."""
     cosine: Tensor
@@ -102,7 +104,8 @@ class Layers:
         """Run x [M, D] through all layers, in place.
 
         Args:
-            tapped: layers, ascending, whose inputs are written side by side to the first columns of `taps`.
+            tapped: layers, ascending, whose inputs are written side by side to the first columns of
+                `taps`.
         """
         with self.lock:
             record, cache, kept = self._prepare(forward)
@@ -119,7 +122,8 @@ class Layers:
             del kept
 
     def draft(self, input_MI: Tensor, x_MD: Tensor, forward: Pass) -> None:
-        """Run the only layer of a draft net: attention reads `input`; x is the residual stream, in place."""
+        """Run the only layer of a draft net: attention reads `input`; x is the residual stream, in
+        place."""
         with self.lock:
             record, cache, kept = self._prepare(forward)
             pointers = (c_void_p(address(input_MI)), c_void_p(address(x_MD)))

@@ -30,7 +30,8 @@ LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/til
 
 
 def draft_format(draft_weights: str) -> WeightFormat:
-    """The format of draft nets: int8 or int4 weights, 16-bit activations. It affects what is drafted, never the output text."""
+    """The format of draft nets: int8 or int4 weights, 16-bit activations. It affects what is
+    drafted, never the output text."""
     return WeightFormat("int4" if draft_weights == "int4" else "int8", "int16")
 
 
@@ -38,8 +39,9 @@ def draft_format(draft_weights: str) -> WeightFormat:
 class Matrix:
     """A linear layer's weights in panels of 32 outputs, padded with zero outputs.
 
-    data: [O / 32, I, 32] in float32 or int8; [O / 32, I / 2, 32, 2] in bfloat16; for machines with VNNI int8 + 128 as uint8
-    [O / 32, I / 4, 32, 4], and int4 as uint8 [O / 32, I / 32, 576] (cpu/tiles.h).
+    data: [O / 32, I, 32] in float32 or int8; [O / 32, I / 2, 32, 2] in bfloat16; for machines with
+    VNNI int8 + 128 as uint8 [O / 32, I / 4, 32, 4], and int4 as uint8 [O / 32, I / 32, 576]
+    (cpu/tiles.h).
     """
 
     kind: Literal["float32", "bfloat16", "int8", "int8_vnni", "int4"]
@@ -70,7 +72,8 @@ class Matrix:
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: WeightFormat = EXACT) -> Matrix:
-    """Pack a matrix in the narrowest kind that holds it without loss, or in the one that `form` rounds to."""
+    """Pack a matrix in the narrowest kind that holds it without loss, or in the one that `form`
+    rounds to."""
     outputs, inputs = weight_OI.shape
     padding = -outputs % PANEL
     weight_OI = F.pad(weight_OI.detach().float(), (0, 0, 0, padding))
@@ -98,8 +101,11 @@ def _is_int8(weight_OI: Tensor, integer_OI: Tensor, scale_O: Tensor) -> bool:
     return bool((error_OI <= LOSSLESS * weight_OI.abs()).all())
 
 
-def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, form: WeightFormat = EXACT) -> Matrix:
-    """Pack both matrices of a gated MLP as one: every panel holds 16 gates, then their 16 ups. O: a multiple of 16."""
+def pack_gated(
+    gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, form: WeightFormat = EXACT
+) -> Matrix:
+    """Pack both matrices of a gated MLP as one: every panel holds 16 gates, then their 16 ups. O: a
+    multiple of 16."""
 
     def interleaved(gate: Tensor, up: Tensor) -> Tensor:
         parts = [part.reshape(-1, LANES, *part.shape[1:]) for part in (gate, up)]
@@ -109,7 +115,8 @@ def pack_gated(gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | N
 
 
 def _int4_panels(weight_OI: Tensor) -> Tensor:
-    """uint8 [O / 32, I / 32, 576]: integers from -8 to 7, plus 8, two in a byte; then the scales in bfloat16.
+    """uint8 [O / 32, I / 32, 576]: integers from -8 to 7, plus 8, two in a byte; then the scales in
+    bfloat16.
 
     A group's scale is the one of those in CLIPPING with the least squared error.
     """
@@ -145,7 +152,8 @@ def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
 
 
 def has_vnni() -> bool:
-    """Whether the processor has AVX-512 VNNI, which sums products of bytes: int8 weights are stored for it then."""
+    """Whether the processor has AVX-512 VNNI, which sums products of bytes: int8 weights are stored
+    for it then."""
     return bool(library().eyas_has_vnni())
 
 
@@ -155,7 +163,8 @@ def has_avx512_bf16() -> bool:
 
 
 def has_amx() -> bool:
-    """Whether the processor has AMX, and the system lets this process use it: it multiplies int8 and bfloat16 weights then."""
+    """Whether the processor has AMX, and the system lets this process use it: it multiplies int8
+    and bfloat16 weights then."""
     return bool(library().eyas_has_amx())
 
 
@@ -181,8 +190,11 @@ def linear(matrix: Matrix, x: Tensor, threads: ThreadCount = None) -> Tensor:
     return y_MO[:, : matrix.outputs].view(*x.shape[:-1], matrix.outputs)
 
 
-def head(x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: ThreadCount = None) -> Tensor | None:
-    """Write the RMS norm of x to `normed`, whose rows may be apart; return its logits [M, O] if there is a matrix."""
+def head(
+    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: ThreadCount = None
+) -> Tensor | None:
+    """Write the RMS norm of x to `normed`, whose rows may be apart; return its logits [M, O] if
+    there is a matrix."""
     logits_MO = None if matrix is None else torch.empty(len(x_MD), matrix.padded)
     library().eyas_head(
         c_void_p(address(x_MD)),

@@ -1,4 +1,5 @@
-"""Parts of draft nets: LLaMA layers (`_layers`), attention over packed documents for training (`_packed`), and faster variants.
+"""Parts of draft nets: LLaMA layers (`_layers`), attention over packed documents for training
+(`_packed`), and faster variants.
 
 This package knows no method and no target.
 """

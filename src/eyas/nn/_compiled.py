@@ -18,7 +18,8 @@ MAX_RECOMPILES = 64  # of one function, for different kinds of shapes; TORCH_LOG
 
 
 class Compiled:
-    """A function compiled as a whole for each kind of arguments; uncompiled, with one warning, if that fails.
+    """A function compiled as a whole for each kind of arguments; uncompiled, with one warning, if
+    that fails.
 
     Args:
         name: for the warning.
@@ -26,8 +27,14 @@ class Compiled:
 
     def __init__(self, function: FunctionType | Callable[..., Any], backend: Backend, name: str) -> None:
         self.function, self.name, self.failed = function, name, False
-        copy = FunctionType(  # torch counts compilations per code object: other models with the same code would count here
-            function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        # torch counts compilations per code object: other models with the same code would count
+        # here
+        copy = FunctionType(
+            function.__code__.replace(),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
         )
         copy.__kwdefaults__ = function.__kwdefaults__
         self.compiled = torch.compile(copy, fullgraph=True, dynamic=True, backend=backend)
@@ -39,7 +46,10 @@ class Compiled:
             try:
                 with torch._dynamo.config.patch(recompile_limit=MAX_RECOMPILES):
                     return self.compiled(*args, **kwargs)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before anything of the function ran
+            except (
+                TorchDynamoException,
+                FailOnRecompileLimitHit,
+            ) as error:  # raised before anything of the function ran
                 self.failed = True
                 reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 warnings.warn(f"{self.name} cannot be compiled and runs uncompiled: {reason}", stacklevel=2)

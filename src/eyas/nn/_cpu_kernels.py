@@ -1,4 +1,5 @@
-"""A copy of a net whose layers are computed by the CPU kernels, with copies of their weights in the kernels' format.
+"""A copy of a net whose layers are computed by the CPU kernels, with copies of their weights in the
+kernels' format.
 
 The packed copies do not learn, so a net in training is never converted.
 """

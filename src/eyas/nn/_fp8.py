@@ -1,7 +1,8 @@
-"""Linear layers in fp8 on GPUs that support it: half the bytes of bfloat16, which bound the time of a draft's levels.
+"""Linear layers in fp8 on GPUs that support it: half the bytes of bfloat16, which bound the time of
+a draft's levels.
 
-Weights are rounded to e4m3 with a scale per output, activations with a scale per row at every call. For draft nets only: it
-changes what is drafted, never the output text.
+Weights are rounded to e4m3 with a scale per output, activations with a scale per row at every call.
+For draft nets only: it changes what is drafted, never the output text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A copy of a draft net whose layers run by the GPU kernels: thirteen kernels a layer, where torch launches fifty.
+"""A copy of a draft net whose layers run by the GPU kernels: thirteen kernels a layer, where torch
+launches fifty.
 
-The copy shares the net's parameters. Matrices with one input become views of a common one (`Matrices`), or are rounded to fp8. A net in
-training is never converted. Not yet run on a GPU.
+The copy shares the net's parameters. Matrices with one input become views of a common one
+(`Matrices`), or are rounded to fp8. A net in training is never converted. Not yet run on a GPU.
 Letters: R rows, N nodes, D hidden, X inputs of attention, K key-value heads, W slots, h head size.
 """
 
@@ -44,7 +45,9 @@ class GpuLayer:
         angle = torch.arange(positions, device=self._frequency_h.device)[:, None].float() * self._frequency_h
         return angle.cos(), angle.sin()
 
-    def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
+    def __call__(
+        self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
+    ) -> Tensor | None:
         """The layer's output [R, N, D]; None for a cache that does not show its slots."""
         if (slots := cache.slots_for_kernels()) is None:
             return None

@@ -1,9 +1,10 @@
 """The building blocks of LLaMA layers for draft nets.
 
-RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of the net.
-Attention reads a cache during decoding (`forward`) and a packed row of documents during training (`attend_packed`).
-Letters: R rows, N nodes or tokens, M tokens of a packed row, D hidden size, H heads, K key-value heads, h head size, W slots
-of the cache. This module knows no method and no target.
+RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of
+the net. Attention reads a cache during decoding (`forward`) and a packed row of documents during
+training (`attend_packed`).
+Letters: R rows, N nodes or tokens, M tokens of a packed row, D hidden size, H heads, K key-value
+heads, h head size, W slots of the cache. This module knows no method and no target.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class DraftSlots(NamedTuple):
     """A draft net's cache as the GPU kernels see it."""
 
     length_R: Tensor  # int64; slots in use before the next nodes
-    visible_RNT: Tensor  # bool; which of the T nodes behind them each next node attends to; the next nodes are the last of the T
+    # bool; which of the T nodes behind them each next node attends to; the next nodes are the last
+    # of the T
+    visible_RNT: Tensor
     key_RKWh: Tensor
     value_RKWh: Tensor
     unrotated_RKWh: Tensor | None  # keys before RoPE, if the draft has a window
@@ -79,7 +82,8 @@ class DraftCache(Protocol):
         ...
 
     def contents(self) -> CacheContents | None:
-        """The cache's tensors for the CPU kernels, which store keys and values themselves; None for a cache that they cannot use."""
+        """The cache's tensors for the CPU kernels, which store keys and values themselves; None for
+        a cache that they cannot use."""
         ...
 
     def slots_for_kernels(self) -> DraftSlots | None:
@@ -87,7 +91,8 @@ class DraftCache(Protocol):
         ...
 
     def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
-        """Store keys, not yet rotated, and values. Returns all visible ones, rotated, [R, K, W, h] each."""
+        """Store keys, not yet rotated, and values. Returns all visible ones, rotated, [R, K, W, h]
+        each."""
         ...
 
 
@@ -121,7 +126,8 @@ def join_normed(a_norm: RMSNorm, a: Tensor, b_norm: RMSNorm, b: Tensor) -> Tenso
 
 
 def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> Tensor:
-    """float32 [h/2]: radians per position. `rope_scaling` of type llama3 slows the low frequencies down as Llama 3.1 does."""
+    """float32 [h/2]: radians per position. `rope_scaling` of type llama3 slows the low frequencies
+    down as Llama 3.1 does."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
     frequency: Tensor = shape.rope_theta**-exponent
     scaling = shape.rope_scaling
@@ -136,7 +142,8 @@ def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> T
 
 
 def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
-    """Rotate the two halves of every head by position * frequency (Su et al. 2021, in LLaMA's layout of halves)."""
+    """Rotate the two halves of every head by position * frequency (Su et al. 2021, in LLaMA's
+    layout of halves)."""
     angle = position_RN[..., None, None].float() * frequency_h
     cos, sin = angle.cos(), angle.sin()
     a, b = x_RNHh.float().chunk(2, dim=-1)
@@ -146,7 +153,8 @@ def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
 def grouped_attention(
     q_RHNh: Tensor, k_RKWh: Tensor, v_RKWh: Tensor, mask_R1NW: Tensor, scale: float | None = None
 ) -> Tensor:  # fmt: skip
-    """Attention of H = K x G query heads to K heads of keys and values, [R, H, N, h], without copying these.
+    """Attention of H = K x G query heads to K heads of keys and values, [R, H, N, h], without
+    copying these.
 
     The G heads of a group become further queries of their key-value head:
 
@@ -158,7 +166,9 @@ def grouped_attention(
     if H == K:
         return F.scaled_dot_product_attention(q_RHNh, k_RKWh, v_RKWh, attn_mask=mask_R1NW, scale=scale)
     mask_R1XW = mask_R1NW.expand(-1, H // K, -1, -1).reshape(mask_R1NW.shape[0], 1, H // K * N, W)
-    out_RKXh = F.scaled_dot_product_attention(q_RHNh.reshape(R, K, H // K * N, -1), k_RKWh, v_RKWh, attn_mask=mask_R1XW, scale=scale)
+    out_RKXh = F.scaled_dot_product_attention(
+        q_RHNh.reshape(R, K, H // K * N, -1), k_RKWh, v_RKWh, attn_mask=mask_R1XW, scale=scale
+    )
     return out_RKXh.reshape(R, H, N, -1)
 
 
@@ -166,7 +176,8 @@ class Attention(nn.Module):
     """Grouped-query attention with RoPE.
 
     Args:
-        in_size: the inputs' size where it is not the hidden size, because they are concatenated (EAGLE-3).
+        in_size: the inputs' size where it is not the hidden size, because they are concatenated
+            (EAGLE-3).
     """
 
     def __init__(self, shape: LayerShape, in_size: int | None = None) -> None:
@@ -179,7 +190,8 @@ class Attention(nn.Module):
         self._frequency: Tensor | None = None
 
     def frequency(self, device: torch.device) -> Tensor:
-        """The RoPE frequencies, float32: no parameter or buffer, so that no cast of the module changes them."""
+        """The RoPE frequencies, float32: no parameter or buffer, so that no cast of the module
+        changes them."""
         if self._frequency is None or self._frequency.device != device:
             self._frequency = rope_frequencies(self.shape, device)
         return self._frequency
@@ -206,8 +218,11 @@ class Attention(nn.Module):
         out_RHNh = grouped_attention(q_RHNh, k_RKWh, v_RKWh, cache.mask_R1NW)
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def attend_packed(self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: Keys, later: Sequence[Keys] = ()) -> Tensor:
-        """For training: attention of the query rows to a packed row's keys, and to those of later steps at the same rows."""
+    def attend_packed(
+        self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: Keys, later: Sequence[Keys] = ()
+    ) -> Tensor:
+        """For training: attention of the query rows to a packed row's keys, and to those of later
+        steps at the same rows."""
         pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
         out_MHh = packed_attention(self.query(x_MD, position_M), *keys, queries, pair)
         return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
@@ -234,7 +249,9 @@ class SwiGLU(nn.Module):
 class FusedDraftLayer(Protocol):
     """A decoder layer computed by kernels."""
 
-    def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
+    def __call__(
+        self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
+    ) -> Tensor | None:
         """The layer's output [R, N, D]; None for a cache that the kernels cannot use."""
         ...
 
@@ -273,7 +290,9 @@ class FusedLayer:
         """Whether the kernels support these sizes."""
         return shape.head_dim in kernels.HEAD_DIMS and not (shape.hidden_size % 32 or shape.intermediate_size % 32)
 
-    def __call__(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor | None:
+    def __call__(
+        self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
+    ) -> Tensor | None:
         """The layer's output; None for a cache that the kernels cannot use."""
         contents = cache.contents()
         if contents is None:
@@ -304,7 +323,8 @@ class FusedLayer:
 
 
 class DecoderLayer(nn.Module):
-    """The common part of EAGLE-1's and EAGLE-3's layers: attention over an input of some size, and the MLP after it."""
+    """The common part of EAGLE-1's and EAGLE-3's layers: attention over an input of some size, and
+    the MLP after it."""
 
     def __init__(self, shape: LayerShape, in_size: int | None = None) -> None:
         super().__init__()

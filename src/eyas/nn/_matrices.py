@@ -48,7 +48,8 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 
 
 class Fp8Matrices:
-    """The same with weights in fp8: each output has its scale, each row of the input gets one in every call. D is a multiple of 16."""
+    """The same with weights in fp8: each output has its scale, each row of the input gets one in
+    every call. D is a multiple of 16."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -66,7 +67,13 @@ class Fp8Matrices:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         x_MD, scale_M1 = quantise(x)
         y_MX = F.scaled_mm(
-            x_MD, self.weight_XD.t(), scale_M1, ScalingType.RowWise, self.scale_X1.t(), ScalingType.RowWise, output_dtype=torch.bfloat16
+            x_MD,
+            self.weight_XD.t(),
+            scale_M1,
+            ScalingType.RowWise,
+            self.scale_X1.t(),
+            ScalingType.RowWise,
+            output_dtype=torch.bfloat16,
         ).to(x.dtype)
         y_MX = y_MX if self.bias_X is None else y_MX + self.bias_X
         return torch.split(y_MX.view(*x.shape[:-1], -1), self.sizes, -1)

@@ -1,17 +1,20 @@
-"""Attention for training: documents end to end without padding, and the diagonals of the training-time test.
+"""Attention for training: documents end to end without padding, and the diagonals of the
+training-time test.
 
-A batch is one long row of N tokens, document after document; a token sees itself and the earlier tokens of its document.
-At step i of the training-time test (EAGLE-3, section 3.2) row t also sees the later steps' keys at its own index:
+A batch is one long row of N tokens, document after document; a token sees itself and the earlier
+tokens of its document. At step i of the training-time test (EAGLE-3, section 3.2) row t also sees
+the later steps' keys at its own index:
 
     step 0 keys, causal         k0[begin of document] .. k0[t]
     step 1..i keys, diagonal    k1[t] .. ki[t]                        one softmax over both
 
-Only the rows whose loss counts are queries; other rows cost keys and values only. Scores exist for one block of queries at a
-time, in the forward and, recomputed, in the backward, so memory grows with N and never with N x N.
+Only the rows whose loss counts are queries; other rows cost keys and values only. Scores exist for
+one block of queries at a time, in the forward and, recomputed, in the backward, so memory grows
+with N and never with N x N.
 
 This module knows no net.
-Letters: N tokens, M query rows, H heads, K key-value heads, g query heads per key-value head, h head size, I later steps,
-b rows of a block.
+Letters: N tokens, M query rows, H heads, K key-value heads, g query heads per key-value head, h
+head size, I later steps, b rows of a block.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ class QueryRows:
 
     @cached_property
     def mask(self) -> BlockMask:
-        """The mask for FlexAttention. On CUDA its creation is compiled, so that no M x N mask exists: 4 GiB at 64k tokens."""
+        """The mask for FlexAttention. On CUDA its creation is compiled, so that no M x N mask
+        exists: 4 GiB at 64k tokens."""
         return self.mask_by(_compiled(create_block_mask) if self.rows_M.is_cuda else create_block_mask)
 
     def mask_by(self, create: Callable[..., BlockMask]) -> BlockMask:
@@ -93,9 +97,14 @@ class QueryRows:
 
 
 def packed_attention(
-    q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, queries: QueryRows, later_IMKh: tuple[Tensor, Tensor] | None = None
+    q_MHh: Tensor,
+    key_NKh: Tensor,
+    value_NKh: Tensor,
+    queries: QueryRows,
+    later_IMKh: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention [M, H, h] of the query rows, causal within documents, and to the keys of later steps at the same row.
+    """Attention [M, H, h] of the query rows, causal within documents, and to the keys of later
+    steps at the same row.
 
     FlexAttention computes it on CUDA; it has no backward on a CPU, where `_Packed` does.
 
@@ -125,9 +134,12 @@ def flex_packed_attention(
     later_IMKh: tuple[Tensor, Tensor] | None,
     flex: Callable[..., Any],
 ) -> Tensor:
-    """The same by FlexAttention: its output over the step-0 keys and the later values, weighted by their shares of the softmax."""
+    """The same by FlexAttention: its output over the step-0 keys and the later values, weighted by
+    their shares of the softmax."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_MHh, key_NKh, value_NKh))
-    out_1HMh, aux = flex(q, k, v, block_mask=queries.mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
+    out_1HMh, aux = flex(
+        q, k, v, block_mask=queries.mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
+    )
     out_MHh, lse_MKg = out_1HMh[0].transpose(0, 1), aux.lse[0].T.unflatten(1, (key_NKh.shape[1], -1))
     if later_IMKh is None:
         return out_MHh  # type: ignore[no-any-return]
@@ -164,16 +176,28 @@ def _flat(x_Kgbh: Tensor) -> Tensor:
 
 
 class _Packed(torch.autograd.Function):
-    """The gradient is computed from the output and the log of the softmax's denominator (Dao et al. 2022, algorithm 4)."""
+    """The gradient is computed from the output and the log of the softmax's denominator (Dao et al.
+    2022, algorithm 4)."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_MHh: Tensor, k_NKh: Tensor, v_NKh: Tensor, lk_IMKh: Tensor, lv_IMKh: Tensor, rows_M: Tensor, blocks: tuple[Any, ...]
+        ctx: Any,
+        q_MHh: Tensor,
+        k_NKh: Tensor,
+        v_NKh: Tensor,
+        lk_IMKh: Tensor,
+        lv_IMKh: Tensor,
+        rows_M: Tensor,
+        blocks: tuple[Any, ...],
     ) -> Tensor:
         M, H, h = q_MHh.shape
         K, dtype = k_NKh.shape[1], torch.promote_types(q_MHh.dtype, torch.float32)
         later_IMKg = _later_scores(q_MHh, lk_IMKh)
-        later_lse_MKg = torch.logsumexp(later_IMKg, 0) if len(later_IMKg) else q_MHh.new_full((M, K, H // K), -torch.inf, dtype=dtype)
+        later_lse_MKg = (
+            torch.logsumexp(later_IMKg, 0)
+            if len(later_IMKg)
+            else q_MHh.new_full((M, K, H // K), -torch.inf, dtype=dtype)
+        )
         out_MHh, lse_MKg = torch.empty_like(q_MHh), torch.empty_like(later_lse_MKg)
         for block in blocks:
             first, last, begin, end = block
@@ -201,11 +225,20 @@ class _Packed(torch.autograd.Function):
         dk, dv = (torch.zeros(x.shape, dtype=lse_MKg.dtype, device=x.device) for x in (k_NKh, v_NKh))
         for block in ctx.blocks:
             first, last, begin, end = block
-            p = _scores(q_MHh, k_NKh, rows_M, block).sub_(lse_MKg[first:last].permute(1, 2, 0)[..., None]).exp_().flatten(1, 2)
+            p = (
+                _scores(q_MHh, k_NKh, rows_M, block)
+                .sub_(lse_MKg[first:last].permute(1, 2, 0)[..., None])
+                .exp_()
+                .flatten(1, 2)
+            )
             q_KXh, grad_KXh = (_grouped(x[first:last], K).flatten(1, 2) for x in (q_MHh, grad_MHh))
             dv[begin:end] += torch.bmm(p.to(v_NKh.dtype).transpose(1, 2), grad_KXh).transpose(0, 1)
             dp = torch.bmm(grad_KXh, v_NKh[begin:end].permute(1, 2, 0)).to(p.dtype)
-            ds = p.mul_(dp.sub_(delta_MKg[first:last].permute(1, 2, 0).flatten(1)[..., None])).mul_(scale).to(q_MHh.dtype)
+            ds = (
+                p.mul_(dp.sub_(delta_MKg[first:last].permute(1, 2, 0).flatten(1)[..., None]))
+                .mul_(scale)
+                .to(q_MHh.dtype)
+            )
             dk[begin:end] += torch.bmm(ds.transpose(1, 2), q_KXh).transpose(0, 1)
             dq[first:last] = _flat(torch.bmm(ds, k_NKh[begin:end].transpose(0, 1)).view(K, H // K, last - first, h))
         dlk, dlv = torch.zeros_like(lk_IMKh), torch.zeros_like(lv_IMKh)
@@ -221,7 +254,8 @@ class _Packed(torch.autograd.Function):
 
 
 def _later_scores(q_MHh: Tensor, lk_IMKh: Tensor) -> Tensor:
-    """Scaled scores [I, M, K, g] of each row with its own keys of the later steps, in at least float32."""
+    """Scaled scores [I, M, K, g] of each row with its own keys of the later steps, in at least
+    float32."""
     M, H, h = q_MHh.shape
     K = lk_IMKh.shape[2]
     product = q_MHh.view(M, K, H // K, h) * lk_IMKh[:, :, :, None]

@@ -55,14 +55,18 @@ def prepared(
     """The target with its fastest runner.
 
     Args:
-        kernels: auto: compiled kernels where they suit, CUDA graphs on a GPU; on: a warning says why they do not; compile: on a GPU only,
-            layers that eyas has no kernels for run by torch.compile; off: the model's own forward.
-        own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels keep a copy of them.
-        weights: exact: as they are; bfloat16, int8, int4: rounded, by kernels only: a target of its own (`formats.WeightFormat`).
-            With int4 the lm_head is int8.
-        activations: what weights are multiplied by. exact: as exact as float32; rounded, by kernels only, as a target of its own:
-            bfloat16, for weights kept as bfloat16; int16, int8, for those kept as int8 or int4.
-        draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it; int4: by kernels, which round a draft's to int8 anyway.
+        kernels: auto: compiled kernels where they suit, CUDA graphs on a GPU; on: a warning says
+            why they do not; compile: on a GPU only, layers that eyas has no kernels for run by
+            torch.compile; off: the model's own forward.
+        own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels
+            keep a copy of them.
+        weights: exact: as they are; bfloat16, int8, int4: rounded, by kernels only: a target of its
+            own (`formats.WeightFormat`). With int4 the lm_head is int8.
+        activations: what weights are multiplied by. exact: as exact as float32; rounded, by kernels
+            only, as a target of its own: bfloat16, for weights kept as bfloat16; int16, int8, for
+            those kept as int8 or int4.
+        draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it; int4: by kernels,
+            which round a draft's to int8 anyway.
 
     Raises:
         OptionError: an unknown value; rounded weights or activations that no kernel here supports.
@@ -75,13 +79,17 @@ def prepared(
             raise OptionError(f"unknown {name} {word!r}; {near(word, words)}")
     if draft_weights == "fp8" and not _multiplies_fp8(target.device):
         least = ".".join(map(str, FP8_CAPABILITY))
-        raise OptionError(f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}")
+        raise OptionError(
+            f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}"
+        )
     _without_cudnn_attention(target.device)
     _warn_about_mixing(target)
     made = copy(_run_by(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
     if draft_weights == "int4" and not ("int4" in made.run.ops.draft_formats and has_vnni()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
-        raise OptionError(f"draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI){own_model}")
+        raise OptionError(
+            f"draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI){own_model}"
+        )
     made.draft_weights = draft_weights
     return made
 
@@ -89,10 +97,13 @@ def prepared(
 def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Target:
     if target.adapters is not None:  # kernels and graphs would keep the weights of one adapter, or of none
         if not form.exact:
-            raise OptionError("rounded weights and activations are for the compiled kernels, which do not switch adapters: merge one")
+            raise OptionError(
+                "rounded weights and activations are for the compiled kernels, which do not switch adapters: merge one"
+            )
         if kernels in ("on", "compile"):
             warnings.warn(
-                "the model runs by its own forward: requests switch its adapters; one that is merged runs by kernels", stacklevel=4
+                "the model runs by its own forward: requests switch its adapters; one that is merged runs by kernels",
+                stacklevel=4,
             )
         return target if kernels == "off" else _with_cycle_kernels(target)
     if not form.exact:
@@ -102,14 +113,18 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
         try:
             return target.run_with(runner(target, form))
         except UnsuitedError as why:
-            raise OptionError(f"{asked} are for the compiled kernels, and there are none for this model: {why}") from why
+            raise OptionError(
+                f"{asked} are for the compiled kernels, and there are none for this model: {why}"
+            ) from why
     if kernels == "off":
         return target
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
     if target.device.type == "cuda" and target.quantised_by:  # not tried there
         if kernels != "auto":
-            warnings.warn(f"the model runs by its own forward: its layers are computed by {target.quantised_by}", stacklevel=4)
+            warnings.warn(
+                f"the model runs by its own forward: its layers are computed by {target.quantised_by}", stacklevel=4
+            )
         return target
     if target.device.type == "cuda":
         return _by_graphs(target, kernels, own)
@@ -126,7 +141,11 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
 def _warn_about_mixing(target: Target) -> None:
     """Warn of quantised layers that treat a pass over a tree otherwise than single tokens."""
     if target.quantised_by and (layer := quantised.mixing_layer(target.model)):
-        way_out = "load with llm_int8_threshold=0.0" if target.quantised_by == "bitsandbytes" else "choose scales by token, or weights only"
+        way_out = (
+            "load with llm_int8_threshold=0.0"
+            if target.quantised_by == "bitsandbytes"
+            else "choose scales by token, or weights only"
+        )
         warnings.warn(
             f"{target.quantised_by} rounds the inputs of {layer} by all tokens of a pass together, so a tree's tokens get other numbers "
             f"than single ones and the text may differ from plain decoding's: {way_out}",
@@ -135,31 +154,46 @@ def _warn_about_mixing(target: Target) -> None:
 
 
 def _with_cycle_kernels(target: Target) -> Target:
-    """The model's own forward; draws, paths and commits by compiled kernels where there are any for its device."""
+    """The model's own forward; draws, paths and commits by compiled kernels where there are any for
+    its device."""
     if target.device.type != "cpu" or not available():
         return target
     return target.run_with(ModelRunner(CycleKernels()))
 
 
 def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
-    """The target by CUDA graphs, once its kernels and a graph have given the numbers of the model's own forward; else as it is."""
+    """The target by CUDA graphs, once its kernels and a graph have given the numbers of the model's
+    own forward; else as it is."""
     if rope := _growing_rope(target):
         if kernels != "auto":
-            warnings.warn(f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at", stacklevel=5)
+            warnings.warn(
+                f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at",
+                stacklevel=5,
+            )
         return target
     if target.has_several_devices:
         if kernels != "auto":
-            warnings.warn("no CUDA graphs: the model's layers lie on several devices, and a graph belongs to one", stacklevel=5)
+            warnings.warn(
+                "no CUDA graphs: the model's layers lie on several devices, and a graph belongs to one", stacklevel=5
+            )
         return target
     if has_waiting_weights(target.model) or is_split(target.model):
         if kernels != "auto":
-            warnings.warn("no CUDA graphs: each forward fetches weights that wait, or exchanges results with other processes", stacklevel=5)
+            warnings.warn(
+                "no CUDA graphs: each forward fetches weights that wait, or exchanges results with other processes",
+                stacklevel=5,
+            )
         return target
     if target.state_modules:
         if kernels != "auto":
-            warnings.warn("no CUDA graphs: the host sorts the nodes of each tree by depth, for the model's recurrent state", stacklevel=5)
+            warnings.warn(
+                "no CUDA graphs: the host sorts the nodes of each tree by depth, for the model's recurrent state",
+                stacklevel=5,
+            )
         return target
-    log.info("GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)")
+    log.info(
+        "GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)"
+    )
     ops = _ops_for(target.device)
     fused = None if ops is REFERENCE else fused_layers(target, joins=own)
     compiled = CompiledLayers(target.family.layers) if kernels == "compile" else None
@@ -171,7 +205,8 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
 
 
 def _ops_for(device: torch.device) -> Ops:
-    """The operations of a cycle by GPU kernels, if all of them give on this device what torch does; else in torch."""
+    """The operations of a cycle by GPU kernels, if all of them give on this device what torch does;
+    else in torch."""
     if not has_gpu_kernels(device):
         return REFERENCE
     if fault := fault_of_kernels(device, ops := GpuOps()):
@@ -183,8 +218,9 @@ def _ops_for(device: torch.device) -> Ops:
 def _without_cudnn_attention(device: torch.device) -> None:
     """Switch torch's cuDNN attention off, for this process, where a target lies on a GPU.
 
-    It makes a plan for every new shape, and the shapes of growing texts are always new; and with fewer than 8 key-value heads cuDNN 9.19
-    has returned wrong numbers (pytorch issue 193893, on another generation of GPUs). Other backends of attention stay.
+    It makes a plan for every new shape, and the shapes of growing texts are always new; and with
+    fewer than 8 key-value heads cuDNN 9.19 has returned wrong numbers (pytorch issue 193893, on
+    another generation of GPUs). Other backends of attention stay.
     """
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -196,7 +232,8 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def _growing_rope(target: Target) -> str:
-    """The kind of RoPE whose frequencies depend on the length of the text ("dynamic", "longrope"); "" if there is none."""
+    """The kind of RoPE whose frequencies depend on the length of the text ("dynamic", "longrope");
+    "" if there is none."""
     rope = getattr(target.model.config, "rope_parameters", None) or {}
     kinds = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)}
     return next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")

@@ -20,13 +20,16 @@ class UnsuitedError(Exception):
 
 @torch.inference_mode()
 def differences(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
-    """Logits, then features, over a prompt and a small tree: by the model's own forward and by the runner.
+    """Logits, then features, over a prompt and a small tree: by the model's own forward and by the
+    runner.
 
     Raises:
         ModelError: the model's own logits are NaN.
     """
     count = max(1, min(24, target.context - 3))  # the tree's third level has a position, too
-    ids = torch.randint(0, target.vocab_size, (1, count + 4), generator=torch.Generator().manual_seed(0)).to(target.device)
+    ids = torch.randint(0, target.vocab_size, (1, count + 4), generator=torch.Generator().manual_seed(0)).to(
+        target.device
+    )
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1]], device=target.device), 2)
     found = list[TargetOutput]()
     for run in (ModelRunner(), runner):

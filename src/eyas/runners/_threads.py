@@ -1,10 +1,13 @@
-"""Chooses the number of threads of each forward: the fastest number, or one while other processes use the cores.
+"""Chooses the number of threads of each forward: the fastest number, or one while other processes
+use the cores.
 
-The threads of a forward wait for each other some eighty times. If another process runs on one of the cores, each wait can last until the
-system gives the core back, and a forward of 3 ms takes 200 ms. So forwards are timed, by kind. After a few that take several times as long
-as usual for their kind, forwards run on one thread for some seconds; then all threads are tried again. Conversely, the number may have been
-chosen while another process was running: now and then a forward tries twice as many threads, and if that is faster several times in a row,
-the number stays doubled. Results do not depend on the number of threads.
+The threads of a forward wait for each other some eighty times. If another process runs on one of
+the cores, each wait can last until the system gives the core back, and a forward of 3 ms takes 200
+ms. So forwards are timed, by kind. After a few that take several times as long as usual for their
+kind, forwards run on one thread for some seconds; then all threads are tried again. Conversely, the
+number may have been chosen while another process was running: now and then a forward tries twice as
+many threads, and if that is faster several times in a row, the number stays doubled. Results do not
+depend on the number of threads.
 
 This module knows no model.
 """
@@ -16,11 +19,17 @@ from collections.abc import Hashable
 __all__ = ["Threads"]
 
 SLOW = 3.0  # a forward is slow if it takes this many times the usual time
-STRIKES = 3.0  # slow forwards after which one thread is used; each usual forward between them takes back a quarter of one
-FORGET = 1.01  # the usual time is the shortest one, multiplied by this with every forward: texts become longer, clocks slower
+# slow forwards after which one thread is used; each usual forward between them takes back a quarter
+# of one
+STRIKES = 3.0
+# the usual time is the shortest one, multiplied by this with every forward: texts become longer,
+# clocks slower
+FORGET = 1.01
 REST, LONGEST_REST = 2.0, 60.0  # seconds on one thread: at first, and at most
 EVERY = 32  # every so many forwards one tries twice the threads
-FASTER, WINS = 0.9, 3  # the number is doubled after this many trials in a row that took less than this share of the usual time
+# the number is doubled after this many trials in a row that took less than this share of the usual
+# time
+FASTER, WINS = 0.9, 3
 
 
 class Threads:
@@ -51,7 +60,8 @@ class Threads:
         return began >= self.until and self.most < self.ceiling and self._passes % EVERY == 0
 
     def learn(self, kind: Hashable, began: float, ended: float) -> None:
-        """Learn from a forward, for which `next` was called when it began. `kind`: forwards of one kind take equally long."""
+        """Learn from a forward, for which `next` was called when it began. `kind`: forwards of one
+        kind take equally long."""
         took, usual = ended - began, self._usual.get(kind)
         if began < self.until:
             return

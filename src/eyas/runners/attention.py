@@ -1,8 +1,9 @@
 """Grouped-query attention over a tree without copies of keys and values.
 
-With a mask and more than one query token, transformers' sdpa repeats keys and values for every query head: with four query heads for each
-key-value head, every layer of every forward reads and writes four times the cache. This attention reads keys and values in place
-(`nn.grouped_attention`). It is registered with transformers under NAME; within `packed`, models with sdpa attention use it.
+With a mask and more than one query token, transformers' sdpa repeats keys and values for every
+query head: with four query heads for each key-value head, every layer of every forward reads and
+writes four times the cache. This attention reads keys and values in place (`nn.grouped_attention`).
+It is registered with transformers under NAME; within `packed`, models with sdpa attention use it.
 
 Letters: B rows, K key-value heads, G query heads that share one, N new nodes, W slots, h width of a head.
 """
@@ -42,7 +43,9 @@ def attend(
     """
     unsupported = dropout or any(more.get(name) is not None for name in UNSUPPORTED)
     if attention_mask is None or attention_mask.shape[1] != 1 or query.shape[1] == key.shape[1] or unsupported:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+        )
     attended = grouped_attention(query, key, value, attention_mask[..., : key.shape[2]], scaling)
     return attended.transpose(1, 2).contiguous(), None
 

@@ -1,8 +1,9 @@
 """torch.compile for the decoder layers of a model, which fuses their small operations into few kernels.
 
-Layers of one class share one compilation. For that, each layer gets its own keys and values (`cache.LayerCache`) in place of the whole
-cache, so the traced code does not depend on the layer's index. A model needs two compilations, for one token (plain decoding) and for
-several; two more with several rows. After each forward the model's modules are as they were.
+Layers of one class share one compilation. For that, each layer gets its own keys and values
+(`cache.LayerCache`) in place of the whole cache, so the traced code does not depend on the layer's
+index. A model needs two compilations, for one token (plain decoding) and for several; two more with
+several rows. After each forward the model's modules are as they were.
 
 Not yet run on a GPU.
 """
@@ -31,8 +32,10 @@ class CompiledLayers:
 
     @contextmanager
     def storing_in(self, cache: KVCache) -> Iterator[None]:
-        """Within this context the model's forwards run the compiled layers and store keys and values in `cache`."""
-        layers = [layer for layer in self.layers if "forward" not in layer.__dict__]  # others have a forward that somebody else replaced
+        """Within this context the model's forwards run the compiled layers and store keys and
+        values in `cache`."""
+        # others have a forward that somebody else replaced
+        layers = [layer for layer in self.layers if "forward" not in layer.__dict__]
         for layer in layers:
             layer.__dict__["forward"] = self._forward(layer, self.numbers[layer], cache)
         try:
@@ -53,7 +56,8 @@ class CompiledLayers:
 
 
 def _number(layer: nn.Module, place: int) -> int:
-    """The index of the layer in the cache: its `layer_idx`, which is not its place where other layers are left out; else its place."""
+    """The index of the layer in the cache: its `layer_idx`, which is not its place where other
+    layers are left out; else its place."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     return next((number for number in numbers if isinstance(number, int)), place)
 

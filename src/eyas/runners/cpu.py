@@ -1,11 +1,13 @@
 """Runs a target's forwards on a CPU by compiled kernels.
 
-The kernels know the decoder layers of the model types in FAMILIES. When a runner is made, its logits and features over a prompt and a
-small tree are compared with those of the model's own forward; if they differ, the runner is refused. The model is not changed: the
-kernels keep a copy of its weights, without loss in the narrowest format that holds them, or rounded on request (`WeightFormat`).
+The kernels know the decoder layers of the model types in FAMILIES. When a runner is made, its
+logits and features over a prompt and a small tree are compared with those of the model's own
+forward; if they differ, the runner is refused. The model is not changed: the kernels keep a copy of
+its weights, without loss in the narrowest format that holds them, or rounded on request
+(`WeightFormat`).
 
-A token's logits do not depend, to the last bit, on the other tokens of the pass. So a tree's logits equal plain decoding's exactly, not
-only up to rounding.
+A token's logits do not depend, to the last bit, on the other tokens of the pass. So a tree's logits
+equal plain decoding's exactly, not only up to rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from eyas.runners.cpu_ops import KernelOps
 
 __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
 
-# Model types whose decoder layers are: norm, attention with RoPE (norms of heads and biases are optional), norm, gated MLP.
+# Model types whose decoder layers are: norm, attention with RoPE (norms of heads and biases are
+# optional), norm, gated MLP.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
@@ -43,7 +46,8 @@ def runner(target: Target, form: WeightFormat = EXACT) -> CpuRunner:
     """A runner for the target.
 
     Args:
-        form: the number format of its linear layers. A rounded format makes another target: plain decoding and trees both use it.
+        form: the number format of its linear layers. A rounded format makes another target: plain
+            decoding and trees both use it.
 
     Raises:
         UnsuitedError: the kernels cannot run this target, or this machine lacks what the format needs.
@@ -79,13 +83,19 @@ class CpuRunner:
             target.hidden_size, first.q_proj.out_features // head_dim, first.k_proj.out_features // head_dim, head_dim,
             layers[0].mlp.gate_proj.out_features, _eps(layers[0].input_layernorm), float(first.scaling),
         )  # fmt: skip
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if family.window else "full_attention"] * len(layers)
+        kinds = getattr(config, "layer_types", None) or [
+            "sliding_attention" if family.window else "full_attention"
+        ] * len(layers)
         windows = [(family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
-        self.layers = Layers(self.shape, [_layer(layer, window, form) for layer, window in zip(layers, windows, strict=True)])
+        self.layers = Layers(
+            self.shape, [_layer(layer, window, form) for layer, window in zip(layers, windows, strict=True)]
+        )
         base: Any = family.base
         self.norm_D, self.eps = base.norm.weight.detach().float(), _eps(base.norm)
         head: Any = family.head
-        self.output = kernels.pack(head.weight, head.bias, replace(form, weights="int8") if form.weights == "int4" else form)
+        self.output = kernels.pack(
+            head.weight, head.bias, replace(form, weights="int8") if form.weights == "int4" else form
+        )
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
@@ -103,7 +113,8 @@ class CpuRunner:
 
     @torch.inference_mode()
     def settle_threads(self) -> None:
-        """Time small passes with several numbers of threads and keep the fastest: fewer than torch's while the cores are busy."""
+        """Time small passes with several numbers of threads and keep the fastest: fewer than
+        torch's while the cores are busy."""
         most, session = torch.get_num_threads(), self.target.run_with(self).open(1)
         counts = sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)})
         took: dict[int, list[float]] = {count: [] for count in counts}
@@ -139,7 +150,11 @@ class CpuRunner:
         in_order = list(work.feature_layers) == inner or list(work.feature_layers) == [*inner, target.num_layers]
         taps_MF = features_MF if in_order else torch.empty(R * Q, D * len(inner))
         self.layers(x_MD, self._where(work), inner, taps_MF)
-        last_MD = features_MF[:, D * len(inner) :] if in_order and target.num_layers in work.feature_layers else torch.empty(R * Q, D)
+        last_MD = (
+            features_MF[:, D * len(inner) :]
+            if in_order and target.num_layers in work.feature_layers
+            else torch.empty(R * Q, D)
+        )
         logits = self._logits(x_MD.view(R, Q, D), last_MD, work.last_only)
         if not in_order:
             parts = {k: taps_MF[:, i * D : (i + 1) * D] for i, k in enumerate(inner)} | {target.num_layers: last_MD}
@@ -191,8 +206,8 @@ class CpuRunner:
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
     def check_form(self, form: WeightFormat) -> None:
-        """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if its activations would change
-        nothing, as weights are kept otherwise."""
+        """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if
+        its activations would change nothing, as weights are kept otherwise."""
         halves = form.activations == "bfloat16"
         if not halves and (form.weights == "int4" or form.activations != "exact") and not kernels.has_vnni():
             raise UnsuitedError("this CPU does not add up products of bytes (AVX-512 VNNI)")
@@ -207,19 +222,24 @@ class CpuRunner:
             kinds = ["int8" if m.kind == "int8_vnni" else m.kind for m in matrices]
         suited = ("bfloat16",) if halves else ("int8", "int4")
         if other := next((kind for kind in kinds if kind not in suited), None):
-            instead = {"bfloat16": ", or activations bfloat16", "int8": ", or activations int8", "int4": ", or activations int8"}.get(
-                other, ""
-            )
+            instead = {
+                "bfloat16": ", or activations bfloat16",
+                "int8": ", or activations int8",
+                "int4": ", or activations int8",
+            }.get(other, "")
             raise OptionError(
                 f"activations {form.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
                 f"take weights {suited[0]}{instead}"
             )
 
     def check(self) -> None:
-        """Compare logits and features over a prompt and a small tree with the model's own forward; UnsuitedError if they differ."""
+        """Compare logits and features over a prompt and a small tree with the model's own forward;
+        UnsuitedError if they differ."""
         for own, ours in differences(self.target, self):
             if not bool((own - ours).abs().max() <= CLOSE * own.abs().max()):  # NaN is not
-                raise UnsuitedError(f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})")
+                raise UnsuitedError(
+                    f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})"
+                )
 
 
 def _refuse(target: Target) -> None:
@@ -238,7 +258,9 @@ def _refuse(target: Target) -> None:
     if target.quantised_by:
         raise UnsuitedError(f"its layers are kept quantised and are computed by {target.quantised_by}")
     if has_adapter_layers(target.model):
-        raise UnsuitedError("the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))")
+        raise UnsuitedError(
+            "the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsuitedError(f"the kernels do not know its rotary positions ({rope.get('rope_type')})")
@@ -248,7 +270,9 @@ def _refuse(target: Target) -> None:
             raise UnsuitedError(f"the kernels run whole layers, and layer {k} has no attention or no MLP")
     shapes = {getattr(layer.self_attn, "head_dim", None) for layer in family.layers}
     if len(shapes) != 1 or first.self_attn.head_dim not in HEAD_DIMS:
-        raise UnsuitedError(f"the kernels do not know heads of width {sorted(map(str, shapes))}; known: {', '.join(map(str, HEAD_DIMS))}")
+        raise UnsuitedError(
+            f"the kernels do not know heads of width {sorted(map(str, shapes))}; known: {', '.join(map(str, HEAD_DIMS))}"
+        )
     if (
         target.hidden_size % 32 or first.mlp.gate_proj.out_features % 32 or len(set(target.layout) - {None}) != 1
     ):  # None: a layer that is left out

@@ -1,7 +1,8 @@
-"""Grows the dynamic tree of an EAGLE net, all levels, in one call of the compiled kernels: the same tree as `drafters._grow.grow_dynamic`.
+"""Grows the dynamic tree of an EAGLE net, all levels, in one call of the compiled kernels: the same
+tree as `drafters._grow.grow_dynamic`.
 
-It supports rows that are greedy or sample by a temperature alone, and drafts without a window. In other cases `grow_dynamic` grows the
-tree level by level.
+It supports rows that are greedy or sample by a temperature alone, and drafts without a window. In
+other cases `grow_dynamic` grows the tree level by level.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Grower", "grower_of"]
 
 
-def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix) -> Grower | None:
+def grower_of(
+    target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix
+) -> Grower | None:
     """The grower of an EAGLE net that runs by kernels; None when the kernels cannot grow trees with it.
 
     Args:
@@ -47,7 +50,8 @@ def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor 
 
 
 def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
-    """The weights of the net as the kernels read them; None for other nets than EAGLE-1's, EAGLE-3's and MTP modules."""
+    """The weights of the net as the kernels read them; None for other nets than EAGLE-1's,
+    EAGLE-3's and MTP modules."""
     if hasattr(net, "input_norm") and hasattr(net, "embed_norm"):  # an MTP module with a LLaMA layer
         return kernels.Net(
             lm_head,

@@ -1,4 +1,5 @@
-"""The operations of a cycle by the compiled kernels of a CPU: the same numbers as `core.ops.Ops`, which is the reference."""
+"""The operations of a cycle by the compiled kernels of a CPU: the same numbers as `core.ops.Ops`,
+which is the reference."""
 
 from __future__ import annotations
 
@@ -31,12 +32,16 @@ class CycleKernels(Ops):
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         return CpuNoise.of(sampling, device)
 
-    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
+    ) -> tuple[Tensor, Tensor | None]:
         return kernels.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
 
     def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
         tree = draft.tree
-        return Verdict(*kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1))
+        return Verdict(
+            *kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1)
+        )
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
         if store.dtype == torch.float32:
@@ -46,7 +51,8 @@ class CycleKernels(Ops):
 
 
 class KernelOps(CycleKernels):
-    """The operations of `CycleKernels`, and draft nets by kernels: for targets that run by kernels themselves.
+    """The operations of `CycleKernels`, and draft nets by kernels: for targets that run by kernels
+    themselves.
 
     Args:
         threads: number of threads of draft nets; a function is called for each forward.
@@ -61,5 +67,7 @@ class KernelOps(CycleKernels):
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return with_cpu_kernels(net, kernels.draft_format(draft_weights), self.threads)
 
-    def grower(self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
+    def grower(
+        self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
+    ) -> TreeGrower | None:
         return grower_of(target, net, embeddings, draft_ids_v, self.lm_head)

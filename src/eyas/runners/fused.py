@@ -1,16 +1,20 @@
-"""Runs layers of the LLaMA shape on a GPU by few kernels: ten a layer, where the model's own code launches forty.
+"""Runs layers of the LLaMA shape on a GPU by few kernels: ten a layer, where the model's own code
+launches forty.
 
     residual + norm        1    attention to the tree   2 (one for prompts)    residual + norm   1    SwiGLU   1
     queries, keys, values  1    output                  1                      gate and up       1    down     1
     rotation and cache     1
 
-A layer has this shape if its modules are: norm, attention with rotary positions (norms of heads and biases are optional), norm, and a
-gated MLP or any other module in its place (experts). When the layers are made, logits and features are compared with those of the model's
-own forward; if they differ, the layers are refused. So an operation between these modules that no module shows is noticed.
+A layer has this shape if its modules are: norm, attention with rotary positions (norms of heads and
+biases are optional), norm, and a gated MLP or any other module in its place (experts). When the
+layers are made, logits and features are compared with those of the model's own forward; if they
+differ, the layers are refused. So an operation between these modules that no module shows is
+noticed.
 
-**Weights.** The matrices of queries, keys and values become one, and those of gate and up: for a model that eyas loaded itself. The
-parameters become views of the common matrix, layer by layer, so nothing is stored twice and every parameter keeps its values. A model that
-the user loaded is left alone: its matrices are multiplied one by one, with three more kernels a layer.
+**Weights.** The matrices of queries, keys and values become one, and those of gate and up: for a
+model that eyas loaded itself. The parameters become views of the common matrix, layer by layer, so
+nothing is stored twice and every parameter keeps its values. A model that the user loaded is left
+alone: its matrices are multiplied one by one, with three more kernels a layer.
 
 Hooks of the model's modules are not called. Not yet run on a GPU.
 Letters: R rows, Q new nodes, T nodes in slots, D hidden, X outputs of several matrices, P positions.
@@ -63,7 +67,8 @@ class FusedLayers:
         joins: whether matrices with one input are joined: for models that nobody else uses.
 
     Raises:
-        UnsuitedError: the layers have another shape. Whether they compute something else is seen by `check`.
+        UnsuitedError: the layers have another shape. Whether they compute something else is seen by
+            `check`.
     """
 
     def __init__(self, target: Target, joins: bool) -> None:
@@ -156,7 +161,8 @@ class FusedRunner(ModelRunner):
 
 
 def fused_layers(target: Target, joins: bool) -> FusedLayers | None:
-    """The layers of the target by kernels, compared with its own; None where there are no kernels or other layers."""
+    """The layers of the target by kernels, compared with its own; None where there are no kernels
+    or other layers."""
     if not available(target.device):
         return None
     try:
@@ -178,7 +184,9 @@ def _refuse(target: Target) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if not all(hasattr(base, name) for name in ("norm", "rotary_emb")) or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsuitedError("no rotary positions of whole heads, or no final norm, where LLaMA has them")
-    if getattr(config, "hidden_act", "silu") not in ("silu", "swish") or getattr(config, "attn_logit_softcapping", None):
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish") or getattr(
+        config, "attn_logit_softcapping", None
+    ):
         raise UnsuitedError("an activation other than silu, or a softcap of scores")
     for k, layer in enumerate(target.family.layers):
         if reason := _fault(layer):
@@ -199,7 +207,9 @@ def _fault(layer: Any) -> str:
         return "some of queries, keys and values have a bias"
     if any(getattr(attention, name).weight.shape != (attention.head_dim,) for name in parts & {"q_norm", "k_norm"}):
         return "its norms of queries and keys are not those of heads"
-    if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in layer.modules()):
+    if any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in layer.modules()
+    ):
         return "somebody else has hooks in it, or has replaced its forward"
     return ""
 

@@ -1,10 +1,12 @@
-"""Grows the dynamic tree of an EAGLE net by GPU kernels, about eighteen a level: the tree of `drafters._grow.grow_dynamic`.
+"""Grows the dynamic tree of an EAGLE net by GPU kernels, about eighteen a level: the tree of
+`drafters._grow.grow_dynamic`.
 
-It supports rows that differ in their seeds only, without penalties and biases. In other cases `grow_dynamic` grows the tree. Of children
-whose keys are equal it takes the one with the smaller index. Not yet run on a GPU.
+It supports rows that differ in their seeds only, without penalties and biases. In other cases
+`grow_dynamic` grows the tree. Of children whose keys are equal it takes the one with the smaller
+index. Not yet run on a GPU.
 
-Letters: B rows, P pending pairs, Q nodes of a level, K children of each, X all drafted nodes and the root, M kept nodes, D hidden, v draft
-vocabulary, T nodes in slots.
+Letters: B rows, P pending pairs, Q nodes of a level, K children of each, X all drafted nodes and
+the root, M kept nodes, D hidden, v draft vocabulary, T nodes in slots.
 """
 
 from __future__ import annotations
@@ -78,7 +80,12 @@ class GpuGrower:
     fuses_features = False
 
     def __init__(
-        self, net: Any, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor], ids_v: Tensor | None, vocabulary: int
+        self,
+        net: Any,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        ids_v: Tensor | None,
+        vocabulary: int,
     ) -> None:
         self.net, self.embed, self.head, self.ids_v, self.vocabulary = net, embed, head, ids_v, vocabulary
 
@@ -98,7 +105,13 @@ class GpuGrower:
         return self.grow(hidden_BD, cycle_input, tree, cache, length_B + count_B, width)
 
     def grow(
-        self, hidden_BD: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: WindowCache, length_B: Tensor, width: int
+        self,
+        hidden_BD: Tensor,
+        cycle_input: CycleInput,
+        tree: DynamicTree,
+        cache: WindowCache,
+        length_B: Tensor,
+        width: int,
     ) -> Draft:
         """See `core.ops.WindowGrower`."""
         B, K = len(length_B), min(tree.branch, self.vocabulary)
@@ -147,9 +160,12 @@ class GpuGrower:
         length_B: Tensor,
         width: int,
     ) -> Tensor:
-        """One forward of the net, whose kernels store keys and values in the slots of the last Q of the T nodes."""
+        """One forward of the net, whose kernels store keys and values in the slots of the last Q of
+        the T nodes."""
         Q, T = visible_BQT.shape[1:]
-        cache.at(range(len(length_B)), lambda: length_B[:, None] + torch.arange(T - Q, T, device=length_B.device), width)
+        cache.at(
+            range(len(length_B)), lambda: length_B[:, None] + torch.arange(T - Q, T, device=length_B.device), width
+        )
         cache.see(length_B, visible_BQT)
         return self.net(hidden_BQD, self.embed(tokens_BQ), position_BQ, cache)  # type: ignore[no-any-return]
 
@@ -157,7 +173,9 @@ class GpuGrower:
         """The root: of these tensors only `hidden_BQD` is read."""
         root_B1 = cycle_input.tokens_B[:, None]
         value_B1 = hidden_BD.new_empty(root_B1.shape, dtype=torch.float32)
-        return _Level(root_B1, hidden_BD[:, None], value_B1, root_B1, hidden_BD.new_empty((*root_B1.shape, 0), dtype=torch.bool))
+        return _Level(
+            root_B1, hidden_BD[:, None], value_B1, root_B1, hidden_BD.new_empty((*root_B1.shape, 0), dtype=torch.bool)
+        )
 
     @staticmethod
     def _empty(B: int, X: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -171,7 +189,10 @@ class GpuGrower:
     ) -> _Level:  # fmt: skip
         """Draft the children of a level's nodes; returns the next level's nodes."""
         noise, sampling, coupled = cycle_input.noise, cycle_input.sampling[0], tree.noise == "coupled"
-        logits_BQv, temperature = self.head(hidden_BQD), sampling.temperature if coupled and not sampling.greedy else 1.0
+        logits_BQv, temperature = (
+            self.head(hidden_BQD),
+            sampling.temperature if coupled and not sampling.greedy else 1.0,
+        )
         if coupled and not sampling.greedy and sampling.filters:
             logits_BQv = gpu.filtered(logits_BQv, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
             temperature = 1.0
@@ -187,7 +208,11 @@ class GpuGrower:
         return _Level(token_BK, hidden_BKD, value_BK, number_BK, visible_BKT)
 
     def _tree(
-        self, drafted: tuple[Tensor, Tensor, Tensor, Tensor], numbers: list[Tensor], cycle_input: CycleInput, tree: DynamicTree
+        self,
+        drafted: tuple[Tensor, Tensor, Tensor, Tensor],
+        numbers: list[Tensor],
+        cycle_input: CycleInput,
+        tree: DynamicTree,
     ) -> Draft:
         """The tree of the best drafted nodes, or of the expanded ones."""
         value_BX, parents_BX = drafted[2:]
@@ -195,7 +220,9 @@ class GpuGrower:
             keep_BM = gpu.keep_best(value_BX, min(tree.nodes, value_BX.shape[1]) - 1)
         else:
             keep_BM = torch.cat(numbers, dim=1)[:, : tree.nodes - 1].sort(dim=-1).values
-        tokens_BN, log_q_BN, value_BN, parents_BN, candidate_BN, depth_BN, mask_BNN = gpu.build_tree(keep_BM, *drafted, tree.depth)
+        tokens_BN, log_q_BN, value_BN, parents_BN, candidate_BN, depth_BN, mask_BNN = gpu.build_tree(
+            keep_BM, *drafted, tree.depth
+        )
         full = FullDraft(parents_BX, value_BX) if tree.rerank else None
         made = Tree(parents_BN, candidate_BN, depth_BN, mask_BNN, tree.depth)
         return Draft(made, tokens_BN, log_q_BN, value_BN=value_BN, drafted=full)

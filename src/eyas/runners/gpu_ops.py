@@ -1,8 +1,9 @@
 """The operations of a cycle by the GPU kernels: the results of `core.ops.Ops`, which is the reference.
 
-Draws: the reference adds score and noise in float32 after a log softmax, the kernel adds the same float32 noise to the score in float64.
-So the ids are equal unless two tokens lie closer than the reference rounds, about one in a million draws. On one device every draw
-depends on the node's own logits alone, as the text of a seed requires. Not yet run on a GPU.
+Draws: the reference adds score and noise in float32 after a log softmax, the kernel adds the same
+float32 noise to the score in float64. So the ids are equal unless two tokens lie closer than the
+reference rounds, about one in a million draws. On one device every draw depends on the node's own
+logits alone, as the text of a seed requires. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class GpuOps(Ops):
     """Scores, draws, paths, commits, draft nets and dynamic trees by kernels.
 
     Attributes:
-        on_cpu: use the kernels for tensors on a CPU too, where Triton's interpreter runs them; draft nets always use them.
+        on_cpu: use the kernels for tensors on a CPU too, where Triton's interpreter runs them;
+            draft nets always use them.
     """
 
     on_cpu: bool = False
@@ -58,10 +60,14 @@ class GpuOps(Ops):
             not noise.all_greedy, tree.max_depth + 1,
         ))  # fmt: skip
 
-    def draw(self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
+    ) -> tuple[Tensor, Tensor | None]:
         if not self._suits(scores_BNV):
             return super().draw(scores_BNV, tree, position_B, noise)
-        drawn_BN, broken_BN = gpu.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, not noise.all_greedy)
+        drawn_BN, broken_BN = gpu.draw(
+            scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, not noise.all_greedy
+        )
         return drawn_BN, broken_BN.any(-1)
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
@@ -71,10 +77,13 @@ class GpuOps(Ops):
             super().commit(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
-        """The net by kernels; a net of several layers as it is, as the kernels have one for a draft's only layer."""
+        """The net by kernels; a net of several layers as it is, as the kernels have one for a
+        draft's only layer."""
         return net if getattr(net, "later", None) else with_gpu_kernels(net, draft_weights)
 
-    def grower(self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None) -> TreeGrower | None:
+    def grower(
+        self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
+    ) -> TreeGrower | None:
         if not self.on_cpu and target.device.type == "cpu":
             return None
         return grower_of(target, net, embeddings, draft_ids_v)

@@ -1,9 +1,12 @@
-"""Tries every GPU kernel on small inputs before it is used, against the same operation in torch; then a CUDA graph of the model.
+"""Tries every GPU kernel on small inputs before it is used, against the same operation in torch;
+then a CUDA graph of the model.
 
-The kernels have not run on a GPU yet, and a compiler or a generation of GPUs that nobody tried may refuse or miscompute one. So a machine
-proves them itself, in a second or two: a kernel that fails costs a warning and its speed, not the text.
+The kernels have not run on a GPU yet, and a compiler or a generation of GPUs that nobody tried may
+refuse or miscompute one. So a machine proves them itself, in a second or two: a kernel that fails
+costs a warning and its speed, not the text.
 
-Letters: R rows, Q nodes, T nodes in slots, H heads, K key-value heads, W slots, h head size, V vocabulary, X drafted nodes.
+Letters: R rows, Q nodes, T nodes in slots, H heads, K key-value heads, W slots, h head size, V
+vocabulary, X drafted nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +36,16 @@ def fault_of_kernels(device: torch.device, ops: Ops) -> str:
         ops: the kernels' implementation of draws, paths and commits.
     """
     with torch.inference_mode():
-        for trial in (_attention, _norms, _rotation, _gate, lambda d: _draws(d, ops), lambda d: _commits(d, ops), _children, _trees):
+        for trial in (
+            _attention,
+            _norms,
+            _rotation,
+            _gate,
+            lambda d: _draws(d, ops),
+            lambda d: _commits(d, ops),
+            _children,
+            _trees,
+        ):
             try:
                 if name := trial(device):
                     return f"{name} gives other numbers"
@@ -43,7 +55,8 @@ def fault_of_kernels(device: torch.device, ops: Ops) -> str:
 
 
 def fault_of_runner(target: Target, runner: Runner) -> str:
-    """How a runner fails: it raises something, or gives other numbers than the model's own forward; "" if it does neither."""
+    """How a runner fails: it raises something, or gives other numbers than the model's own forward;
+    "" if it does neither."""
     try:
         compare(target, runner)
     except EyasError:
@@ -99,7 +112,9 @@ def _rotation(device: torch.device) -> str:
     position, frequency = length_R[:, None] + torch.arange(3, device=device), 0.9 ** torch.arange(32, device=device)
     angle = torch.arange(40, device=device)[:, None] * frequency
     key, value = (torch.zeros(2, 2, 40, 64, device=device) for _ in range(2))
-    found = gpu.rotate_and_store(q, k, v, angle.cos(), angle.sin(), position, length_R, 1, key, value, None, None, 0.0, None)
+    found = gpu.rotate_and_store(
+        q, k, v, angle.cos(), angle.sin(), position, length_R, 1, key, value, None, None, 0.0, None
+    )
     row, slot = torch.arange(2, device=device)[:, None], position + 1
     q_RQHh, k_RQKh, v_RQKh = (x.reshape(2, 3, -1, 64) for x in (q, k, v))
     stored = (key[row, :, slot], rope(k_RQKh, position, frequency)), (value[row, :, slot], v_RQKh)
@@ -131,7 +146,8 @@ def _draws(device: torch.device, ops: Ops) -> str:
 
 
 def _kept(scores: Tensor) -> Tensor:
-    """The probabilities in order: which of several equal tokens are excluded depends on how a device sorts."""
+    """The probabilities in order: which of several equal tokens are excluded depends on how a
+    device sorts."""
     return scores.softmax(-1).sort(-1).values
 
 
@@ -145,11 +161,17 @@ def _commits(device: torch.device, ops: Ops) -> str:
 
 def _children(device: torch.device) -> str:
     """The best children of nodes, by log q and confidence."""
-    logits, no, flags = _random(device, 2, 3, 2500), torch.zeros(2, dtype=torch.long, device=device), torch.ones(2, device=device)
+    logits, no, flags = (
+        _random(device, 2, 3, 2500),
+        torch.zeros(2, dtype=torch.long, device=device),
+        torch.ones(2, device=device),
+    )
     index, log_q, chance = gpu.best_children(logits, None, no, flags.bool(), no, 0, 1.0, 0.5, False, True, 4)
     expected = logits.topk(4).indices
     all_log_q, all_chance = logits.log_softmax(-1), (logits / 0.5).log_softmax(-1)
-    return _same("a draft", (index, expected), (log_q, all_log_q.gather(-1, expected)), (chance, all_chance.gather(-1, expected)))
+    return _same(
+        "a draft", (index, expected), (log_q, all_log_q.gather(-1, expected)), (chance, all_chance.gather(-1, expected))
+    )
 
 
 def _trees(device: torch.device) -> str:
@@ -162,7 +184,9 @@ def _trees(device: torch.device) -> str:
     for first, Q in ((1, 1), (1 + K, K)):
         chance = -_random(device, B, Q, K).abs()
         index = torch.arange(Q * K, device=device).view(1, Q, K).expand(B, -1, -1).contiguous()
-        _, value, number, _, visible = gpu.grow_step(index, chance, chance, None, *nodes, *drafted, roots, first, float("-inf"), True)
+        _, value, number, _, visible = gpu.grow_step(
+            index, chance, chance, None, *nodes, *drafted, roots, first, float("-inf"), True
+        )
         nodes = value, number, visible
     keep = gpu.keep_best(values, 7)
     made_tokens, _, _, made_parents, _, depth, mask = gpu.build_tree(keep, *drafted, 2)

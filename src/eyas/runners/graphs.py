@@ -1,15 +1,18 @@
-"""CUDA graphs: a whole cycle, or one forward of a model, is replayed by one launch instead of thousands of kernel launches.
+"""CUDA graphs: a whole cycle, or one forward of a model, is replayed by one launch instead of
+thousands of kernel launches.
 
-A whole cycle is recorded (recording.py) if its draft reads no values on the host: all levels of the draft, the target's forward,
-verification and both commits. Otherwise the cycle is recorded without its draft. A forward alone is recorded where a cycle cannot be: with
-drawn children, a repetition penalty or processors, and for models that draft. Prompts, trees of more than LARGEST nodes, and work whose
-capture fails (with a warning) run without graphs.
+A whole cycle is recorded (recording.py) if its draft reads no values on the host: all levels of the
+draft, the target's forward, verification and both commits. Otherwise the cycle is recorded without
+its draft. A forward alone is recorded where a cycle cannot be: with drawn children, a repetition
+penalty or processors, and for models that draft. Prompts, trees of more than LARGEST nodes, and
+work whose capture fails (with a warning) run without graphs.
 
-A graph is valid for one number of rows and nodes and one width of the cache. Inputs are copied into the graph's own tensors, masks and
-slots are computed inside it, and its results stay in its own tensors. Keys and values are read in place (attention.py).
+A graph is valid for one number of rows and nodes and one width of the cache. Inputs are copied into
+the graph's own tensors, masks and slots are computed inside it, and its results stay in its own
+tensors. Keys and values are read in place (attention.py).
 
-Tested on a CPU only: `capture` then runs the work again, and a test looks for operations that wait for the device or read values on the
-host. Not yet run on a GPU.
+Tested on a CPU only: `capture` then runs the work again, and a test looks for operations that wait
+for the device or read values on the host. Not yet run on a GPU.
 Letters: R rows, Q new nodes, T nodes in slots.
 """
 
@@ -49,17 +52,20 @@ T = TypeVar("T")
 class Capture(Protocol):
     """Turns `work` into a recording: (work, undo) -> (result, replay).
 
-    `undo` reverts a run of `work`, so that it can be run for warm-up. When the capture returns, `work` has had no effect; each call of
-    `replay` runs it and leaves its result in the tensors of `result`.
+    `undo` reverts a run of `work`, so that it can be run for warm-up. When the capture returns,
+    `work` has had no effect; each call of `replay` runs it and leaves its result in the tensors of
+    `result`.
     """
 
     def __call__(self, work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]: ...
 
 
 class CudaCapture:
-    """Captures CUDA graphs on one device: three warm-up runs on a side stream, then the capture, which runs nothing.
+    """Captures CUDA graphs on one device: three warm-up runs on a side stream, then the capture,
+    which runs nothing.
 
-    All graphs share one memory pool, because the result of a graph is read or copied before the next graph runs.
+    All graphs share one memory pool, because the result of a graph is read or copied before the
+    next graph runs.
     """
 
     _of: ClassVar[dict[torch.device, tuple[Any, Any]]] = {}  # stream and memory pool of each device
@@ -108,12 +114,15 @@ class CycleRecorder:
     """Records and replays the cycles of one decoder: the `Recorder` of `recording.CycleReplay`.
 
     Args:
-        within_recording: makes a context in which the target's forwards are not recorded as graphs of their own.
+        within_recording: makes a context in which the target's forwards are not recorded as graphs
+            of their own.
     """
 
     def __init__(self, capture: Capture, within_recording: Callable[[], Any]) -> None:
         self.capture, self.within_recording = capture, within_recording
-        self._recorded: OrderedDict[Hashable, tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None] = (
+            OrderedDict()
+        )
         self._inputs: dict[Hashable, dict[str, Tensor]] = {}  # of the last replay of each recording
         self._state: dict[tuple[int, str], Tensor] = {}  # the recordings' tensors of sessions' attributes
 
@@ -183,7 +192,10 @@ class CycleRecorder:
                 return recorded_inputs, *self.capture(run, undo)
         except RuntimeError as error:
             undo()
-            warnings.warn(f"a cycle cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}", stacklevel=2)
+            warnings.warn(
+                f"a cycle cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
             return None
 
 
@@ -230,7 +242,9 @@ class GraphRunner:
         self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
         self.fused = fused
         self.ops: Ops = ops or (GpuOps() if available(target.device) else REFERENCE)
-        self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, TargetOutput, Callable[[], None]] | None] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, TargetOutput, Callable[[], None]] | None] = (
+            OrderedDict()
+        )
         self._within_cycle = False  # a cycle is being recorded: the forward in it is not a graph of its own
 
     @property
@@ -274,7 +288,8 @@ class GraphRunner:
         inputs, output, replay = graph
         inputs.fill(work)
         replay()
-        return TargetOutput(output.logits_BNV, output.features_BNF.clone())  # drafters keep features beyond the next replay
+        # drafters keep features beyond the next replay
+        return TargetOutput(output.logits_BNV, output.features_BNF.clone())
 
     def _captured(self, work: ForwardInput) -> tuple[_Inputs, TargetOutput, Callable[[], None]] | None:
         inputs = _Inputs.like(work)
@@ -283,7 +298,10 @@ class GraphRunner:
         try:
             return inputs, *self.capture(lambda: self._run(recorded_work), lambda: None)
         except RuntimeError as error:
-            warnings.warn(f"a pass cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}", stacklevel=2)
+            warnings.warn(
+                f"a pass cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
             return None
 
     def _run(self, work: ForwardInput) -> TargetOutput:
@@ -292,7 +310,9 @@ class GraphRunner:
         if self.fused is not None:
             work.cache.reserve(work.width)
             return self.fused(work)
-        work.cache.at(work.rows, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width)
+        work.cache.at(
+            work.rows, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width
+        )
         with packed(self.target.family.layers):
             if self.compiled is None:
                 return self.model_runner(work)

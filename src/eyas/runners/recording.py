@@ -1,15 +1,18 @@
-"""Recorded cycles: a cycle whose operations are always the same is recorded once and replayed (CUDA graphs).
+"""Recorded cycles: a cycle whose operations are always the same is recorded once and replayed (CUDA
+graphs).
 
     recorded with its draft      the session is capturable (chosen trees of EAGLE, Medusa and Hydra; plain decoding)
     recorded without its draft   the draft is made on the host, or by a model whose forwards are graphs of their own; recorded are the
                                  target's forward, verification and commit
 
-A recording is made for a length of context, a multiple of BUCKET, and serves all rows that are not longer: their actual lengths are tensors
-on the device. The inputs of a cycle are copied into the recording's own tensors, and the state that a session keeps from cycle to cycle
-stays in the recording's tensors. The host reads the result in one transfer (`Cycle.columns_BX`).
+A recording is made for a length of context, a multiple of BUCKET, and serves all rows that are not
+longer: their actual lengths are tensors on the device. The inputs of a cycle are copied into the
+recording's own tensors, and the state that a session keeps from cycle to cycle stays in the
+recording's tensors. The host reads the result in one transfer (`Cycle.columns_BX`).
 
-A cycle that is recorded with its draft may run ahead (core/engine.py): all that it reads is on the device, unless a policy decides about
-every cycle. What the host reads of the last cycle is copied before the next one overwrites it.
+A cycle that is recorded with its draft may run ahead (core/engine.py): all that it reads is on the
+device, unless a policy decides about every cycle. What the host reads of the last cycle is copied
+before the next one overwrites it.
 
 A `Recorder` makes the recordings (graphs.py); this module knows no device.
 """
@@ -45,7 +48,8 @@ class State:
 
 
 class Recorder(Protocol):
-    """Records functions and replays them: the function must run the same operations whenever it is called with the same key."""
+    """Records functions and replays them: the function must run the same operations whenever it is
+    called with the same key."""
 
     def __call__(
         self, key: Hashable, inputs: Mapping[str, Tensor], state: Sequence[State], inplace_state: Sequence[Tensor],
@@ -59,12 +63,14 @@ class Recorder(Protocol):
             inplace_state: tensors that `work` both reads and overwrites in place.
 
         Returns:
-            the result of `work`, in tensors that the next call overwrites; None: `work` cannot be recorded, and nothing was run.
+            the result of `work`, in tensors that the next call overwrites; None: `work` cannot be
+            recorded, and nothing was run.
         """
         ...
 
     def to_host(self, columns_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-        """A copy on the host, and what waits until it has arrived (None: it is there). What is launched later is not waited for."""
+        """A copy on the host, and what waits until it has arrived (None: it is there). What is
+        launched later is not waited for."""
         ...
 
 
@@ -84,7 +90,9 @@ class CycleReplay(CycleRunner):
             return super().__call__(cycle_input, timer)
         with timer.stage("draft"):
             room, capturable = self._room(cycle_input)
-            if capturable is None:  # drafters keep the input until `commit`; by then the recording has changed the lengths in place
+            # drafters keep the input until `commit`; by then the recording has changed the lengths
+            # in place
+            if capturable is None:
                 cycle_input = replace(cycle_input, position_B=cycle_input.position_B.clone())
             draft = None if capturable is not None else self.drafter.draft(cycle_input)
         if draft is not None and draft.q_BNV is not None:  # the verification of drawn trees reads values on the host
@@ -112,10 +120,18 @@ class CycleReplay(CycleRunner):
         self.target.cache.reserve(room + BUCKET)
         return room, self.drafter.capturable(replace(cycle_input, max_position=room))
 
-    def _replayed(self, cycle_input: CycleInput, room: int, capturable: Capturable | None, draft: Draft | None) -> Cycle | None:
-        """The cycle by a recording, in tensors that the next replay overwrites; None: it cannot be recorded, and nothing was run."""
+    def _replayed(
+        self, cycle_input: CycleInput, room: int, capturable: Capturable | None, draft: Draft | None
+    ) -> Cycle | None:
+        """The cycle by a recording, in tensors that the next replay overwrites; None: it cannot be
+        recorded, and nothing was run."""
         noise, state = cycle_input.noise, [State(self.target, "length_B", tuple(self.target.length_B.shape))]
-        inputs = {"tokens": cycle_input.tokens_B, "active": cycle_input.active_B, "seed": noise.seed_B, "greedy": noise.greedy_B}
+        inputs = {
+            "tokens": cycle_input.tokens_B,
+            "active": cycle_input.active_B,
+            "seed": noise.seed_B,
+            "greedy": noise.greedy_B,
+        }
         if capturable is not None:
             state += [State(capturable.session, name, shape) for name, shape in capturable.state.items()]
             cycle_input = replace(cycle_input, tree_shape=capturable.tree_shape)
@@ -134,7 +150,9 @@ class CycleReplay(CycleRunner):
             lengths, self.target.lengths = self.target.lengths, [room] * len(cycle_input.sampling)
             try:
                 if draft is not None:
-                    return _without_scores(self.run(recorded_input, StageTimer(), None, _with(draft, tensors)), keep_output=True)
+                    return _without_scores(
+                        self.run(recorded_input, StageTimer(), None, _with(draft, tensors)), keep_output=True
+                    )
                 assert capturable is not None
                 return _without_scores(self.run(recorded_input, StageTimer(), capturable.session), keep_output=False)
             finally:
@@ -148,7 +166,8 @@ class CycleReplay(CycleRunner):
         return self.recorder(key, inputs, state, inplace_state, work)
 
     def _copied(self, cycle: Cycle) -> Cycle:
-        """The cycle with copies of the tensors that are read after the next replay, which overwrites the recording's."""
+        """The cycle with copies of the tensors that are read after the next replay, which
+        overwrites the recording's."""
         tensors, full = _tensors(cycle.draft), cycle.draft.drafted
         copies = _clones([*tensors.values(), *((full.parents_BX, full.value_BX) if full is not None else ())])
         draft = _with(cycle.draft, dict(zip(tensors, copies, strict=False)))
@@ -165,7 +184,8 @@ class CycleReplay(CycleRunner):
         return verify_on_device and laws_on_device and not cycle_input.trace
 
     def _committed(self, cycle: Cycle, draft: Draft) -> Cycle:
-        """Call the drafter's `commit`, which is not part of the recording, with copies that the next replay does not overwrite."""
+        """Call the drafter's `commit`, which is not part of the recording, with copies that the
+        next replay does not overwrite."""
         output = replace(cycle.output, features_BNF=cycle.output.features_BNF.clone())
         cycle = replace(cycle, draft=draft, verdict=_copied_verdict(cycle.verdict), output=output)
         self.drafter.commit(draft, cycle.verdict, output)
@@ -192,7 +212,8 @@ def _copied_verdict(verdict: Verdict) -> Verdict:
 
 
 def _without_scores(cycle: Cycle, keep_output: bool) -> Cycle:
-    """The cycle without scores, and without the target's output unless a drafter reads it: every recording would keep its own."""
+    """The cycle without scores, and without the target's output unless a drafter reads it: every
+    recording would keep its own."""
     empty = cycle.scores_BNV.new_empty(0)
     return replace(cycle, scores_BNV=empty, output=cycle.output if keep_output else TargetOutput(empty, empty))
 

@@ -24,7 +24,8 @@ def request_id(scope: Scope) -> str:
 
 
 class AccessLog:
-    """Gives every request an id, returns it as `x-request-id`, and logs method, path, status, duration and id."""
+    """Gives every request an id, returns it as `x-request-id`, and logs method, path, status,
+    duration and id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -50,7 +51,8 @@ class AccessLog:
         finally:
             fields = {
                 "method": scope["method"],
-                "path": scope.get("raw_path", b"").decode("ascii", "backslashreplace"),  # without line breaks that a client chose
+                # without line breaks that a client chose
+                "path": scope.get("raw_path", b"").decode("ascii", "backslashreplace"),
                 "status": status,
                 "ms": round(1000 * (time.monotonic() - began), 1),
                 "request_id": own,

@@ -1,4 +1,5 @@
-"""The asyncio side of one job: the Deltas that the engine thread has made so far, in the order in which they came."""
+"""The asyncio side of one job: the Deltas that the engine thread has made so far, in the order in
+which they came."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Answer:
         return bool(self._arrived)
 
     def _look(self, seconds: float) -> None:
-        """Wake the reader after so long a silence. One timer serves many Deltas: to set one for each would cost more than to send it."""
+        """Wake the reader after so long a silence. One timer serves many Deltas: to set one for
+        each would cost more than to send it."""
         loop = asyncio.get_running_loop()
         left = self._newest + seconds - loop.time()
         self._timer = loop.call_later(left, self._look, seconds) if left > 0 else None

@@ -27,7 +27,9 @@ from eyas.serve.service import Service
 __all__ = ["make_app"]
 
 
-def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()) -> FastAPI:
+def make_app(
+    service: Service, keys: Sequence[str] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()
+) -> FastAPI:
     """The application.
 
     Args:
@@ -53,7 +55,11 @@ def make_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] 
         middleware=[
             Middleware(AccessLog),
             Middleware(HostCheck, names=hosts),
-            *([Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])] if origins else []),
+            *(
+                [Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])]
+                if origins
+                else []
+            ),
             Middleware(KeyCheck, keys=keys),
             Middleware(BodyLimit, most=service.settings.max_body_bytes),
         ],
@@ -69,7 +75,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     """The routes that read a body."""
 
     @app.post("/v1/completions", response_model=None)
-    async def completions_route(request: Request, body: Annotated[CompletionBody, Depends(body_of(CompletionBody))]) -> Response:
+    async def completions_route(
+        request: Request, body: Annotated[CompletionBody, Depends(body_of(CompletionBody))]
+    ) -> Response:
         return await completions.complete(service, request, body)
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -77,7 +85,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return await chat.chat(service, request, body)
 
     @app.post("/v1/responses", response_model=None)
-    async def responses_route(request: Request, body: Annotated[ResponsesBody, Depends(body_of(ResponsesBody))]) -> Response:
+    async def responses_route(
+        request: Request, body: Annotated[ResponsesBody, Depends(body_of(ResponsesBody))]
+    ) -> Response:
         return await responses.respond(service, request, body)
 
     @app.post("/tokenize")

@@ -13,11 +13,13 @@ from eyas.serve.errors import ApiError, error_response
 
 __all__ = ["KeyCheck"]
 
-GUARDED = ("/v1", "/tokenize", "/detokenize", "/tokenizer_info", "/stats")  # the rest is for probes, and the files of the page
+# the rest is for probes, and the files of the page
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/tokenizer_info", "/stats")
 
 
 class KeyCheck:
-    """Lets requests with a right key through. Keeps digests of the keys only; each comparison takes the same time.
+    """Lets requests with a right key through. Keeps digests of the keys only; each comparison takes
+    the same time.
 
     Args:
         keys: none: every request passes.
@@ -32,7 +34,9 @@ class KeyCheck:
             given = Headers(scope=scope).get("authorization", "")
             kind, _, key = given.partition(" ")
             if not self._is_known(key.strip()) or kind.lower() != "bearer":
-                words = "this key is not known" if given else "a key is needed: send the header `Authorization: Bearer KEY`"
+                words = (
+                    "this key is not known" if given else "a key is needed: send the header `Authorization: Bearer KEY`"
+                )
                 refused = ApiError(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
                 await error_response(refused)(scope, receive, send)
                 return

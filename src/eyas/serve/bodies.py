@@ -20,7 +20,8 @@ Kind = TypeVar("Kind", bound=Body)
 def body_of(kind: type[Kind]) -> Callable[[Request], Awaitable[Kind]]:
     """A dependency of FastAPI: the request's body as this model, or an ApiError with status 400.
 
-    Only JSON by name is read: a web page of another origin cannot send that without being asked for its permission first.
+    Only JSON by name is read: a web page of another origin cannot send that without being asked for
+    its permission first.
     """
 
     async def read(request: Request) -> Kind:

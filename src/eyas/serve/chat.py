@@ -37,14 +37,20 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     ids = prompt.ids
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
-    keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens))
+    keywords = body.keywords(
+        max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens)
+    )
     keywords |= service.adapter_keywords(model)
     if tools.forced:
         if structure_of(keywords) is not None:
-            raise ApiError(400, "a tool_choice that forces a call excludes other structured output", param="tool_choice")
+            raise ApiError(
+                400, "a tool_choice that forces a call excludes other structured output", param="tool_choice"
+            )
         keywords["grammar"] = tools.grammar()
     prediction = await service.in_worker(predicted_tokens, service, body.prediction)
-    job = Job((ids,), keywords, n, prediction=prediction, logprobs=count, media=prompt.media or None, **body.job_fields())
+    job = Job(
+        (ids,), keywords, n, prediction=prediction, logprobs=count, media=prompt.media or None, **body.job_fields()
+    )
     reader = partial(reader_for, service.llm, tools, ids, bool(body.stop))
     dialect = ChatCompletion(job, model, request_id(request.scope), service.token_texts, reader, count)
     return await reply(service, request, body, dialect)
@@ -100,7 +106,9 @@ class ChatCompletion(Dialect):
         if choices:
             choices[0]["logprobs"] = logprobs
         if delta.finish:
-            choices.append({**_chunk_choice(delta.index, {}, _finish(reader, delta.finish)), "stop_reason": delta.stop_reason})
+            choices.append(
+                {**_chunk_choice(delta.index, {}, _finish(reader, delta.finish)), "stop_reason": delta.stop_reason}
+            )
         return choices
 
     def extra(self, totals: list[Totals]) -> dict[str, Any]:

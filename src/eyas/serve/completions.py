@@ -1,7 +1,8 @@
 """POST /v1/completions: text or token ids go on as they are, without a chat template.
 
-With `echo` the text and the log-probabilities begin with the prompt's. `max_tokens: 0` asks for the prompt alone: one token is generated
-all the same, because the engine always generates one, and is left out of the response.
+With `echo` the text and the log-probabilities begin with the prompt's. `max_tokens: 0` asks for the
+prompt alone: one token is generated all the same, because the engine always generates one, and is
+left out of the response.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     prompts, n = body.prompts(), body.n or 1
     check_count(service.settings, len(prompts), n)
     if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens")
+        raise ApiError(
+            400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens"
+        )
     special = body.add_special_tokens is not False
     ids = await service.in_worker(lambda: tuple(service.encode(prompt, special) for prompt in prompts))
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
@@ -42,7 +45,11 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     if body.echo and body.prompt_logprobs is None:
         fields["prompt_logprobs"] = body.logprobs
     job = Job(ids, keywords, n, logprobs=body.logprobs, **fields)
-    echoes = await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts]) if body.echo else []
+    echoes = (
+        await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts])
+        if body.echo
+        else []
+    )
     dialect = Completion(
         job,
         model,

@@ -6,11 +6,13 @@
      "path": [0, 2], "bonus": 760, "bonus_text": " book", "ended": "other token",
      "ms": 7.4, "parts_ms": {"draft": 2.1, ...}, "plan": "16/5/4", "tau_so_far": 2.67}
 
-`tokens` are what the cycle emitted; `node` is a number in `nodes`, or null for a token of the target's own. Their texts together are
-the answer's text. The texts of `nodes` show a token by itself: special tokens too, and the space that begins a word. `nodes`, `path`,
-`bonus` and `ended` are those of `Step.trace`. The object of a prefill has no nodes.
+`tokens` are what the cycle emitted; `node` is a number in `nodes`, or null for a token of the
+target's own. Their texts together are the answer's text. The texts of `nodes` show a token by
+itself: special tokens too, and the space that begins a word. `nodes`, `path`, `bonus` and `ended`
+are those of `Step.trace`. The object of a prefill has no nodes.
 
-The server sends these objects (`cycles: true`), `eyas generate --view` writes them into a file. This module knows no web framework.
+The server sends these objects (`cycles: true`), `eyas generate --view` writes them into a file.
+This module knows no web framework.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CycleWriter"]
 
-SPACE_MARKS = ("\N{LOWER ONE EIGHTH BLOCK}", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}")  # how vocabularies write a word's space
+# how vocabularies write a word's space
+SPACE_MARKS = ("\N{LOWER ONE EIGHTH BLOCK}", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}")
 
 
 class CycleWriter:
@@ -76,7 +79,8 @@ class CycleWriter:
         return {**trace, "bonus_text": self._alone(trace["bonus"])}
 
     def _emitted(self, token: int, final: bool) -> str:
-        """The text that this token adds to the answer; characters that are not complete come with the token that completes them."""
+        """The text that this token adds to the answer; characters that are not complete come with
+        the token that completes them."""
         if self._detokeniser is None:
             return f"{token} "
         text = self._detokeniser.feed(token)
@@ -90,7 +94,8 @@ class CycleWriter:
 
 
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """The text of one token by itself. Decoders that drop the space before a text's first word have it put back."""
+    """The text of one token by itself. Decoders that drop the space before a text's first word have
+    it put back."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     piece = tokenizer.convert_ids_to_tokens(token)
     if isinstance(piece, str) and piece.startswith(SPACE_MARKS) and not text.startswith(" "):

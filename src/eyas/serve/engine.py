@@ -5,8 +5,9 @@
     Answer.deltas()          <-- Deltas --  one cycle of every Decoder that has something to do
     Answer given up          --- inbox -->  its sequences are cancelled
 
-Nothing else is shared but counters. An exception that escapes a Decoder ends the engine: it fails every job, and `error` tells the
-server, which ends with it. This module knows no dialect and no HTTP.
+Nothing else is shared but counters. An exception that escapes a Decoder ends the engine: it fails
+every job, and `error` tells the server, which ends with it. This module knows no dialect and no
+HTTP.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Sequence:
 
 
 class Engine:
-    """Serves jobs. Start it with `start`; `submit` and `check` may then be called from the event loop and its workers."""
+    """Serves jobs. Start it with `start`; `submit` and `check` may then be called from the event
+    loop and its workers."""
 
     def __init__(self, llm: LLM, settings: Settings, metrics: Metrics) -> None:
         self.llm = llm
@@ -117,7 +119,8 @@ class Engine:
             raise ApiError(503, "the server is shutting down: ask another one", headers={"retry-after": "5"})
 
     def prepare(self, job: Job) -> list[tuple[Request, TextReader]]:
-        """The engine's requests for a job, checked. Takes a while for long prompts, so it runs in a worker.
+        """The engine's requests for a job, checked. Takes a while for long prompts, so it runs in a
+        worker.
 
         Raises:
             EyasError: the job cannot be served.
@@ -144,7 +147,9 @@ class Engine:
             if self._accepted + len(prepared) > self.settings.rows + self.settings.queue:
                 self.metrics.rejected()
                 seconds = self.metrics.seconds_until_free(self._accepted, self.settings.rows)
-                raise ApiError(429, f"the queue is full: come back in {seconds} s", headers={"retry-after": str(seconds)})
+                raise ApiError(
+                    429, f"the queue is full: come back in {seconds} s", headers={"retry-after": str(seconds)}
+                )
             self._accepted += len(prepared)
         answer = Answer(len(prepared), self._give_up, join=not job.cycles)
         method = job.method or self.llm.method
@@ -166,7 +171,9 @@ class Engine:
         if not prompt:
             raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
         if outside is not None:
-            raise ApiError(400, f"token id {outside} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="prompt")
+            raise ApiError(
+                400, f"token id {outside} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="prompt"
+            )
 
     # --- the thread ---
 
@@ -183,7 +190,8 @@ class Engine:
         self._end(self._sequences(), error)
 
     def _step(self, decoders: list[Decoder]) -> None:
-        """One step of each Decoder. A prompt in one of them waits for the cycles of all, so its budget counts them all."""
+        """One step of each Decoder. A prompt in one of them waits for the cycles of all, so its
+        budget counts them all."""
         seconds = {decoder: self._cycle_seconds.get(decoder, 0.0) for decoder in decoders}
         for decoder in decoders:
             decoder.prompts.beside_seconds = sum(seconds.values()) - seconds[decoder]
@@ -196,7 +204,8 @@ class Engine:
         return [*self._flying.values(), *self._waiting]
 
     def _read_inbox(self) -> bool:
-        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the thread is to end."""
+        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the
+        thread is to end."""
         wait = not self._waiting and not self._flying
         while True:
             try:
@@ -215,7 +224,10 @@ class Engine:
             return
         self._next_look = now + LOOK_SECONDS
         late = [sequence for sequence in self._sequences() if sequence.deadline < now]
-        self._cancel(late, ApiError(408, "the time for this request is over", code="timeout", headers={"x-should-retry": "false"}))
+        self._cancel(
+            late,
+            ApiError(408, "the time for this request is over", code="timeout", headers={"x-should-retry": "false"}),
+        )
 
     def _cancel(self, sequences: Iterable[Sequence], error: Exception | None = None) -> None:
         """Take sequences out of the queue and the Decoders; with an error, tell their readers."""
@@ -229,7 +241,9 @@ class Engine:
         """Waiting sequences enter Decoders, first come, first served."""
         while self._waiting and len(self._flying) < self.settings.rows:
             sequence = self._waiting.popleft()
-            decoder = self._pool.take(sequence.method, len(self._flying) + len(self._waiting) + 1, sequence.request.adapter or "")
+            decoder = self._pool.take(
+                sequence.method, len(self._flying) + len(self._waiting) + 1, sequence.request.adapter or ""
+            )
             try:
                 sequence.ticket = decoder.add(sequence.request)
             except EyasError as error:

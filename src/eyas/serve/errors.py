@@ -21,14 +21,26 @@ from eyas.errors import EyasError, FitError, InputError, OptionError
 
 __all__ = ["ApiError", "error_of", "error_response", "install", "invalid_body"]
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(Exception):
     """An answer that is an error. The message is one line for the client."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status

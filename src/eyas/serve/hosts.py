@@ -1,7 +1,8 @@
 """The names by which a server answers.
 
-A web page can point a name of its own at 127.0.0.1 and then, in its visitor's browser, read what a local server answers (DNS
-rebinding). The browser sends that name as `Host`, so a server for this machine alone refuses names that are not this machine's.
+A web page can point a name of its own at 127.0.0.1 and then, in its visitor's browser, read what a
+local server answers (DNS rebinding). The browser sends that name as `Host`, so a server for this
+machine alone refuses names that are not this machine's.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class HostCheck:
         if scope["type"] == "http" and self.names:
             name = _without_port(Headers(scope=scope).get("host", ""))
             if name not in self.names:
-                refused = ApiError(403, f"this server does not answer as {name!r}: start it with --allowed-host {name or 'NAME'}")
+                refused = ApiError(
+                    403, f"this server does not answer as {name!r}: start it with --allowed-host {name or 'NAME'}"
+                )
                 await error_response(refused)(scope, receive, send)
                 return
         await self.app(scope, receive, send)

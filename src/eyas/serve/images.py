@@ -1,7 +1,9 @@
-"""Images in messages, as OpenAI's clients send them: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.
+"""Images in messages, as OpenAI's clients send them: {"type": "image_url", "image_url": {"url":
+"data:image/png;base64,..."}}.
 
-An image comes with the request. The server fetches nothing and reads no file for a client: that would let clients see what only the server
-can reach. This module knows no model: `LLM.media_prompt` makes the prompt.
+An image comes with the request. The server fetches nothing and reads no file for a client: that
+would let clients see what only the server can reach. This module knows no model: `LLM.media_prompt`
+makes the prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def _converted(message: Any, number: int, room: Room) -> Any:
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         return message
     parts = enumerate(message["content"], start=1)
-    return {**message, "content": [_converted_part(part, f"part {place} of message {number}", room) for place, part in parts]}
+    return {
+        **message,
+        "content": [_converted_part(part, f"part {place} of message {number}", room) for place, part in parts],
+    }
 
 
 def _converted_part(part: Any, named: str, room: Room) -> Any:
@@ -71,7 +76,9 @@ def _converted_part(part: Any, named: str, room: Room) -> Any:
         raise ApiError(400, f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", param="messages")
     room.pixels -= image.width * image.height
     if room.pixels < 0:
-        raise ApiError(400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages")
+        raise ApiError(
+            400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages"
+        )
     return {"type": "image", "image": _read(image, named)}
 
 
@@ -84,11 +91,14 @@ def _url_of(part: Mapping[str, Any], named: str) -> str:
 
 
 def _opened(url: str, named: str) -> Any:
-    """The image of a data: URL. Only its header is read yet, so its size is known before memory is taken for it."""
+    """The image of a data: URL. Only its header is read yet, so its size is known before memory is
+    taken for it."""
     try:
         from PIL import Image
     except ImportError:
-        raise ApiError(400, "this server cannot read images: the package pillow is not installed", param="messages") from None
+        raise ApiError(
+            400, "this server cannot read images: the package pillow is not installed", param="messages"
+        ) from None
     head, _, data = url.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise ApiError(400, f"{named}: this server fetches no images, so they come as {EXAMPLE}", param="messages")
@@ -97,7 +107,9 @@ def _opened(url: str, named: str) -> Any:
     except binascii.Error:
         raise ApiError(400, f"{named}: its data are no base64", param="messages") from None
     except Exception:  # Pillow's plugins raise whatever a broken file makes them
-        raise ApiError(400, f"{named} is no image that can be read: send {', '.join(FORMATS)}", param="messages") from None
+        raise ApiError(
+            400, f"{named} is no image that can be read: send {', '.join(FORMATS)}", param="messages"
+        ) from None
 
 
 def _read(image: Any, named: str) -> Any:

@@ -20,8 +20,18 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def router(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter()
-    common = {"object": "model", "created": int(time.time()), "owned_by": "eyas", "max_model_len": service.settings.max_model_len}
-    own = {"id": service.settings.name, **common, "root": service.llm.target.name or service.settings.name, "parent": None}
+    common = {
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "eyas",
+        "max_model_len": service.settings.max_model_len,
+    }
+    own = {
+        "id": service.settings.name,
+        **common,
+        "root": service.llm.target.name or service.settings.name,
+        "parent": None,
+    }
     tuned = [{"id": name, **common, "root": name, "parent": service.settings.name} for name in service.llm.adapters]
     listed = {str(model["id"]): model for model in (*tuned, own)}
 
@@ -69,7 +79,12 @@ def router(service: Service) -> APIRouter:
         special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
         template = getattr(tokenizer, "chat_template", None)
         return JSONResponse(
-            {"tokenizer_class": type(tokenizer).__name__, "vocab_size": len(tokenizer), **special, "chat_template": template}
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "vocab_size": len(tokenizer),
+                **special,
+                "chat_template": template,
+            }
         )
 
     return routes

@@ -43,7 +43,11 @@ class BodyLimit:
 def check_count(settings: Settings, prompts: int, n: int) -> None:
     """ApiError when a request asks for more sequences than the server takes at once."""
     if prompts * n > settings.max_sequences:
-        raise ApiError(400, f"{prompts} prompts x {n} samples are more than {settings.max_sequences}: ask for fewer at once", param="n")
+        raise ApiError(
+            400,
+            f"{prompts} prompts x {n} samples are more than {settings.max_sequences}: ask for fewer at once",
+            param="n",
+        )
 
 
 def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: int) -> int:
@@ -54,7 +58,9 @@ def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: i
     """
     room = settings.max_model_len - prompt
     if room < 1:
-        raise _too_long(f"the prompt has {prompt} tokens; prompt and answer may have {settings.max_model_len}: shorten the prompt")
+        raise _too_long(
+            f"the prompt has {prompt} tokens; prompt and answer may have {settings.max_model_len}: shorten the prompt"
+        )
     if asked is None:
         return max(1, min(default, room))
     if asked > room:
@@ -62,7 +68,9 @@ def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: i
             f"{prompt} prompt tokens + {asked} new tokens exceed the context of {settings.max_model_len}: ask for at most {room} new tokens"
         )
     if asked > settings.max_tokens:
-        raise ApiError(400, f"an answer may have {settings.max_tokens} tokens on this server, not {asked}", param="max_tokens")
+        raise ApiError(
+            400, f"an answer may have {settings.max_tokens} tokens on this server, not {asked}", param="max_tokens"
+        )
     return asked
 
 

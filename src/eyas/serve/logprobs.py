@@ -1,7 +1,8 @@
 """Log-probabilities in OpenAI's two forms and in vLLM's form for prompts.
 
-They are those of the target's raw logits, before penalties, temperature and masks, as in vLLM. A token's own value and the same token's
-among the most probable ones are one and the same float: lm-eval compares them for equality.
+They are those of the target's raw logits, before penalties, temperature and masks, as in vLLM. A
+token's own value and the same token's among the most probable ones are one and the same float:
+lm-eval compares them for equality.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class TokenTexts:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        """By id. A special token has its name, an id without a token its number; so has every id where there is no tokenizer."""
+        """By id. A special token has its name, an id without a token its number; so has every id
+        where there is no tokenizer."""
         numbers = [str(token).encode() for token in range(self._vocab)]
         if self._tokenizer is None:
             return numbers
@@ -44,7 +46,9 @@ class TokenTexts:
             texts = token_bytes(self._tokenizer, self._vocab)
         except ModelError:  # a tokenizer written in Python
             texts = [str(self._tokenizer.decode([token])).encode() for token in range(self._vocab)]
-        named = (name.encode() if isinstance(name, str) else number for name, number in zip(names, numbers, strict=True))
+        named = (
+            name.encode() if isinstance(name, str) else number for name, number in zip(names, numbers, strict=True)
+        )
         return [other if text is None else text for text, other in zip(texts, named, strict=True)]
 
     def bytes_of(self, token: int) -> bytes:
@@ -57,7 +61,9 @@ class TokenTexts:
 
     # --- completions ---
 
-    def completion(self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offset: int = 0) -> dict[str, Any]:
+    def completion(
+        self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offset: int = 0
+    ) -> dict[str, Any]:
         """The `logprobs` of a completion.
 
         Args:
@@ -77,7 +83,8 @@ class TokenTexts:
         }
 
     def _top(self, value: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens and the token itself, by text; of two with the same text, the more probable one."""
+        """The most probable tokens and the token itself, by text; of two with the same text, the
+        more probable one."""
         listed: dict[str, float] = {}
         for token, logprob in (*value.top, (value.token, value.logprob)):
             listed.setdefault(self.text_of(token), _finite(logprob))
@@ -89,7 +96,10 @@ class TokenTexts:
         """The `logprobs` of a chat's choice, each token with the `count` most probable ones."""
         return {
             "content": [
-                {**self._entry(value.token, value.logprob), "top_logprobs": [self._entry(*pair) for pair in value.top[:count]]}
+                {
+                    **self._entry(value.token, value.logprob),
+                    "top_logprobs": [self._entry(*pair) for pair in value.top[:count]],
+                }
                 for value in values
             ],
             "refusal": None,

@@ -1,4 +1,5 @@
-"""The drafting methods that a request may ask for: the server's own, and those that its head or the text alone can serve."""
+"""The drafting methods that a request may ask for: the server's own, and those that its head or the
+text alone can serve."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Methods:
         self._lock = threading.Lock()
 
     def drafter(self, method: str, adapter: str = "") -> Drafter:
-        """The drafter of this method for an adapter of the target, adaptive where the server's own method is.
+        """The drafter of this method for an adapter of the target, adaptive where the server's own
+        method is.
 
         Raises:
             OptionError: a method that this server does not have.
@@ -43,7 +45,8 @@ class Methods:
             return adapted(*self._loaded[method, adapter])
 
     def _switched(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:
-        """The method with the weights that it has for the server's own target, and a policy that learns by itself."""
+        """The method with the weights that it has for the server's own target, and a policy that
+        learns by itself."""
         if method == self.llm.method:
             return self.llm.view(adapter)[1:]
         own = method, self.llm.target.adapter

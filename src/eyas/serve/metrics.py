@@ -1,7 +1,8 @@
 """Counters of the server, in Prometheus' text form.
 
-Requests, latencies and speculation have the names of vLLM's metrics, so that its dashboards and `vllm bench serve` find them. A request
-there is a sequence here: one sample of one prompt. What vLLM does not have is named `eyas:...`.
+Requests, latencies and speculation have the names of vLLM's metrics, so that its dashboards and
+`vllm bench serve` find them. A request there is a sequence here: one sample of one prompt. What
+vLLM does not have is named `eyas:...`.
 
     draft              a cycle of one sequence in which something was drafted
     draft token        a candidate node of the draft tree, the root excluded
@@ -40,7 +41,8 @@ class SequenceTimes:
 
 
 class Metrics:
-    """Counters of the engine. The methods are called by its thread, but for `rejected`, `text` and `seconds_until_free`."""
+    """Counters of the engine. The methods are called by its thread, but for `rejected`, `text` and
+    `seconds_until_free`."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -51,7 +53,9 @@ class Metrics:
 
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self.generated_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self.cached_tokens = self._counter("vllm:prefix_cache_hits", "Prompt tokens whose keys and values were used again.")
+        self.cached_tokens = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens whose keys and values were used again."
+        )
         self.queried_tokens = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Cycles in which something was drafted.")
         self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
@@ -61,18 +65,34 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.finished = Counter(
-            "vllm:request_success", "Sequences that ended, by reason.", ["model_name", "finished_reason"], registry=self.registry
+            "vllm:request_success",
+            "Sequences that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
         )
         self.rejections = self._counter("eyas:admission_rejections", "Requests refused because the queue was full.")
         self.cycles = Counter(
-            "eyas:decision_cycles", "Cycles of sequences by what was drafted.", ["model_name", "decision"], registry=self.registry
+            "eyas:decision_cycles",
+            "Cycles of sequences by what was drafted.",
+            ["model_name", "decision"],
+            registry=self.registry,
         )
-        self.cycle_tokens = self._counter("eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau.")
-        self.first_token_seconds = self._histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.")
-        self.inter_token_seconds = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens; of a cycle, its mean.")
-        self.sequence_seconds = self._histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.cycle_tokens = self._counter(
+            "eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau."
+        )
+        self.first_token_seconds = self._histogram(
+            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token."
+        )
+        self.inter_token_seconds = self._histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens; of a cycle, its mean."
+        )
+        self.sequence_seconds = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end."
+        )
         self.queue_seconds = self._histogram("vllm:request_queue_time_seconds", "Time in the queue.")
-        self.prefill_seconds = self._histogram("vllm:request_prefill_time_seconds", "From the queue to the first token.")
+        self.prefill_seconds = self._histogram(
+            "vllm:request_prefill_time_seconds", "From the queue to the first token."
+        )
         self.decode_seconds = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -82,12 +102,20 @@ class Metrics:
         return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
 
     def watch(self, load: Callable[[], tuple[int, int]], rows: int) -> None:
-        """Let gauges show the sequences in flight, those that wait, and how many of the rows are taken."""
+        """Let gauges show the sequences in flight, those that wait, and how many of the rows are
+        taken."""
         running = Gauge("vllm:num_requests_running", "Sequences in flight.", ["model_name"], registry=self.registry)
         running.labels(**self._label).set_function(lambda: load()[0])
-        waiting = Gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", ["model_name"], registry=self.registry)
+        waiting = Gauge(
+            "vllm:num_requests_waiting", "Sequences that wait for a row.", ["model_name"], registry=self.registry
+        )
         waiting.labels(**self._label).set_function(lambda: load()[1])
-        used = Gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", ["model_name"], registry=self.registry)
+        used = Gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of the rows that are taken, 1 = all.",
+            ["model_name"],
+            registry=self.registry,
+        )
         used.labels(**self._label).set_function(lambda: load()[0] / rows)
 
     def text(self) -> bytes:
@@ -110,7 +138,8 @@ class Metrics:
         self.queried_tokens.inc(times.prompt_tokens)
 
     def stepped(self, news: Sequence[tuple[Delta, SequenceTimes]]) -> None:
-        """Sequences have grown in one cycle. Counters are raised once for all of them: each raise costs microseconds of every cycle."""
+        """Sequences have grown in one cycle. Counters are raised once for all of them: each raise
+        costs microseconds of every cycle."""
         now = time.monotonic()
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta, _ in news))
         if cached := sum(delta.cached_tokens for delta, _ in news):
@@ -147,7 +176,8 @@ class Metrics:
         times.last = now
 
     def _with_label(self, counter: Counter, **label: str) -> Counter:
-        """The counter of one label; looked up once, as prometheus-client's own look-up takes longer than the counting."""
+        """The counter of one label; looked up once, as prometheus-client's own look-up takes longer
+        than the counting."""
         key = (counter, *label.values())
         if key not in self._labelled:
             self._labelled[key] = counter.labels(**self._label, **label)

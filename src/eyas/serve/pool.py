@@ -1,9 +1,11 @@
-"""The Decoders of the engine thread: one for each drafting method, and for each number of rows in use where empty rows cost time.
+"""The Decoders of the engine thread: one for each drafting method, and for each number of rows in
+use where empty rows cost time.
 
-Most runners leave empty rows out of a forward (`Runner.skips_rows`); then one Decoder of a method has all rows, and prompts find their
-prefixes in any of them. A recorded cycle computes every row, full or empty. Then Decoders are opened in several sizes, and a sequence
-enters the smallest one that has room for all that is to be decoded. All of them share the target's and the heads' weights; their caches
-grow with what they decode.
+Most runners leave empty rows out of a forward (`Runner.skips_rows`); then one Decoder of a method
+has all rows, and prompts find their prefixes in any of them. A recorded cycle computes every row,
+full or empty. Then Decoders are opened in several sizes, and a sequence enters the smallest one
+that has room for all that is to be decoded. All of them share the target's and the heads' weights;
+their caches grow with what they decode.
 
 This module knows no queue and no client.
 """
@@ -36,7 +38,8 @@ class DecoderPool:
         self.rows = rows
         self.sizes = [rows] if methods.llm.target.run.skips_rows else sizes(rows)
         self.prefill_budget = prefill_budget
-        self._decoders: dict[tuple[tuple[str, str], int], Decoder] = {}  # by (method, adapter) and rows, the least recently used first
+        # by (method, adapter) and rows, the least recently used first
+        self._decoders: dict[tuple[tuple[str, str], int], Decoder] = {}
         self._taken = Counter[Decoder]()  # rows of each that are taken
 
     def busy(self) -> list[Decoder]:
@@ -62,7 +65,8 @@ class DecoderPool:
         self._taken[decoder] -= 1
 
     def _size(self, kind: tuple[str, str], load: int) -> int:
-        """The rows of the Decoder to enter: enough for the load. A larger one that is busy is taken if the load fills much of it."""
+        """The rows of the Decoder to enter: enough for the load. A larger one that is busy is taken
+        if the load fills much of it."""
         enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(kind, size)]
         busy = [size for size in enough if size < GROWTH * load and self._is_busy(kind, size)]
         return min(busy or enough)

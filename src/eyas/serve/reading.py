@@ -1,7 +1,8 @@
 """From the text of one sequence to the parts of a message: content, reasoning_content and tool_calls.
 
-Reasoning and calls are found by transformers' parser of response templates: the tokenizer's own template, or the one that transformers has
-for the model's type. Without a template all text is content.
+Reasoning and calls are found by transformers' parser of response templates: the tokenizer's own
+template, or the one that transformers has for the model's type. Without a template all text is
+content.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def check_readable(llm: LLM, tools: Tools) -> None:
 def message_of(reader: MessageReader, index: int, totals: Totals) -> dict[str, Any]:
     """OpenAI's message of a whole sequence."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-    whole = Delta(index, totals.text, tuple(totals.token_ids), finish=totals.finish or "length", stop_reason=totals.stop_reason)
+    whole = Delta(
+        index, totals.text, tuple(totals.token_ids), finish=totals.finish or "length", stop_reason=totals.stop_reason
+    )
     for part in reader.read(whole):
         for name, value in part.items():
             if name == "tool_calls":
@@ -120,7 +123,8 @@ class ParsedReader:
     """Reads by transformers' parser of a response template.
 
     Args:
-        tokenizer: decodes tokens with the special ones, by which templates know regions; None: the parser reads `Delta.text`.
+        tokenizer: decodes tokens with the special ones, by which templates know regions; None: the
+            parser reads `Delta.text`.
     """
 
     def __init__(self, parser: Any, tokenizer: Any, parallel: bool) -> None:
@@ -173,5 +177,10 @@ class ParsedReader:
 def _call(number: int, name: str, arguments: Any) -> dict[str, Any]:
     """A whole call, as a part of a delta."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    call = {"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": text}}
+    call = {
+        "index": number,
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": text},
+    }
     return {"tool_calls": [call]}

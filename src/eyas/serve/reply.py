@@ -1,4 +1,5 @@
-"""From the stream of a job to what a client reads: one response, or chunks. Each dialect says how a choice looks."""
+"""From the stream of a job to what a client reads: one response, or chunks. Each dialect says how a
+choice looks."""
 
 from __future__ import annotations
 
@@ -117,7 +118,9 @@ def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": sum(t.predicted for t in totals),
-            "rejected_prediction_tokens": sum(max(0, len(job.prediction) - t.predicted) for t in totals) if job.prediction else 0,
+            "rejected_prediction_tokens": sum(max(0, len(job.prediction) - t.predicted) for t in totals)
+            if job.prediction
+            else 0,
         },
     }
 

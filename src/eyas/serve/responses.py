@@ -1,4 +1,5 @@
-"""POST /v1/responses: OpenAI's newer dialect, without its memory. Every request brings its whole conversation.
+"""POST /v1/responses: OpenAI's newer dialect, without its memory. Every request brings its whole
+conversation.
 
 Its stream is a sequence of typed events:
 
@@ -50,7 +51,9 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
     writer = Writer(body, job, model, request_id(request.scope))
     headers = {"x-eyas-ignored-fields": ",".join(body.ignored)} if body.ignored else {}
     if body.stream:
-        return EventStream(writer.events(answer, service.settings.keep_alive), answer.close, b"", headers, writer.failed)
+        return EventStream(
+            writer.events(answer, service.settings.keep_alive), answer.close, b"", headers, writer.failed
+        )
     try:
         (totals,) = await unless_gone(request, collected(answer))
     finally:
@@ -105,7 +108,9 @@ class Writer:
         totals, place = Totals(), {"item_id": f"msg_{self.identity}", "output_index": 0, "content_index": 0}
         yield self._event("response.created", response=self.response())
         yield self._event("response.in_progress", response=self.response())
-        yield self._event("response.output_item.added", output_index=0, item={**self._message("in_progress", ""), "content": []})
+        yield self._event(
+            "response.output_item.added", output_index=0, item={**self._message("in_progress", ""), "content": []}
+        )
         yield self._event("response.content_part.added", **place, part=_part(""))
         async for delta in answer.deltas(keep_alive):
             if isinstance(delta, Silence):

@@ -29,7 +29,9 @@ def bound(host: str, port: int) -> socket.socket:
     """
     made = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
@@ -44,7 +46,8 @@ def bound(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Ends after SIGTERM or Ctrl-C, and when the engine has failed.
 
-    Running answers have `drain_seconds` to end. A second signal gives them up; a third one does not wait for anything.
+    Running answers have `drain_seconds` to end. A second signal gives them up; a third one does not
+    wait for anything.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
@@ -73,7 +76,12 @@ class Server(uvicorn.Server):
         if self._signals and not self._said:
             self._said = True
             running, waiting = engine.load
-            log.info("shutting down: %d sequences in flight and %d that wait may end within %g s", running, waiting, self.drain_seconds)
+            log.info(
+                "shutting down: %d sequences in flight and %d that wait may end within %g s",
+                running,
+                waiting,
+                self.drain_seconds,
+            )
         if self._ends_at is not None and time.monotonic() > self._ends_at:
             engine.halt()
         if engine.error is not None or (engine.draining and engine.idle):
@@ -85,17 +93,23 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]
-            log.info("serving %s on http://%s:%d", self.service.settings.name, f"[{host}]" if ":" in host else host, port)
+            log.info(
+                "serving %s on http://%s:%d", self.service.settings.name, f"[{host}]" if ":" in host else host, port
+            )
 
 
-def serve(app: FastAPI, service: Service, listening: socket.socket, *, drain_seconds: float, json_logs: bool = False) -> None:
+def serve(
+    app: FastAPI, service: Service, listening: socket.socket, *, drain_seconds: float, json_logs: bool = False
+) -> None:
     """Serve until a signal ends it.
 
     Raises:
         Exception: what ended the engine.
     """
     set_up_logs(json_logs)
-    config = uvicorn.Config(app, access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=FLUSH_SECONDS)
+    config = uvicorn.Config(
+        app, access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=FLUSH_SECONDS
+    )
     Server(config, service, drain_seconds).run([listening])
     if service.engine.error is not None:
         raise service.engine.error

@@ -1,4 +1,5 @@
-"""The service behind every endpoint that generates text: the model's name, prompts as token ids, jobs for the engine.
+"""The service behind every endpoint that generates text: the model's name, prompts as token ids,
+jobs for the engine.
 
 Tokenizing and checking a request may take long, so it is done in one worker thread beside the event loop.
 """
@@ -41,8 +42,8 @@ class Service:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
 
     def warm_up(self) -> None:
-        """Decode a little, so that costs are measured and code is compiled before the first client comes: on a GPU by every method that a
-        request may ask for."""
+        """Decode a little, so that costs are measured and code is compiled before the first client
+        comes: on a GPU by every method that a request may ask for."""
         if self.llm.target.run.records_cycles:
             for name in self.engine.methods.names:
                 runners.warm_up(self.engine.methods.drafter(name))
@@ -63,11 +64,14 @@ class Service:
         return self.settings.name, *self.llm.adapters
 
     def model_name(self, asked: str | None) -> str:
-        """The model that a client asks for; ApiError if it is not served. None: the target, without an adapter."""
+        """The model that a client asks for; ApiError if it is not served. None: the target, without
+        an adapter."""
         name = self.settings.name if asked is None else asked
         if name not in self.models:
             served = ", ".join(map(repr, self.models))
-            raise ApiError(404, f"there is no model {name!r} here; this server has {served}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"there is no model {name!r} here; this server has {served}", param="model", code="model_not_found"
+            )
         return name
 
     def adapter_keywords(self, name: str) -> dict[str, str]:
@@ -94,11 +98,14 @@ class Service:
         """The text of token ids, special tokens included; ApiError for ids outside the vocabulary."""
         vocab = self.llm.target.vocab_size
         if outside := [token for token in tokens if not 0 <= token < vocab]:
-            raise ApiError(400, f"token id {outside[0]} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="tokens")
+            raise ApiError(
+                400, f"token id {outside[0]} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="tokens"
+            )
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:
-        """A conversation as token ids, by the chat template of the tokenizer; with images, by that of the model's processor."""
+        """A conversation as token ids, by the chat template of the tokenizer; with images, by that
+        of the model's processor."""
         if holds_images(messages):
             return self.llm.media_prompt(with_images(messages), **template)
         return MediaIds(tuple(render(self.tokenizer, messages, **template)), {})

@@ -52,7 +52,9 @@ class RecentTokens:
             "cycles": len(cycles),
             "tau": sum(cycle.emitted for cycle in cycles) / len(cycles) if cycles else None,
             "mean_cycle_ms": 1000 * sum(cycle.seconds for cycle in cycles) / len(cycles) if cycles else None,
-            "accepted_by_depth": [sum(cycle.accepted > depth for cycle in drafts) / len(drafts) for depth in range(deepest)],
+            "accepted_by_depth": [
+                sum(cycle.accepted > depth for cycle in drafts) / len(drafts) for depth in range(deepest)
+            ],
             "decisions": dict(Counter(cycle.plan for cycle in cycles)),
         }
 

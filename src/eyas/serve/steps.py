@@ -22,7 +22,9 @@ class DeltaMaker:
         writer: says what happened in each cycle, if that is asked for.
     """
 
-    def __init__(self, index: int, reader: TextReader, stop_ids: frozenset[int] = frozenset(), writer: CycleWriter | None = None) -> None:
+    def __init__(
+        self, index: int, reader: TextReader, stop_ids: frozenset[int] = frozenset(), writer: CycleWriter | None = None
+    ) -> None:
         self.index = index
         self.reader = reader
         self.stop_ids = stop_ids
@@ -58,7 +60,8 @@ def figures(step: Step, drafted: int) -> CycleFigures:
 
 
 def drafted_nodes(steps: Sequence[Step]) -> list[int]:
-    """For each Step the nodes, the root excluded, that its cycle's draft had for its row. Each draft is read once."""
+    """For each Step the nodes, the root excluded, that its cycle's draft had for its row. Each
+    draft is read once."""
     counts: dict[int, list[int]] = {}
 
     def counted(draft: Draft) -> list[int]:

@@ -18,7 +18,12 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
         raise ApiError(400, "give either a prompt or messages", param="prompt")
     tokens = await service.in_worker(_tokens, service, body)
     strings = service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": service.settings.max_model_len, "tokens": tokens, "token_strs": strings}
+    return {
+        "count": len(tokens),
+        "max_model_len": service.settings.max_model_len,
+        "tokens": tokens,
+        "token_strs": strings,
+    }
 
 
 async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:

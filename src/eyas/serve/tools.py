@@ -38,11 +38,16 @@ class Tools:
     parallel: bool = True
 
     def grammar(self) -> str:
-        """The grammar, in Lark's form, of one call of a forced function: {"name": ..., "arguments": {...}}."""
+        """The grammar, in Lark's form, of one call of a forced function: {"name": ..., "arguments":
+        {...}}."""
         functions = {tool["function"]["name"]: tool["function"] for tool in self.listed}
         calls, rules = [], []
         for number, name in enumerate(self.forced):
-            schema = functions[name].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+            schema = functions[name].get("parameters") or {
+                "type": "object",
+                "properties": {},
+                "additionalProperties": False,
+            }
             opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
             calls.append(f"call_{number}")
             rules.append(f'call_{number}: {opening} arguments_{number} "}}"')
@@ -51,21 +56,28 @@ class Tools:
 
 
 def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools:
-    """The Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; ApiError where they are wrong."""
+    """The Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; ApiError where
+    they are wrong."""
     listed = tuple(_checked(tool, number) for number, tool in enumerate(tools or (), start=1))
     names = [tool["function"]["name"] for tool in listed]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
     if isinstance(choice, str) or choice is None:
         if choice not in (None, *ANY_CALL):
-            raise ApiError(400, f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", ...}}', param="tool_choice")
+            raise ApiError(
+                400, f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", ...}}', param="tool_choice"
+            )
         if choice == "required" and not names:
             raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
-        return Tools(() if choice == "none" else listed, tuple(names) if choice == "required" else (), parallel is not False)
+        return Tools(
+            () if choice == "none" else listed, tuple(names) if choice == "required" else (), parallel is not False
+        )
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in names:
-        raise ApiError(400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice")
+        raise ApiError(
+            400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice"
+        )
     return Tools(listed, (str(name),), parallel is not False)
 
 
@@ -78,8 +90,11 @@ def _checked(tool: Any, number: int) -> Mapping[str, Any]:
     return tool  # type: ignore[no-any-return]
 
 
-def readable(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Tools) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(messages, keywords of `text.render`) for a chat template: arguments of earlier calls as mappings, content as text.
+def readable(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Tools
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(messages, keywords of `text.render`) for a chat template: arguments of earlier calls as
+    mappings, content as text.
 
     Raises:
         ApiError: the chat template has no place for tools.
@@ -98,7 +113,9 @@ def _for_template(message: Any) -> Any:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = dict(call["function"]) if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else {}
+        function = (
+            dict(call["function"]) if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else {}
+        )
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])

@@ -80,7 +80,9 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
         raise InputError('not a JSON object; write {"messages": [...]}')
     turns = record.get("messages", record.get("conversations"))
     if not isinstance(turns, list):
-        raise InputError('no list "messages" or "conversations"; write {"messages": [{"role": "user", "content": "..."}, ...]}')
+        raise InputError(
+            'no list "messages" or "conversations"; write {"messages": [{"role": "user", "content": "..."}, ...]}'
+        )
     return [_message(number, turn) for number, turn in enumerate(turns, start=1)]
 
 
@@ -90,9 +92,13 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
     name = turn.get("role", turn.get("from"))
     role = SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else name
     if role not in ROLES:
-        raise InputError(f"turn {number} has the unknown role {repr(name)[:100]}; {near(str(name)[:100], [*ROLES, *SHAREGPT_ROLES])}")
+        raise InputError(
+            f"turn {number} has the unknown role {repr(name)[:100]}; {near(str(name)[:100], [*ROLES, *SHAREGPT_ROLES])}"
+        )
     content = turn.get("content", turn.get("value"))
-    if isinstance(content, list) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
         content = "".join(part["text"] for part in content)
     if content is None and role == "assistant" and turn.get("tool_calls"):
         content = ""
@@ -131,14 +137,20 @@ class ChatReader:
             raise InputError("the assistant says nothing; drop the line")
         return TokenizedChat(ids, counted, last_only)
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, opening: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
+    def _render(
+        self, messages: Sequence[dict[str, Any]], *, opening: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
         """The text of the messages, and the characters between {% generation %} marks."""
         names: dict[str, Any] = {**self.tokenizer.special_tokens_map, "add_generation_prompt": opening}
         try:
-            out: Any = render_jinja_template([list(messages)], chat_template=self.template, return_assistant_tokens_mask=marks, **names)
+            out: Any = render_jinja_template(
+                [list(messages)], chat_template=self.template, return_assistant_tokens_mask=marks, **names
+            )
         except Exception as error:  # a template may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"the chat template refuses the conversation ({reason[:200]}); repair or drop the line") from error
+            raise InputError(
+                f"the chat template refuses the conversation ({reason[:200]}); repair or drop the line"
+            ) from error
         return out[0][0], [(begin, end) for begin, end in out[1][0]] if marks else []
 
     def _replies(self, messages: Sequence[dict[str, Any]], whole: str, marks: list[Span]) -> tuple[list[Span], bool]:
@@ -157,7 +169,9 @@ class ChatReader:
         if turns[-1] not in openings:
             raise InputError("the conversation is a reply to nothing; put a user's turn before it or drop the line")
         last = (self._last_begin(messages, whole, openings[turns[-1]]), len(whole))
-        return ([last] if rewritten else [*((len(openings[k]), len(ends[k])) for k in turns[:-1] if k > 0), last]), rewritten
+        return (
+            [last] if rewritten else [*((len(openings[k]), len(ends[k])) for k in turns[:-1] if k > 0), last]
+        ), rewritten
 
     def _last_begin(self, messages: Sequence[dict[str, Any]], whole: str, opening: str) -> int:
         """The place where the last reply begins: after the opening, or after the part of it that
@@ -166,9 +180,13 @@ class ChatReader:
         (The openings of reasoning models end with <think>, which the text of a reply without
         reasoning lacks.)
         """
-        common = next((i for i, (a, b) in enumerate(zip(whole, opening, strict=False)) if a != b), min(len(whole), len(opening)))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(whole, opening, strict=False)) if a != b), min(len(whole), len(opening))
+        )
         if common < len(opening) and common < len(self._render(messages[:-1])[0]):
-            raise InputError("the chat template does not write the conversation as a prompt with a reply after it; drop the line")
+            raise InputError(
+                "the chat template does not write the conversation as a prompt with a reply after it; drop the line"
+            )
         return common
 
     def _tokenize(self, whole: str) -> tuple[list[int], list[Span]]:
@@ -176,11 +194,15 @@ class ChatReader:
         try:
             whole.encode()
         except UnicodeEncodeError as error:
-            raise InputError("the conversation is not valid Unicode (half a surrogate pair); repair or drop the line") from error
+            raise InputError(
+                "the conversation is not valid Unicode (half a surrogate pair); repair or drop the line"
+            ) from error
         try:
             out = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except NotImplementedError as error:
-            raise InputError("the tokenizer does not say where tokens stand in a text; give the target folder a tokenizer.json") from error
+            raise InputError(
+                "the tokenizer does not say where tokens stand in a text; give the target folder a tokenizer.json"
+            ) from error
         return list(out["input_ids"]), [(int(begin), int(end)) for begin, end in out["offset_mapping"]]
 
     def _tokens_of(self, span: Span, ids: Sequence[int], offsets: Sequence[Span], whole: str) -> Span:

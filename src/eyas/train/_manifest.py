@@ -78,9 +78,15 @@ class FeatureSettings:
             messages.append(f"the target was {self.target['name']!r}, it is {now.target['name']!r}")
         elif self.target["dtype"] != now.target["dtype"]:
             messages.append(f"the target's dtype was {self.target['dtype']}, it is {now.target['dtype']}")
-        messages += [f"the tokenizer has another {part}" for part in self.tokenizer if self.tokenizer[part] != now.tokenizer.get(part)]
+        messages += [
+            f"the tokenizer has another {part}"
+            for part in self.tokenizer
+            if self.tokenizer[part] != now.tokenizer.get(part)
+        ]
         if self.data["sha256"] != now.data["sha256"]:
-            messages.append(f"the data was {', '.join(file['name'] for file in self.data['files'])}, with other contents than now")
+            messages.append(
+                f"the data was {', '.join(file['name'] for file in self.data['files'])}, with other contents than now"
+            )
         for name in ("layers", "dtype", "max_length", "heldout", "shard_bytes"):
             before, value = getattr(self, name), getattr(now, name)
             if before != value:
@@ -97,7 +103,8 @@ class Shard:
     examples: int
     tokens: int
     bytes: int  # without the file's header
-    sha256: str | None = None  # of those bytes; in the manifest once the store is complete, in the shard's header always
+    # of those bytes; in the manifest once the store is complete, in the shard's header always
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,13 @@ class Manifest:
     def id(self) -> str:
         """Identifies the store; every shard carries it."""
         settings = self.settings
-        parts = [settings.target["fingerprint"], settings.target["dtype"], settings.layers, settings.dtype, self.examples_sha256]
+        parts = [
+            settings.target["fingerprint"],
+            settings.target["dtype"],
+            settings.layers,
+            settings.dtype,
+            self.examples_sha256,
+        ]
         return hashlib.sha256(json.dumps([*parts, [[s.file, s.bytes] for s in self.shards]]).encode()).hexdigest()
 
     @property
@@ -151,7 +164,9 @@ class Manifest:
         try:
             text = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`") from error
+            raise InputError(
+                f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`"
+            ) from error
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         try:
@@ -162,7 +177,9 @@ class Manifest:
             is_changed = content.get("sha256", _content_hash(content)) != _content_hash(content)
             is_changed = is_changed or (manifest is not None and content["id"] != manifest.id)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} is damaged ({type(error).__name__}): take it from where the features were made") from error
+            raise InputError(
+                f"{path} is damaged ({type(error).__name__}): take it from where the features were made"
+            ) from error
         if manifest is None:
             raise InputError(f"{path} is of format {format_name!r}, version {version}: a newer eyas may read it")
         if outside := [shard.file for shard in manifest.shards if Path(shard.file).name != shard.file]:
@@ -234,7 +251,9 @@ def plan_store(settings: FeatureSettings, data: Data, versions: dict[str, str]) 
         "counted": torch.frombuffer(counted, dtype=torch.uint8),
     }
     shards = _cut_into_shards([lengths[i] for i in order], settings)
-    manifest = Manifest(settings, data.report, len(data.train), len(data.heldout), tensors_digest(tensors), shards, versions)
+    manifest = Manifest(
+        settings, data.report, len(data.train), len(data.heldout), tensors_digest(tensors), shards, versions
+    )
     return StorePlan(manifest, tensors)
 
 

@@ -37,7 +37,8 @@ MINIMA = {  # of the options that are whole numbers
     "patience": 0,
 }
 TRACKERS = ("tensorboard", "wandb")
-MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")  # between sessions of a run; the weights do not depend on them
+# between sessions of a run; the weights do not depend on them
+MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,24 @@ class TrainConfig:
             _require(_is_number(getattr(self, name)) and getattr(self, name) >= 0, name, "must be 0 or more", self)
         _require(self.lr > 0, "lr", "must be above 0", self)
         for name in ("min_lr_share", "heldout"):
-            _require(_is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1", self)
+            _require(
+                _is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1", self
+            )
         _require(self.heldout < 1, "heldout", "must leave something to train on: below 1", self)
         are_betas = len(self.betas) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         _require(are_betas, "betas", "are two numbers from 0 up to, not including, 1", self)
-        _require(self.epochs is None or (_is_number(self.epochs) and self.epochs > 0), "epochs", "must be above 0", self)
+        _require(
+            self.epochs is None or (_is_number(self.epochs) and self.epochs > 0), "epochs", "must be above 0", self
+        )
         for name, minimum in MINIMA.items():
             value = getattr(self, name)
             is_unset = value is None and name in ("steps", "tokens", "warmup_steps")
-            _require(is_unset or (_is_whole(value) and value >= minimum), name, f"must be a whole number, {minimum} or more", self)
+            _require(
+                is_unset or (_is_whole(value) and value >= minimum),
+                name,
+                f"must be a whole number, {minimum} or more",
+                self,
+            )
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             _require(value in choices, name, f"is unknown; {near(str(value), choices)}", self)
@@ -129,7 +139,9 @@ class TrainConfig:
         if len(lengths) > 1:
             raise OptionError(f"{' and '.join(lengths)} each say how long the training is; give one of them")
         if self.batch_tokens < self.max_length:
-            raise OptionError(f"batch_tokens is {self.batch_tokens}, less than one example of max_length {self.max_length}; raise it")
+            raise OptionError(
+                f"batch_tokens is {self.batch_tokens}, less than one example of max_length {self.max_length}; raise it"
+            )
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -146,13 +158,19 @@ class TrainConfig:
             )
         # torch's Muon accepts shards, but rounds sums over them to bfloat16
         if count > 1 and self.optimizer == "muon" and self.parallel == "fsdp":
-            raise OptionError("muon works on whole matrices, which no process has with fsdp: with several processes give it parallel ddp")
+            raise OptionError(
+                "muon works on whole matrices, which no process has with fsdp: with several processes give it parallel ddp"
+            )
 
     def total_steps(self, batches: Batches) -> int:
         """The number of steps of a run with this data. OptionError when the warm-up would not end."""
-        steps = self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
+        steps = (
+            self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
+        )
         if self.warmup_steps is not None and self.warmup_steps >= steps:
-            raise OptionError(f"warmup_steps is {self.warmup_steps}, the whole training has {steps} steps; lower it or train longer")
+            raise OptionError(
+                f"warmup_steps is {self.warmup_steps}, the whole training has {steps} steps; lower it or train longer"
+            )
         return steps
 
     def _batch_count(self, batches: Batches) -> int:

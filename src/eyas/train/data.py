@@ -44,7 +44,18 @@ from eyas.train._chat import ChatReader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Data", "Example", "Examples", "Report", "chat_lines", "data_hash", "is_chat_file", "parse_chat_line", "read"]
+__all__ = [
+    "Batches",
+    "Data",
+    "Example",
+    "Examples",
+    "Report",
+    "chat_lines",
+    "data_hash",
+    "is_chat_file",
+    "parse_chat_line",
+    "read",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
@@ -99,7 +110,9 @@ class Report:
         notes = [
             f"{self.bad:,} of {self.lines:,} lines cannot be used" if self.bad else "",
             f"{self.truncated:,} conversations cut at the maximum length" if self.truncated else "",
-            f"in {self.last_only:,} only the last reply counts (the template rewrites earlier turns)" if self.last_only else "",
+            f"in {self.last_only:,} only the last reply counts (the template rewrites earlier turns)"
+            if self.last_only
+            else "",
         ]
         size = f"{self.examples:,} examples, {self.tokens:,} tokens, {self.counted_tokens:,} of them counted"
         return "; ".join([size, *filter(None, notes)])
@@ -179,7 +192,11 @@ class _Reader:
     """Turns files into examples, with one tokenizer."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_length: int, report: Report, on_line: Callable[[Report], None] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        report: Report,
+        on_line: Callable[[Report], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
@@ -211,7 +228,9 @@ class _Reader:
         ids, counted = conversation.ids[: self.max_length], conversation.counted[: self.max_length]
         if not any(counted[FIRST_COUNTABLE:]):
             first = conversation.counted.index(True) + 1
-            raise InputError(f"the assistant's first token is number {first}, max_length is {self.max_length}; raise it or drop the line")
+            raise InputError(
+                f"the assistant's first token is number {first}, max_length is {self.max_length}; raise it or drop the line"
+            )
         self.report.truncated += len(ids) < len(conversation.ids)
         self.report.last_only += conversation.last_only
         return Example(ids, counted)
@@ -271,7 +290,9 @@ def _array_items(file: Path, content: bytes) -> Iterator[tuple[str, bytes]]:
     try:
         items = parse_json(content)
     except InputError as error:
-        raise InputError(f"{file}: a JSON array with an error ({error}); repair it, or write one conversation a line") from error
+        raise InputError(
+            f"{file}: a JSON array with an error ({error}); repair it, or write one conversation a line"
+        ) from error
     for number, item in enumerate(items, start=1):
         yield f"{file}, item {number}", json.dumps(item).encode()
 
@@ -347,7 +368,9 @@ class Batches:
         self._last_plan: tuple[int | None, list[list[int]]] = (-1, [])
         if self.lengths and max(self.lengths) > batch_tokens:
             longest = max(self.lengths)
-            raise OptionError(f"batch_tokens is {batch_tokens}, the longest example has {longest} tokens: raise it or lower max_length")
+            raise OptionError(
+                f"batch_tokens is {batch_tokens}, the longest example has {longest} tokens: raise it or lower max_length"
+            )
 
     def plan(self, epoch: int | None) -> list[list[int]]:
         """The batches of an epoch, as indices of examples; None: sorted by length and not shuffled."""

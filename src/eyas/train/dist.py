@@ -162,7 +162,9 @@ class ProcessGroup(SingleProcess):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self.original_hooks = [(module, {name: vars(module)[name].copy() for name in FSDP_HOOKS}) for module in drafter.net.modules()]
+        self.original_hooks = [
+            (module, {name: vars(module)[name].copy() for name in FSDP_HOOKS}) for module in drafter.net.modules()
+        ]
         self.sharded = fully_shard(_LossModule(drafter), mesh=init_device_mesh(self.device.type, (self.size,)))
         self.sharded.set_force_sum_reduction_for_comms(True)  # sums, not means; gloo knows no other
         self.sharded.set_gradient_divide_factor(1.0)
@@ -185,7 +187,12 @@ class ProcessGroup(SingleProcess):
 
     def _replace_shards(self, net: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """Put whole parameters in the place of shards; returns the shards and where they were."""
-        parameters = [(module, name, value) for module in net.modules() for name, value in module._parameters.items() if value is not None]
+        parameters = [
+            (module, name, value)
+            for module in net.modules()
+            for name, value in module._parameters.items()
+            if value is not None
+        ]
         shards = [(module, name, value) for module, name, value in parameters if hasattr(value, "full_tensor")]
         for module, name, value in shards:
             setattr(module, name, nn.Parameter(value.detach().full_tensor(), requires_grad=value.requires_grad))  # type: ignore[attr-defined]

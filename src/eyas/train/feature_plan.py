@@ -41,7 +41,9 @@ def open_or_plan(
         store = FeatureStore(folder)
         other = store.settings.differences(settings, is_target)
         if other:
-            raise OptionError(f"{folder} was begun with other settings: {'; '.join(other)}; repeat the old ones, or name another folder")
+            raise OptionError(
+                f"{folder} was begun with other settings: {'; '.join(other)}; repeat the old ones, or name another folder"
+            )
         agree(store.manifest, store.missing())
         return store
     planned = plan_store(settings, read(), versions())
@@ -81,15 +83,22 @@ def feature_settings(
     )
 
 
-def chosen_layers(target: Target, layers: str | None, methods: Sequence[str], options: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers of a list like "2,8,13", or those that the methods with these options read in training."""
+def chosen_layers(
+    target: Target, layers: str | None, methods: Sequence[str], options: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The layers of a list like "2,8,13", or those that the methods with these options read in
+    training."""
     if layers:
         try:
             numbers = sorted({int(part) for part in layers.split(",")})
         except ValueError:
-            raise OptionError(f"--layers are whole numbers separated by commas, like 2,8,13,16; got {layers!r}") from None
+            raise OptionError(
+                f"--layers are whole numbers separated by commas, like 2,8,13,16; got {layers!r}"
+            ) from None
         if not 0 <= numbers[0] <= numbers[-1] <= target.num_layers:
-            raise OptionError(f"--layers are from 0 to {target.num_layers}, the output of this target's final norm; got {layers!r}")
+            raise OptionError(
+                f"--layers are from 0 to {target.num_layers}, the output of this target's final norm; got {layers!r}"
+            )
         return tuple(numbers)
     kinds = [drafters.find(name) for name in methods]
     known = [flags(kind.Options) for kind in kinds]

@@ -106,7 +106,9 @@ def _write_failure(store: FeatureStore, error: OSError) -> str:
     if error.errno not in DISK_FULL:
         return f"cannot write into {store.folder}: {error.strerror or error}; {progress}"
     gib = sum(planned[i].bytes for i in missing) / 2**30
-    return f"no space left for {store.folder}: {progress}; free {gib:,.1f} GiB and run the same command again, it goes on"
+    return (
+        f"no space left for {store.folder}: {progress}; free {gib:,.1f} GiB and run the same command again, it goes on"
+    )
 
 
 def _shard_features(
@@ -125,7 +127,9 @@ def _shard_features(
         try:
             exact_NF = _encode(target, tokens_N, documents, settings.layers)
         except torch.OutOfMemoryError as error:
-            raise FitError(f"out of memory with a batch of {len(tokens_N)} tokens; lower --batch-tokens (now {batch_tokens})") from error
+            raise FitError(
+                f"out of memory with a batch of {len(tokens_N)} tokens; lower --batch-tokens (now {batch_tokens})"
+            ) from error
         rounded_NF = exact_NF.to(dtype)
         if not bool(rounded_NF.isfinite().all()):
             _refuse_infinite(exact_NF, tokens_N, documents, target, settings.dtype)
@@ -142,9 +146,13 @@ def _shard_features(
 
 def _refuse_infinite(features_NF: Tensor, tokens_N: Tensor, documents: Documents, target: Target, dtype: str) -> None:
     if bool(features_NF.isfinite().all()):
-        raise OptionError(f"features of this target reach {float(features_NF.abs().max()):.3g}, too large for {dtype}: store bfloat16")
+        raise OptionError(
+            f"features of this target reach {float(features_NF.abs().max()):.3g}, too large for {dtype}: store bfloat16"
+        )
     bad_row = int((~features_NF.isfinite()).any(-1).nonzero()[0])
     begins = [0, *accumulate(documents.lengths)]
     document = max(r for r, begin in enumerate(begins[:-1]) if begin <= bad_row)
     where = target.first_bad_layer(tokens_N[begins[document] : begins[document + 1]].tolist())
-    raise ModelError(f"the target's features are NaN or infinite ({where}): its weights or dtype ({target.dtype}) are broken")
+    raise ModelError(
+        f"the target's features are NaN or infinite ({where}): its weights or dtype ({target.dtype}) are broken"
+    )

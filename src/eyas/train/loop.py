@@ -117,7 +117,9 @@ def train(
         except RuntimeError as error:
             if not group.is_connection_error(error):
                 raise
-            raise EyasError(f"another process of this run has ended; {output.saved_state}; the same command goes on from there") from error
+            raise EyasError(
+                f"another process of this run has ended; {output.saved_state}; the same command goes on from there"
+            ) from error
 
 
 @contextmanager
@@ -143,12 +145,16 @@ class Trainer:
             try:
                 self.optimizer.load(saved["optimizers"], setup.group.shard_like)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise InputError(f"{output.state_file} holds no state of this optimizer; delete it to start the training anew") from error
+                raise InputError(
+                    f"{output.state_file} holds no state of this optimizer; delete it to start the training anew"
+                ) from error
         self.reporter = Reporter(setup, self.state, output.folder, on_progress)
         if saved is not None:
             self.reporter.note(f"resumed at step {self.state.step} of {setup.total_steps}")
         if setup.config.precision == "bf16" and not setup.use_bf16:
-            self.reporter.note(f"this {setup.device.type} has no bfloat16 instructions that torch can use: training in float32")
+            self.reporter.note(
+                f"this {setup.device.type} has no bfloat16 instructions that torch can use: training in float32"
+            )
 
     @property
     def is_finished(self) -> bool:
@@ -199,7 +205,8 @@ class Trainer:
             best = BestHead(state.step, figures, _copied_weights(setup)) if is_better else state.best
         if figures:
             self.reporter.write({"step": state.step, "heldout": figures})
-        # After the line of the log: a resumed run either knows of this evaluation, or repeats it and replaces its line.
+        # After the line of the log: a resumed run either knows of this evaluation, or repeats it
+        # and replaces its line.
         state.add_evaluation(figures, best, is_worse)
         if is_better:
             self.output.publish(state, state.step)
@@ -242,7 +249,9 @@ def _restored(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) 
     try:
         setup.net.load_state_dict(saved["net"])
     except (RuntimeError, AttributeError) as error:
-        raise OptionError(f"{output.state_file} is of a net with other layers or sizes; choose another folder, or start anew") from error
+        raise OptionError(
+            f"{output.state_file} is of a net with other layers or sizes; choose another folder, or start anew"
+        ) from error
     return state
 
 

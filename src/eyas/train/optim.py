@@ -27,7 +27,9 @@ class HeadOptimizer:
 
     def __init__(self, net: nn.Module, config: TrainConfig, device: torch.device) -> None:
         trainable = [(name, value) for name, value in net.named_parameters() if value.requires_grad]
-        matrices = [value for name, value in trainable if value.ndim == 2 and not VOCABULARY_TABLES & set(name.split("."))]
+        matrices = [
+            value for name, value in trainable if value.ndim == 2 and not VOCABULARY_TABLES & set(name.split("."))
+        ]
         for_muon = matrices if config.optimizer == "muon" else []
         muon_ids = {id(value) for value in for_muon}
         self.parameters = [value for _, value in trainable]
@@ -35,11 +37,15 @@ class HeadOptimizer:
         self.clip = config.clip or math.inf
         self.optimizers: list[torch.optim.Optimizer] = []
         if for_muon:
-            muon = torch.optim.Muon(for_muon, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+            muon = torch.optim.Muon(
+                for_muon, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
             self.optimizers.append(muon)
         if for_adamw:
             fused = device.type in ("cpu", "cuda")
-            adamw = torch.optim.AdamW(for_adamw, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused)
+            adamw = torch.optim.AdamW(
+                for_adamw, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
+            )
             self.optimizers.append(adamw)
 
     def zero_grad(self) -> None:
@@ -63,7 +69,9 @@ class HeadOptimizer:
 
     def state(self, full_tensor: Callable[[Tensor], Tensor]) -> list[dict[str, Any]]:
         """The state that resuming needs. `full_tensor` makes a whole tensor of a shard."""
-        return [_map_tensors(optimizer.state_dict(), lambda _, value: full_tensor(value)) for optimizer in self.optimizers]
+        return [
+            _map_tensors(optimizer.state_dict(), lambda _, value: full_tensor(value)) for optimizer in self.optimizers
+        ]
 
     def load(self, states: Sequence[dict[str, Any]], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Restore what `state` returned.

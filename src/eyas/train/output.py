@@ -42,7 +42,11 @@ class TrainOutput:
     @property
     def saved_state(self) -> str:
         """For messages: which state is on disk."""
-        return f"the state of step {self.saved_step} stays in {self.folder}" if self.saved_step >= 0 else "no state had been saved yet"
+        return (
+            f"the state of step {self.saved_step} stays in {self.folder}"
+            if self.saved_step >= 0
+            else "no state had been saved yet"
+        )
 
     def load(self, resume: bool) -> dict[str, Any] | None:
         """The saved state, checked against this run's settings; None when there is none. Without
@@ -77,7 +81,13 @@ class TrainOutput:
         for value in net.values():
             check_finite(value.detach().sum(), state.step)
         if setup.group.is_first:
-            saved = {**state.to_dict(), "net": net, "optimizers": optimizers, "config": asdict(setup.config), **setup.identity}
+            saved = {
+                **state.to_dict(),
+                "net": net,
+                "optimizers": optimizers,
+                "config": asdict(setup.config),
+                **setup.identity,
+            }
             save_state(self.state_file, saved)
         self.saved_step, self.saved_evaluation = state.step, state.evaluated_step
         if state.best is None:

@@ -33,7 +33,9 @@ def options_of(options: Any, prefix: str = "") -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in fields(options):
         value = getattr(options, field.name)
-        values.update(options_of(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value})
+        values.update(
+            options_of(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
+        )
     return values
 
 

@@ -30,7 +30,16 @@ from eyas.train.data import chat_lines, is_chat_file, parse_chat_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Conversation", "DataLine", "GenerationSettings", "Regenerated", "Skipped", "parse_conversation", "read_lines", "regenerate"]
+__all__ = [
+    "Conversation",
+    "DataLine",
+    "GenerationSettings",
+    "Regenerated",
+    "Skipped",
+    "parse_conversation",
+    "read_lines",
+    "regenerate",
+]
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,9 @@ def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
     """
     for path in map(Path, paths):
         if not is_chat_file(path):
-            raise InputError(f"{path} is plain text by its name, and has no questions: conversations are .jsonl, .ndjson or .json")
+            raise InputError(
+                f"{path} is plain text by its name, and has no questions: conversations are .jsonl, .ndjson or .json"
+            )
         for where, raw in chat_lines(path):
             yield DataLine(where, raw)
 
@@ -111,7 +122,11 @@ def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversa
     gets a reply to it.
     """
     record = parse_chat_line(line.raw)
-    if isinstance(record, Mapping) and isinstance(record.get("prompt"), str) and not {"messages", "conversations"} & record.keys():
+    if (
+        isinstance(record, Mapping)
+        and isinstance(record.get("prompt"), str)
+        and not {"messages", "conversations"} & record.keys()
+    ):
         record = {**record, "messages": [{"role": "user", "content": record["prompt"]}]}
     messages = messages_of(record)
     first_question = next((k for k, message in enumerate(messages) if message["role"] == "user"), len(messages))
@@ -122,7 +137,9 @@ def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversa
         raise InputError("nobody asks anything, so there is nothing to answer; drop the line")
     turns = turns[-1:] if settings.last_only else turns
     if any(message["role"] == "tool" for message in messages[turns[0] :]):
-        raise InputError("a tool's turn belongs to a reply that would be replaced; drop the line (or --last-only, where the last has none)")
+        raise InputError(
+            "a tool's turn belongs to a reply that would be replaced; drop the line (or --last-only, where the last has none)"
+        )
     return Conversation(line, record.get("id"), messages, tuple(turns))
 
 
@@ -183,7 +200,13 @@ class _ActiveConversation:
         while messages[-1]["role"] != "assistant":  # questions without a reply
             messages = messages[:-1]
         return Regenerated(
-            self.conversation, messages, tuple(self.finish), tuple(self.tokens), ended, self.totals.emitted, self.totals.cycles
+            self.conversation,
+            messages,
+            tuple(self.finish),
+            tuple(self.tokens),
+            ended,
+            self.totals.emitted,
+            self.totals.cycles,
         )
 
 
@@ -191,7 +214,12 @@ class _Scheduler:
     """The conversations in work, and the Decoder that they share."""
 
     def __init__(
-        self, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], settings: GenerationSettings, rows: int
+        self,
+        drafter: Drafter,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: frozenset[int],
+        settings: GenerationSettings,
+        rows: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.eos = eos

@@ -51,7 +51,9 @@ class Reporter:
         means = {name: total / state.log_sums["count"] for name, total in state.log_sums.items() if name != "count"}
         if state.step % config.log_every == 0 or state.step == self.setup.total_steps:
             lr = config.lr_at(state.step - 1, self.setup.total_steps)
-            self.write({"step": state.step, **means, "lr": lr, "tokens": state.tokens, "seconds": round(state.seconds, 3)})
+            self.write(
+                {"step": state.step, **means, "lr": lr, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
+            )
             state.log_sums = {}
         self._call("", {name: value for name, value in means.items() if name != "grad_norm"})
 

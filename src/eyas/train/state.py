@@ -173,5 +173,7 @@ def load_state(path: Path) -> dict[str, Any]:
         if key not in saved:
             raise InputError(f"{path} has no {key!r}, so it is no whole state of a training; delete it to start anew")
         if not isinstance(saved[key], types) or isinstance(saved[key], bool):
-            raise InputError(f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start anew")
+            raise InputError(
+                f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start anew"
+            )
     return saved

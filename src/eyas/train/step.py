@@ -18,7 +18,9 @@ from eyas.train.state import TrainState
 __all__ = ["train_step"]
 
 
-def train_step(setup: TrainSetup, loss_function: LossFunction, optimizer: HeadOptimizer, state: TrainState) -> dict[str, float]:
+def train_step(
+    setup: TrainSetup, loss_function: LossFunction, optimizer: HeadOptimizer, state: TrainState
+) -> dict[str, float]:
     """Update the weights once, and the state with them.
 
     Args:

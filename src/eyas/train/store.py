@@ -97,9 +97,13 @@ class FeatureStore:
             tensors = load_file(path)
             digest = tensors_digest({name: tensors[name] for name in ("lengths", "order", "tokens", "counted")})
         except (OSError, SafetensorError, KeyError) as error:
-            raise InputError(f"{path} is missing or damaged ({type(error).__name__}): take it from where the features were made") from error
+            raise InputError(
+                f"{path} is missing or damaged ({type(error).__name__}): take it from where the features were made"
+            ) from error
         if digest != self.manifest.examples_sha256:
-            raise InputError(f"{path} has another checksum than the manifest says: take it from where the features were made")
+            raise InputError(
+                f"{path} has another checksum than the manifest says: take it from where the features were made"
+            )
         return tensors
 
     def _places(self) -> tuple[list[int], list[int], list[int]]:
@@ -188,11 +192,15 @@ class FeatureStore:
         """InputError when these are features of another target or tokenizer."""
         settings = self.settings
         if not target.is_named(settings.target["fingerprint"]):
-            raise InputError(f"{self.folder} holds features of another target: {settings.target['name']!r}, not {target.name!r}")
+            raise InputError(
+                f"{self.folder} holds features of another target: {settings.target['name']!r}, not {target.name!r}"
+            )
         identity = tokenizer_identity(tokenizer) if tokenizer is not None else settings.tokenizer
         for part, digest in identity.items():
             if digest != settings.tokenizer.get(part):
-                raise InputError(f"{self.folder} was made with another tokenizer than {target.name!r} has now: its {part} differs")
+                raise InputError(
+                    f"{self.folder} was made with another tokenizer than {target.name!r} has now: its {part} differs"
+                )
 
     def check_layers(self, layers: Sequence[int]) -> None:
         """InputError when some of these layers are not in the store."""
@@ -218,8 +226,15 @@ class FeatureStore:
         train = [i for i in available if i < self.manifest.train]
         heldout = [i for i in available if i >= self.manifest.train]
         if not train:
-            raise InputError(f"{self.folder} holds no shard to train from yet: run `eyas features` as before, it goes on")
-        return Data(StoredExamples(self, train), StoredExamples(self, heldout), self.manifest.report, self.settings.data["sha256"])
+            raise InputError(
+                f"{self.folder} holds no shard to train from yet: run `eyas features` as before, it goes on"
+            )
+        return Data(
+            StoredExamples(self, train),
+            StoredExamples(self, heldout),
+            self.manifest.report,
+            self.settings.data["sha256"],
+        )
 
     # --- checking and writing
 
@@ -249,7 +264,10 @@ class FeatureStore:
             features: layer -> [N, D].
         """
         bounds = [0, *accumulate(self.lengths[i] for i in self.in_shard(shard))]
-        checksums = [[zlib.crc32(byte_view(features[k][begin:end])) for k in self.settings.layers] for begin, end in pairwise(bounds)]
+        checksums = [
+            [zlib.crc32(byte_view(features[k][begin:end])) for k in self.settings.layers]
+            for begin, end in pairwise(bounds)
+        ]
         tensors = {"crc32": torch.tensor(checksums), **{f"layer.{k}": features[k] for k in self.settings.layers}}
         write_tensors(self.path(shard), tensors, {"store": self.id})
 
@@ -259,7 +277,9 @@ class FeatureStore:
             return False
         if any(shard.sha256 is None for shard in self.manifest.shards):
             digests = [read_header(self.path(i))[0]["sha256"] for i in range(len(self.manifest.shards))]
-            shards = tuple(replace(shard, sha256=digest) for shard, digest in zip(self.manifest.shards, digests, strict=True))
+            shards = tuple(
+                replace(shard, sha256=digest) for shard, digest in zip(self.manifest.shards, digests, strict=True)
+            )
             self.manifest = replace(self.manifest, shards=shards)
             self.manifest.write(self.folder)
         return True

@@ -66,9 +66,13 @@ def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
     if not step or not id_file.exists():
         write_text(id_file, secrets.token_hex(6))
     try:
-        run = wandb.init(project=PROJECT, name=folder.name, id=id_file.read_text(), resume="allow", dir=str(folder), config=config)
+        run = wandb.init(
+            project=PROJECT, name=folder.name, id=id_file.read_text(), resume="allow", dir=str(folder), config=config
+        )
     except Exception as error:  # its own classes, some of them of other packages
-        raise InputError(f"W&B does not begin: {' '.join(str(error).split())[:200]}; WANDB_MODE=offline needs no account") from error
+        raise InputError(
+            f"W&B does not begin: {' '.join(str(error).split())[:200]}; WANDB_MODE=offline needs no account"
+        ) from error
 
     def write(line: Mapping[str, Any] | None) -> None:
         if line is None:

@@ -20,7 +20,9 @@ def count_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
     tokens: list[int] = []
     for i in range(len(examples)):
         ids, counted = examples[i]
-        tokens += [token for token, counts in zip(ids[FIRST_COUNTABLE:], counted[FIRST_COUNTABLE:], strict=True) if counts]
+        tokens += [
+            token for token, counts in zip(ids[FIRST_COUNTABLE:], counted[FIRST_COUNTABLE:], strict=True) if counts
+        ]
         if len(tokens) >= TOKENS_AT_ONCE or i + 1 == len(examples):
             counts_V += torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=vocab_size)
             tokens = []

@@ -41,7 +41,9 @@ class Workers:
         self.command = [sys.executable, "-m", "eyas", "features", *tokens]
         self.threads = max(1, (os.cpu_count() or 1) // count)
         self.notes = [notes / str(k) for k in range(count)]
-        self.processes = [self._start(todo[k::count], devices[k % len(devices)], path) for k, path in enumerate(self.notes)]
+        self.processes = [
+            self._start(todo[k::count], devices[k % len(devices)], path) for k, path in enumerate(self.notes)
+        ]
 
     def _start(self, shards: Sequence[int], device: str, notes: Path) -> subprocess.Popen[bytes]:
         only = ",".join(map(str, shards))
@@ -80,7 +82,8 @@ class Workers:
                 )
 
     def _stop(self) -> None:
-        """Ctrl-C reaches the workers too; end those that do not react. An unfinished shard leaves nothing."""
+        """Ctrl-C reaches the workers too; end those that do not react. An unfinished shard leaves
+        nothing."""
         for process in self.processes:
             try:
                 process.wait(timeout=STOP_SECONDS)

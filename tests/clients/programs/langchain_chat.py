@@ -1,4 +1,5 @@
-"""ChatOpenAI against a server: python langchain_chat.py BASE_URL ACTION PROMPT...; prints one JSON object."""
+"""ChatOpenAI against a server: python langchain_chat.py BASE_URL ACTION PROMPT...; prints one JSON
+object."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def get_weather(day: Literal["today", "tomorrow"]) -> str:
 
 def main() -> None:
     base_url, action, *prompts = sys.argv[1:]
-    chat = ChatOpenAI(base_url=base_url, api_key="none", model="tiny", temperature=0, max_tokens=80, max_retries=0, stream_usage=True)
+    chat = ChatOpenAI(
+        base_url=base_url, api_key="none", model="tiny", temperature=0, max_tokens=80, max_retries=0, stream_usage=True
+    )
     print(json.dumps(ACTIONS[action](chat, prompts)))
 
 
@@ -59,7 +62,10 @@ def figures(message: Any) -> dict[str, Any]:
 def structured(chat: ChatOpenAI, prompts: list[str]) -> dict[str, Any]:
     """An object of a class, by LangChain's two ways that constrain the text."""
     methods = ("json_schema", "function_calling")
-    return {method: chat.with_structured_output(Answer, method=method, strict=True).invoke(prompts[0]).model_dump() for method in methods}
+    return {
+        method: chat.with_structured_output(Answer, method=method, strict=True).invoke(prompts[0]).model_dump()
+        for method in methods
+    }
 
 
 def tools(chat: ChatOpenAI, prompts: list[str]) -> dict[str, Any]:

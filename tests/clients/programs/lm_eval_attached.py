@@ -2,7 +2,8 @@
 
     python lm_eval_attached.py SOURCE TASKS HEAD       folders: of the package eyas, of tasks, of a draft head
 
-Prints one JSON object: for each size of a batch whether all answers are equal, how many there are, and tokens per forward.
+Prints one JSON object: for each size of a batch whether all answers are equal, how many there are,
+and tokens per forward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def answers(model: Any, tokenizer: Any, tasks: TaskManager, rows: int) -> list[A
         task_manager=tasks,
         log_samples=True,
     )
-    return [sample["resps"] for sample in sorted(evaluated["samples"]["eyas_text"], key=lambda sample: sample["doc_id"])]
+    return [
+        sample["resps"] for sample in sorted(evaluated["samples"]["eyas_text"], key=lambda sample: sample["doc_id"])
+    ]
 
 
 def main(folder: str, head: str) -> None:

@@ -1,4 +1,5 @@
-"""Run by the speculators library's Python: logits of its EAGLE-3 class in the steps of the training-time test.
+"""Run by the speculators library's Python: logits of its EAGLE-3 class in the steps of the
+training-time test.
 
     speculators_logits.py STEPS INPUTS HEAD...    INPUTS: safetensors with "tokens" [T], and "features.0" [T, F], ... for each head
 
@@ -22,7 +23,9 @@ def main() -> None:
         config.transformer_layer_config._attn_implementation = "eager"
         model = Eagle3DraftModel.from_pretrained(head, config=config, dtype=torch.float32).eval()
         logits: list[torch.Tensor] = []
-        model.lm_head.register_forward_hook(lambda module, given, result, kept=logits: kept.append(result[0].detach().clone()))
+        model.lm_head.register_forward_hook(
+            lambda module, given, result, kept=logits: kept.append(result[0].detach().clone())
+        )
         with torch.no_grad():
             model(inputs[f"features.{i}"][None], following, torch.zeros_like(following), ttt_steps=steps)
         save_file({"logits": torch.stack(logits)}, Path(head) / "logits.safetensors")

@@ -1,7 +1,8 @@
 """Run by vLLM's Python: answers of vLLM with a draft head, and how many drafts it accepted.
 
-Reads from stdin {"target", "head" or null, "method", "parallel", "tokens", "max_tokens", "prompts": [[ids]]}; prints, as the last line,
-{"ids": [[ids]], "drafts", "accepted", "versions"}. All prompts are in one batch; greedy, in float32.
+Reads from stdin {"target", "head" or null, "method", "parallel", "tokens", "max_tokens", "prompts":
+[[ids]]}; prints, as the last line, {"ids": [[ids]], "drafts", "accepted", "versions"}. All prompts
+are in one batch; greedy, in float32.
 """
 
 import json

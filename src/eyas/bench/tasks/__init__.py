@@ -8,7 +8,8 @@
     load("gsm8k")                          from the hub, with the package `datasets`
     read_prompts("own.jsonl")              the user's own
 
-A line that cannot be used is named with its file and number, and the rest goes on. This package knows no model and no tokenizer.
+A line that cannot be used is named with its file and number, and the rest goes on. This package
+knows no model and no tokenizer.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     """The prompts of a task, in the order of their file.
 
     Args:
-        spec: NAME (bundled, or from the hub) or NAME:PATH; NAME/PART takes one part of a set, such as spec_bench/rag.
+        spec: NAME (bundled, or from the hub) or NAME:PATH; NAME/PART takes one part of a set, such
+            as spec_bench/rag.
         limit: at most so many prompts, of every part and category in proportion.
         seed: decides which prompts `limit` takes, and where the passages of `long` begin.
 
     Raises:
-        OptionError: no such task, or an impossible limit. InputError: no line can be used; the message says why.
+        OptionError: no such task, or an impossible limit. InputError: no line can be used; the
+            message says why.
         Lines that cannot be used beside usable ones are a warning each.
     """
     if limit is not None and limit < 1:
@@ -68,12 +71,15 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
 def read_prompts(path: str | Path) -> tuple[list[Prompt], list[str]]:
     """The user's own prompts, and one line for each line that cannot be used.
 
-    A line: {"prompt": "..."}, {"messages": [...]}, {"turns": [...]} or {"prompt_ids": [...]}; with any of them "id", "task" (else the
-    file's name), "system", "max_new_tokens", "raw". InputError when the file cannot be read or no line can be used.
+    A line: {"prompt": "..."}, {"messages": [...]}, {"turns": [...]} or {"prompt_ids": [...]}; with
+    any of them "id", "task" (else the file's name), "system", "max_new_tokens", "raw". InputError
+    when the file cannot be read or no line can be used.
     """
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"{file} {'is a folder' if file.exists() else 'does not exist'}; name a file of prompts, one a line")
+        raise InputError(
+            f"{file} {'is a folder' if file.exists() else 'does not exist'}; name a file of prompts, one a line"
+        )
     reader = _Reader(file.name.partition(".")[0], own=True)
     reader.read(lines_of(file))
     return [f.prompt for f in _some(reader.found, reader.problems, str(file))], reader.problems
@@ -110,7 +116,9 @@ def _some(found: list[_Found], problems: Sequence[str], where: str) -> list[_Fou
     if found:
         return found
     raise InputError(
-        f"{where}: no line can be used; the first: {problems[0]}" if problems else f"{where} is empty: there is no prompt in it"
+        f"{where}: no line can be used; the first: {problems[0]}"
+        if problems
+        else f"{where} is empty: there is no prompt in it"
     )
 
 
@@ -128,7 +136,8 @@ class _Reader:
         self.found, self.problems, self.places = list[_Found](), list[str](), dict[str, str]()
 
     def read(self, lines: Iterable[tuple[str, Any]], part: str = "") -> None:
-        """Read lines; part: the part of the task that they belong to; "": the lines name it, or there is none."""
+        """Read lines; part: the part of the task that they belong to; "": the lines name it, or
+        there is none."""
         for number, (where, record) in enumerate(lines, start=1):
             try:
                 if isinstance(record, InputError):
@@ -152,7 +161,9 @@ class _Reader:
             return None
         task = self._task(record, category, part)
         prompt = Prompt(f"{task}/{name or number}", task, **fields)
-        return _Found(prompt if prompt.max_new_tokens else replace(prompt, max_new_tokens=self.max_new_tokens), category)
+        return _Found(
+            prompt if prompt.max_new_tokens else replace(prompt, max_new_tokens=self.max_new_tokens), category
+        )
 
     def _task(self, record: Any, category: str, part: str) -> str:
         own = record.get("task") if self.own or self.name == "bundled" else None
@@ -167,9 +178,11 @@ class _Reader:
 
 
 def _pick(found: Sequence[_Found], limit: int | None, seed: int) -> list[Prompt]:
-    """At most `limit` of them, in their order. Every part and category gets its share, rounded up or down.
+    """At most `limit` of them, in their order. Every part and category gets its share, rounded up
+    or down.
 
-    Sorted by category and shuffled within, then taken at even distances: a stretch of m of n holds limit * m / n of the places.
+    Sorted by category and shuffled within, then taken at even distances: a stretch of m of n holds
+    limit * m / n of the places.
     """
     count = len(found)
     if limit is None or limit >= count:

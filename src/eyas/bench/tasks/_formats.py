@@ -1,4 +1,5 @@
-"""Read one line of a benchmark's file. The line's own keys decide on the format, not the name of its file.
+"""Read one line of a benchmark's file. The line's own keys decide on the format, not the name of
+its file.
 
     keys                              format
     turns                             Spec-Bench, MT-bench, the EAGLE evaluation files: user turns, a question_id and a category
@@ -73,8 +74,14 @@ def only(record: Any) -> None:
         raise InputError('not a JSON object; write {"prompt": "..."}')
     given = [way for way in OWN if way in record]
     if len(given) != 1:
-        close = next((f"; {key!r}: {hint}" for key in record if (hint := near(str(key), OWN)).startswith("did you")), "")
-        raise InputError(f"it has both {' and '.join(given)}: give one of them" if given else f"it has none of {', '.join(OWN)}{close}")
+        close = next(
+            (f"; {key!r}: {hint}" for key in record if (hint := near(str(key), OWN)).startswith("did you")), ""
+        )
+        raise InputError(
+            f"it has both {' and '.join(given)}: give one of them"
+            if given
+            else f"it has none of {', '.join(OWN)}{close}"
+        )
 
 
 # --- the formats -----------------------------------------------------------------------------------------------------------------------
@@ -109,7 +116,9 @@ def _continuation(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ids(record: Mapping[str, Any]) -> dict[str, Any]:
     ids = record["prompt_ids"]
-    if not (isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)):
+    if not (
+        isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+    ):
         raise InputError('"prompt_ids" must be a list of token ids, whole numbers from 0')
     return {"prompt_ids": tuple(ids)}
 

@@ -1,6 +1,7 @@
 """Passages of plain texts, to be summarised: prompts as long as one likes.
 
-Lengths are in words, so that a task is the same text for every model; English has about 1.3 tokens to a word.
+Lengths are in words, so that a task is the same text for every model; English has about 1.3 tokens
+to a word.
 
     the words of a book  |----------------------------------------------------------------|
     passages                  [=====]      [=====]      [=====]      [=====]    evenly spread; the seed says where the first begins
@@ -48,8 +49,11 @@ def split_lengths(path: str) -> tuple[str, tuple[int, ...]]:
     return path[: found.start()], lengths
 
 
-def passages(path: Path, lengths: Sequence[int], seed: int, max_new_tokens: int | None) -> tuple[list[Prompt], list[str]]:
-    """PASSAGES prompts of every length, in turn from every book, and what is wrong with books that cannot be used."""
+def passages(
+    path: Path, lengths: Sequence[int], seed: int, max_new_tokens: int | None
+) -> tuple[list[Prompt], list[str]]:
+    """PASSAGES prompts of every length, in turn from every book, and what is wrong with books that
+    cannot be used."""
     books, problems, prompts = list[Book](), list[str](), list[Prompt]()
     for file in _files(path):
         try:
@@ -58,7 +62,9 @@ def passages(path: Path, lengths: Sequence[int], seed: int, max_new_tokens: int 
             problems.append(str(error))
     for length in lengths:
         fit = [book for book in books if len(book.words) >= length]
-        problems += [f"{book.name} has {len(book.words)} words, fewer than {length}" for book in books if book not in fit]
+        problems += [
+            f"{book.name} has {len(book.words)} words, fewer than {length}" for book in books if book not in fit
+        ]
         for k in range(PASSAGES if fit else 0):
             book, turn = fit[k % len(fit)], k // len(fit)
             first = _first(book, length, turn, -(-(PASSAGES - k % len(fit)) // len(fit)), seed)

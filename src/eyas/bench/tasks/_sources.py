@@ -28,8 +28,9 @@ class Task(NamedTuple):
     max_new_tokens: int | None = None  # of an answer, at most; --max-new-tokens may ask for fewer
 
 
-# 1024 is what Spec-Bench's scripts allow (evaluation/inference_baseline.py), 512 what EAGLE's do in effect (their --max-new-token of
-# 1024 is parsed and not used); the others are our own choice of what an answer of that kind needs.
+# 1024 is what Spec-Bench's scripts allow (evaluation/inference_baseline.py), 512 what EAGLE's do in
+# effect (their --max-new-token of 1024 is parsed and not used); the others are our own choice of
+# what an answer of that kind needs.
 TASKS = {
     "bundled": Task("24 prompts of eyas' own, four of each of six kinds", "", max_new_tokens=128),
     "spec_bench": Task("Spec-Bench, 480 prompts, six tasks", "question.jsonl of github.com/hemingkx/Spec-Bench", None, 1024),
@@ -46,7 +47,8 @@ TASKS = {
 
 
 def files_of(name: str, path: Path) -> list[Path]:
-    """The files of lines that a path stands for: itself; a folder's question.jsonl, its only file of lines, or those of its folders."""
+    """The files of lines that a path stands for: itself; a folder's question.jsonl, its only file
+    of lines, or those of its folders."""
     if path.is_file():
         return [path]
     if not path.exists():
@@ -64,7 +66,8 @@ def files_of(name: str, path: Path) -> list[Path]:
 
 
 def lines_of(file: Path) -> Iterator[tuple[str, Any]]:
-    """(where, record) of every line; the record of a line that is no JSON is the InputError that says so."""
+    """(where, record) of every line; the record of a line that is no JSON is the InputError that
+    says so."""
     for where, raw in chat_lines(file):
         try:
             yield where, parse_chat_line(raw)
@@ -73,7 +76,8 @@ def lines_of(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def hub_lines(name: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) of a task's dataset on the hub. InputError says what to install, or which path to give instead."""
+    """(where, record) of a task's dataset on the hub. InputError says what to install, or which
+    path to give instead."""
     task = TASKS[name]
     file = f"give a file, {name}:PATH ({task.file})"
     if task.hub is None:

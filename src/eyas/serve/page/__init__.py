@@ -1,10 +1,12 @@
-"""The page of the server, as files; and the same view as one file that needs nothing beside it (`eyas generate --view`).
+"""The page of the server, as files; and the same view as one file that needs nothing beside it
+(`eyas generate --view`).
 
-The files of this folder are served as they are: no build step, no library, nothing from the network. Texts of models and users enter
-the page as text nodes only, and the browser is told so: under `SERVED_POLICY` no inline script runs and no markup is parsed.
+The files of this folder are served as they are: no build step, no library, nothing from the
+network. Texts of models and users enter the page as text nodes only, and the browser is told so:
+under `SERVED_POLICY` no inline script runs and no markup is parsed.
 
-`one_file` puts the same modules into one script. For this, an import stands on one line, and `export` before what it exports.
-This module knows no web framework.
+`one_file` puts the same modules into one script. For this, an import stands on one line, and
+`export` before what it exports. This module knows no web framework.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def one_file(data: Mapping[str, Any]) -> str:
 
 
 def _modules(entry: str, done: set[str] | None = None) -> list[str]:
-    """A module and those that it imports, each after what it needs, as functions that return what they export."""
+    """A module and those that it imports, each after what it needs, as functions that return what
+    they export."""
     done = set() if done is None else done
     done.add(entry)
     source = _read(f"{entry}.js")

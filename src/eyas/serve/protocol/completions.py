@@ -23,9 +23,15 @@ class CompletionBody(GenerationBody):
     @classmethod
     def _prompt(cls, value: Any) -> Any:
         if not isinstance(value, str) and not _is_ids(value):
-            good = isinstance(value, list) and value and (all(isinstance(v, str) for v in value) or all(map(_is_ids, value)))
+            good = (
+                isinstance(value, list)
+                and value
+                and (all(isinstance(v, str) for v in value) or all(map(_is_ids, value)))
+            )
             if not good:
-                raise ValueError("must be a string, a list of strings, a list of token ids or a list of those, and not empty")
+                raise ValueError(
+                    "must be a string, a list of strings, a list of token ids or a list of those, and not empty"
+                )
         return value
 
     def prompts(self) -> list[str | list[int]]:

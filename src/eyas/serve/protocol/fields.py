@@ -1,7 +1,7 @@
 """Fields that all bodies that generate text have in common.
 
-A field is known and served, known and refused by name, or unknown. Unknown fields change nothing: the response lists them in a header
-(`x-eyas-ignored-fields`).
+A field is known and served, known and refused by name, or unknown. Unknown fields change nothing:
+the response lists them in a header (`x-eyas-ignored-fields`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
 
-# Fields of other servers that are refused unless they have one of the values behind them, which change nothing here.
+# Fields of other servers that are refused unless they have one of the values behind them, which
+# change nothing here.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "audio": (None,),
@@ -51,7 +52,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 # Fields that name or sort requests and change no answer.
-WITHOUT_EFFECT = frozenset({"metadata", "priority", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"})
+WITHOUT_EFFECT = frozenset(
+    {"metadata", "priority", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"}
+)
 
 
 class Body(BaseModel):
@@ -122,7 +125,9 @@ class GenerationBody(Body):
     @classmethod
     def _check_stops(cls, value: Any) -> Any:
         listed = [value] if isinstance(value, str) else value
-        if listed is not None and not (isinstance(listed, list) and all(isinstance(text, str) and text for text in listed)):
+        if listed is not None and not (
+            isinstance(listed, list) and all(isinstance(text, str) and text for text in listed)
+        ):
             raise ValueError("stop must be a string or a list of strings, none of them empty")
         return listed or None
 
@@ -131,7 +136,9 @@ class GenerationBody(Body):
     def _check_speculation(cls, value: Any) -> Any:
         number = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not isinstance(value, bool | str) and not (number and 1 <= value <= MOST_DRAFTED):
-            raise ValueError(f'must be false, "auto", a number of draft tokens from 1 to {MOST_DRAFTED}, or the name of a method')
+            raise ValueError(
+                f'must be false, "auto", a number of draft tokens from 1 to {MOST_DRAFTED}, or the name of a method'
+            )
         return value
 
     @property
@@ -162,7 +169,8 @@ class GenerationBody(Body):
         return {"method": asked} if isinstance(asked, str) else {"draft": asked}
 
     def keywords(self, **more: Any) -> dict[str, Any]:
-        """The fields that are keywords of `LLM.generate`, those that are given, and further ones that are not None.
+        """The fields that are keywords of `LLM.generate`, those that are given, and further ones
+        that are not None.
 
         Raises:
             OptionError: a field that `LLM.generate` does not have.

@@ -9,7 +9,8 @@ from eyas.errors import OptionError
 
 __all__ = ["STRUCTURE_FIELDS", "structure_keywords"]
 
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}  # older names
+# older names
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 STRUCTURE_FIELDS = ("structured_outputs", *GUIDED)
 NAMES = ("json", "regex", "choice", "grammar", "json_object")
 CHANGE_NOTHING = (None, False)  # values with which further names are left out

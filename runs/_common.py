@@ -33,9 +33,10 @@ from eyas.drafters import Drafter, find
 from eyas.errors import EyasError, InputError
 from eyas.files import write_text
 from eyas.hardware import cpu_name
-from eyas.metrics import bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
+from eyas.metrics import Interval, bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
 
 RESAMPLES = 4000
+REQUIRED = object()  # the default of an option that must be given
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
 Options = dict[str, Any]
 
@@ -43,27 +44,59 @@ Options = dict[str, Any]
 # --- the command line ----------------------------------------------------------------------------------
 
 
-def parser(doc: str | None, chats: bool = False, heads: bool = False, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring, with --output and an option for each default.
+def parser(
+    doc: str | None, output: Any = REQUIRED, chats: bool = False, heads: bool = False, **options: Any
+) -> argparse.ArgumentParser:
+    """A parser whose help is the script's docstring, with an option for each of `options`.
 
     Args:
+        output: the default of --output and its help, where it is not required; None: without it.
         chats: with --chats, a file of chats.
         heads: with --draft METHOD=HEAD, as `heads_of` takes it.
+        options: defaults, each alone or with its help; False is a switch, a list takes several values.
     """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--output", type=Path, required=True, help="the record, JSON; raw answers are kept in out/ beside its name"
-    )
+    if output is REQUIRED:
+        made.add_argument(
+            "--output", type=Path, required=True, help="the record, JSON; raw answers are kept in out/ beside its name"
+        )
+    elif output is not None:
+        options["output"] = output
     if chats:
         made.add_argument("--chats", type=Path, required=True, metavar="FILE", help="chats, JSONL; .gz too")
     if heads:
         made.add_argument(
             "--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's heads"
         )
-    for name, default in defaults.items():
-        kind = str if default is None else type(default)
-        made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="default: %(default)s")
+    for name, option in options.items():
+        add_option(made, f"--{name.replace('_', '-')}", *(option if isinstance(option, tuple) else (option,)))
     return made
+
+
+def add_option(made: argparse.ArgumentParser, flag: str, default: Any, about: str = "") -> None:
+    """Add an option whose type is that of its default; without one it is a word."""
+    if default is False:
+        made.add_argument(flag, action="store_true", help=about)
+        return
+    several = isinstance(default, list)
+    example = default[0] if several else default
+    made.add_argument(
+        flag,
+        type=str if example is None else Path if isinstance(example, Path) else type(example),
+        nargs="+" if several else None,
+        default=default,
+        help=f"{about} (default: %(default)s)".strip(),
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers that are separated by commas."""
+    return [int(part) for part in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    """Words that are separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def run(main: Callable[[], object]) -> NoReturn:
@@ -247,8 +280,12 @@ def loops(answers: Sequence[Answer], n: int = 8) -> set[str]:
 
 def interval(statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarray) -> list[float | None]:
     """[value, low, high], rounded, of `eyas.metrics.bootstrap`."""
-    found = bootstrap(statistic, *columns, resamples=RESAMPLES) or (None, None, None)
-    return [None if x is None else round(x, 4) for x in found]
+    return rounded(bootstrap(statistic, *columns, resamples=RESAMPLES))
+
+
+def rounded(figures: Interval | None, digits: int = 4) -> list[float | None]:
+    """[value, low, high], rounded."""
+    return [None if x is None else round(x, digits) for x in figures or (None, None, None)]
 
 
 def tau_columns(answers: Sequence[Answer]) -> list[list[float]]:

@@ -10,17 +10,16 @@ program measures nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _common import run
-from results import cell, prose, table
+from _common import parser, run
+from _markdown import blocks, cell, columns, prose, table
 from safetensors import safe_open
 
 from eyas import tiny
@@ -70,9 +69,8 @@ SPEC_BENCH = {
     "EAGLE-1": (2.31, 1.72, 2.00, 1.91, 2.38, 1.75, 3.57), "EAGLE-2": (2.56, 1.78, 2.09, 2.07, 2.66, 1.86, 4.35),
 }  # fmt: skip
 # n-alpha of EAGLE-1's chain and tau of its tree on MT-bench, Vicuna-7B (EAGLE-1, table 1), by
-# temperature; tau of its chain (table 5).
+# temperature.
 ALPHA = {0.0: ((0.79, 0.74, 0.72, 0.73, 0.67), 3.94), 1.0: ((0.71, 0.68, 0.66, 0.66, 0.65), 3.17)}
-CHAIN_TAU = 3.20
 
 
 def method_name(method: str) -> str:
@@ -93,94 +91,90 @@ class Bench:
 
     def rows(self, temperature: float, task: str = "all") -> dict[str, Row]:
         """Name in a table -> row; in the order of the bench."""
-        chosen = [r for r in self.summary["rows"] if r["temperature"] == temperature and r["task"] == task]
-        return {method_name(r["method"]): r for r in chosen}
+        chosen = [row for row in self.summary["rows"] if (row["temperature"], row["task"]) == (temperature, task)]
+        named = [{**row, "name": method_name(row["method"])} for row in chosen]
+        return {row["name"]: row for row in named}
+
+    @property
+    def temperatures(self) -> list[float]:
+        return list(dict.fromkeys(row["temperature"] for row in self.summary["rows"]))
 
     @property
     def tasks(self) -> list[str]:
-        return [t for t in dict.fromkeys(r["task"] for r in self.summary["rows"]) if t != "all"]
+        return [task for task in dict.fromkeys(row["task"] for row in self.summary["rows"]) if task != "all"]
 
     def alpha(self, temperature: float) -> dict[str, Sequence[float | None]]:
         """n-alpha of the methods that were looked at in a chain."""
-        found, end = {}, f", T = {temperature:g}"
-        several = len({r["temperature"] for r in self.summary["rows"]}) > 1
+        alphas, end, several = {}, f", T = {temperature:g}", len(self.temperatures) > 1
         for key, probe in self.summary["probes"].items():
             if probe["n_alpha"] and key.endswith(end) == several:
-                found[method_name(key.removesuffix(end))] = probe["n_alpha"]
-        return found
+                alphas[method_name(key.removesuffix(end))] = probe["n_alpha"]
+        return alphas
 
 
-def with_interval(row: Row, key: str) -> str:
-    """value [low, high]."""
-    keys = (key, f"{key}_low", f"{key}_high")
-    return cell([row[k] for k in keys] if key == "speedup" else row[f"{key}_interval"] or row[key])
+def equal_texts(row: Row) -> str:
+    """Whether the texts are plain decoding's."""
+    return {True: "yes", None: "not compared"}.get(row["equal"], f"{len(row['differ'])} not")
 
 
-def whole(bench: Bench, temperature: float, published: Mapping[str, tuple[float, float]] | None = None) -> str:
+def whole(bench: Bench, temperature: float, published: Mapping[str, tuple[float, float]] | None) -> str:
     """All methods over all prompts."""
-    head = ["", "tokens/s", "speed-up over vanilla", "over generate", "tau", "c", "equal texts"]
+    makers: dict[str, Callable[[Row], str]] = {
+        "tokens/s": lambda row: cell(row["tokens_per_second"], 1),
+        "speed-up over vanilla": lambda row: cell([row[f"speedup{end}"] for end in ("", "_low", "_high")]),
+        "over generate": lambda row: cell(row["speedup_vs_transformers"]),
+        "tau": lambda row: cell(row["tau_interval"] or row["tau"]),
+        "c": lambda row: cell(row["c"]),
+        "equal texts": equal_texts,
+    }
+    if published is not None:
+        theirs = {name: f"{speedup:.2f}x, {tau:.2f}" for name, (speedup, tau) in published.items()}
+        makers["published: speed-up, tau"] = lambda row: theirs.get(row["name"], "")
+    return columns(bench.rows(temperature), makers)
+
+
+def by_task(bench: Bench, temperature: float, published: Mapping[str, Sequence[float | None]] | None) -> str:
+    """Speed-up and tau of every method on every task."""
+    by_name = {task: bench.rows(temperature, task) for task in bench.tasks}
+
+    def figures(row: Row | None) -> str:
+        return f"{cell(row['speedup'])}x {cell(row['tau'])}" if row else ""
+
+    makers: dict[str, Callable[[Row], str]] = {
+        task.split("/")[-1]: lambda row, rows=rows: figures(rows.get(row["name"])) for task, rows in by_name.items()
+    }
+    if published is not None:
+        theirs = {
+            name: " ".join(cell(speedup) or "-" for speedup in speedups) + f"; {cell(tau)}"
+            for name, (*speedups, tau) in published.items()
+        }
+        makers["published: speed-ups; tau"] = lambda row: theirs.get(row["name"], "")
+    return columns(bench.rows(temperature), makers)
+
+
+def alphas(bench: Bench, published: bool) -> str:
+    """n-alpha and tau at every temperature."""
     lines = []
-    for name, row in bench.rows(temperature).items():
-        differ = len(row["differ"])
-        equal = {True: "yes", None: "not compared"}.get(row["equal"], f"{differ} not")
-        line = [
-            name,
-            cell(row["tokens_per_second"], 1),
-            with_interval(row, "speedup"),
-            cell(row["speedup_vs_transformers"]),
-        ]
-        line += ["" if row["tau"] is None else with_interval(row, "tau"), cell(row["c"]), equal]
-        if published is not None:
-            speed, tau = published.get(name, (None, None))
-            line.append("" if speed is None else f"{speed:.2f}x, {tau:.2f}")
-        lines.append(line)
-    return table([*head, *(["published: speed-up, tau"] if published is not None else [])], lines)
-
-
-def by_task(bench: Bench, temperature: float, published: Mapping[str, Sequence[float | None]] | None = None) -> str:
-    """speed-up and tau of every method on every task."""
-    lines = []
-    for name in bench.rows(temperature):
-        here = [bench.rows(temperature, task).get(name) for task in bench.tasks]
-        cells = ["" if r is None else f"{cell(r['speedup'])}x {cell(r['tau'])}" for r in here]
-        if published is not None:
-            theirs = published.get(name)
-            cells += (
-                [""]
-                if theirs is None
-                else [" ".join(cell(x) if x else "-" for x in theirs[:-1]) + f"; {cell(theirs[-1])}"]
-            )
-        lines.append([name, *cells])
-    head = ["", *(task.split("/")[-1] for task in bench.tasks)]
-    return table([*head, *(["published: speed-ups; tau"] if published is not None else [])], lines)
-
-
-def alphas(bench: Bench, temperatures: Sequence[float], published: bool = True) -> str:
-    lines = []
-    for temperature in temperatures:
-        rows = bench.rows(temperature)
-        told: list[Sequence[float | None]] = []  # heads that several methods share have one chain
-        for name, found in bench.alpha(temperature).items():
-            if found in told:
-                continue
-            told.append(found)
-            tau = rows[name]["tau"] if name in rows else None
-            lines.append([f"T = {temperature:g}, {name}", cell(tau), *(cell(x) for x in [*found, *[None] * 5][:5])])
+    for temperature in bench.temperatures:
+        rows, told = bench.rows(temperature), list[Sequence[float | None]]()
+        for name, rates in bench.alpha(temperature).items():
+            if rates not in told:  # heads that several methods share have one chain
+                told.append(rates)
+                tau = rows[name]["tau"] if name in rows else None
+                lines.append([f"T = {temperature:g}, {name}", *map(cell, [tau, *rates, *[None] * 5][:6])])
         if published and temperature in ALPHA:
-            theirs, tau = ALPHA[temperature]
-            lines.append(
-                [f"T = {temperature:g}, published (EAGLE-1, Vicuna-7B, MT-bench)", cell(tau), *map(cell, theirs)]
-            )
+            rates, tau = ALPHA[temperature]
+            name = "published (EAGLE-1, Vicuna-7B, MT-bench)"
+            lines.append([f"T = {temperature:g}, {name}", *map(cell, (tau, *rates))])
     return table(["", "tau", "0-alpha", "1-alpha", "2-alpha", "3-alpha", "4-alpha"], lines)
 
 
 def machine(bench: Bench) -> str:
-    settings, minutes = bench.summary["settings"], bench.summary["minutes"]
-    card, warnings = bench.summary["machine"], " ".join(bench.summary["warnings"])
-    where = f"{card['cpu']}, threads: {settings['threads']}, {settings['dtype']}, {minutes:.0f} minutes."
-    return (
-        f"`{relative(bench.summary['command'])}`\n\n{where} n-alpha: chains of five on six of the prompts. {warnings}\n"
-    )
+    """Where and how long a bench ran."""
+    card, threads, dtype = bench.summary["machine"], *(bench.summary["settings"][key] for key in ("threads", "dtype"))
+    return prose(f"""
+        {card["cpu"]}, threads: {threads}, {dtype}, {bench.summary["minutes"]:.0f} minutes. n-alpha: chains of five
+        on six of the prompts. {" ".join(bench.summary["warnings"])}""")
 
 
 def relative(text: str) -> str:
@@ -188,12 +182,10 @@ def relative(text: str) -> str:
     return re.sub(r"[^\s=:,]*/(out/(?:papers|heads)|data/|models/)", r"\1", text)
 
 
-PUBLISHED_MEANS = (
-    "Published: means over the tasks, Vicuna-7B on one RTX 3090, T = 0; EAGLE-3: LLaMA-3.1-8B, five "
-    "of the tasks. Ours: a 28M-parameter model that "
-    "knows bookings and small talk and is lost on most of these questions; its answers loop, which "
-    "flatters whoever copies."
-)
+PUBLISHED_MEANS = """
+    Published: means over the tasks, Vicuna-7B on one RTX 3090, T = 0; EAGLE-3: LLaMA-3.1-8B, five of
+    the tasks. Ours: a 28M-parameter model that knows bookings and small talk and is lost on most of
+    these questions; its answers loop, which flatters whoever copies."""
 
 
 @dataclass(frozen=True)
@@ -208,16 +200,20 @@ class Section:
     chains: bool = True  # n-alpha
     published_chains: bool = True
 
-    def show(self, bench: Bench) -> str:
+    def show(self, bench: Bench) -> Iterator[str]:
         """The section's tables, at every temperature of the bench."""
-        temperatures = list(dict.fromkeys(row["temperature"] for row in bench.summary["rows"]))
-        parts = [prose(self.text)]
-        for t in temperatures:
-            title = f"T = {t:g}:\n\n" if len(temperatures) > 1 else ""
-            parts.append(title + whole(bench, t, self.published))
-            parts += [by_task(bench, t, self.published_tasks)] if self.by_task else []
-        parts += [alphas(bench, temperatures, self.published_chains)] if self.chains else []
-        return f"## {self.heading}\n\n" + "\n\n".join(part.rstrip() for part in [*parts, machine(bench)]) + "\n"
+        yield f"## {self.heading}"
+        yield prose(self.text)
+        for temperature in bench.temperatures:
+            if len(bench.temperatures) > 1:
+                yield f"T = {temperature:g}:"
+            yield whole(bench, temperature, self.published)
+            if self.by_task:
+                yield by_task(bench, temperature, self.published_tasks)
+        if self.chains:
+            yield alphas(bench, self.published_chains)
+        yield f"`{relative(bench.summary['command'])}`"
+        yield machine(bench)
 
 
 SECTIONS = {
@@ -227,8 +223,8 @@ SECTIONS = {
     ),
     "sampled": Section(
         "Sampling (EAGLE-1 figure 2, table 1; EAGLE-2 table 2)",
-        "The same chats at T = 1. Trees that look at the target's noise return plain decoding's own "
-        "ids; what is sampled follows its distribution.",
+        """The same chats at T = 1. Trees that look at the target's noise return plain decoding's own
+        ids; what is sampled follows its distribution.""",
     ),
     "six": Section(
         "The six tasks of EAGLE-2 (tables 1 and 2; EAGLE-1 figure 8, table 2)",
@@ -239,9 +235,8 @@ SECTIONS = {
     ),
     "six_sampled": Section(
         "Sampling on the six tasks (EAGLE-1 table 2; EAGLE-2 table 2)",
-        "The six tasks at T = 1. Published: EAGLE-2 with Vicuna-7B and EAGLE-3 with LLaMA-3.1-8B, "
-        "means; EAGLE-1 with Vicuna-7B: HumanEval 2.39x "
-        "3.43, GSM8K 2.34x 3.29, Alpaca 2.21x 3.30.",
+        """The six tasks at T = 1. Published: EAGLE-2 with Vicuna-7B and EAGLE-3 with LLaMA-3.1-8B,
+        means; EAGLE-1 with Vicuna-7B: HumanEval 2.39x 3.43, GSM8K 2.34x 3.29, Alpaca 2.21x 3.30.""",
         SIX_SAMPLED,
         by_task=True,
         chains=False,
@@ -268,58 +263,55 @@ SECTIONS = {
 }
 
 
+INTRODUCTION = prose("""
+    Made by `runs/papers.py` from the benches of `runs/papers.sh`; [results](results.md) has the
+    summary, [benchmark](benchmark.md) defines the columns. Intervals: 95 %, bootstrap over prompts,
+    paired. EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.confidence-temperature 1`).""")
 HEADS_TITLE = "## What the heads are, and what their training took (EAGLE-1, section 4)"
 # Trained parameters over the target's (EAGLE-1, section 4.1: 0.24B for 7B, 0.37B for 13B, 0.56B for
 # 33B, 0.99B for 70B).
 SHARES = "EAGLE-1 for 7B 3.4 %, 13B 2.8 %, 33B 1.7 %, 70B 1.4 %, 1-2 days on four A100 for 70B (68,000 dialogues)"
 TRAINED = {
-    "eagle1": "EAGLE-1 and EAGLE-2 (shipped)", "eagle3": "EAGLE-3 (shipped; the last of its four "
-    "stages)", "medusa": "Medusa, 4 heads",
-    "hydra": "Hydra, 4 heads", "hydra++": "Hydra++, 4 heads", "small_model": "small model",
+    "eagle1": "EAGLE-1 and EAGLE-2 (shipped)", "eagle3": "EAGLE-3 (shipped; the last of its four stages)",
+    "medusa": "Medusa, 4 heads", "hydra": "Hydra, 4 heads", "hydra++": "Hydra++, 4 heads", "small_model": "small model",
     **{f"eagle1-{inputs}": NAMES[f"eagle1:head=eagle1-{inputs}"] for inputs in ("shifted", "unshifted", "feature", "token")},
 }  # fmt: skip
 
 
 def trained(folders: Sequence[Path]) -> str:
-    """Sizes and training costs of the heads in every folder in `folders` that holds "
-    "a training."""
-    whole, lines = sum(weight.numel() for weight in tiny.model().parameters()), []
-    for head in sorted(
-        (f for folder in folders for f in folder.iterdir() if f.name in TRAINED),
-        key=lambda f: list(TRAINED).index(f.name),
-    ):
-        record = json.loads((head / "training.json").read_text())
-        count = sum(numbers(file) for file in head.glob("*.safetensors"))
-        last = record["losses"][-1]
-        tokens, minutes = record["tokens"], record["seconds"] / 60
-        size = [f"{count / 1e6:.2f}M", f"{100 * count / whole:.1f} %"]
-        cost = [f"{tokens / 1e6:.2f}M", str(record["steps"]), f"{minutes:.0f}", f"{tokens / minutes / 60:,.0f}"]
-        lines.append([TRAINED[head.name], *size, *cost, cell(last.get("accuracy")), cell(last.get("0-alpha"))])
-    head_line = [
-        "",
-        "parameters",
-        "of the target's",
-        "tokens",
-        "steps",
-        "minutes",
-        "tokens/s",
-        "held-out accuracy",
-        "0-alpha",
-    ]
-    said = (
-        f"The target has {whole / 1e6:.1f}M parameters. Published: {SHARES}. A head's own tables of "
-        f"tokens count (Medusa's heads have one "
-        "each), those that it shares with the target do not. On the two cores of a CPU, in float32, "
-        "most of them beside other work.\n"
-    )
-    return f"{said}\n{table(head_line, lines)}"
+    """Sizes and training costs of the heads in every folder in `folders` that holds a training."""
+    whole = sum(weight.numel() for weight in tiny.model().parameters())
+    heads = {path.name: path for folder in reversed(folders) for path in folder.iterdir()}
+    makers: dict[str, Callable[[Row], str]] = {
+        "parameters": lambda row: f"{row['parameters'] / 1e6:.2f}M",
+        "of the target's": lambda row: f"{100 * row['parameters'] / whole:.1f} %",
+        "tokens": lambda row: f"{row['tokens'] / 1e6:.2f}M",
+        "steps": lambda row: str(row["steps"]),
+        "minutes": lambda row: f"{row['seconds'] / 60:.0f}",
+        "tokens/s": lambda row: f"{row['tokens'] / row['seconds']:,.0f}",
+        "held-out accuracy": lambda row: cell(row["losses"][-1].get("accuracy")),
+        "0-alpha": lambda row: cell(row["losses"][-1].get("0-alpha")),
+    }
+    rows = {
+        title: {**json.loads((heads[name] / "training.json").read_text()), "parameters": parameters(heads[name])}
+        for name, title in TRAINED.items()
+        if name in heads
+    }
+    text = prose(f"""
+        The target has {whole / 1e6:.1f}M parameters. Published: {SHARES}. A head's own tables of tokens count
+        (Medusa's heads have one each), those that it shares with the target do not. On the two
+        cores of a CPU, in float32, most of them beside other work.""")
+    return f"{text}\n\n{columns(rows, makers)}"
 
 
-def numbers(file: Path) -> int:
-    """Parameters in a file of weights."""
-    with safe_open(file, "pt") as held:
-        slices = [held.get_slice(key) for key in held.keys()]  # noqa: SIM118
-        return sum(math.prod(part.get_shape()) for part in slices if part.get_dtype().startswith(("F", "BF")))
+def parameters(folder: Path) -> int:
+    """Parameters in a folder's files of weights."""
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            slices = [weights.get_slice(key) for key in weights.keys()]  # noqa: SIM118
+            count += sum(math.prod(part.get_shape()) for part in slices if part.get_dtype().startswith(("F", "BF")))
+    return count
 
 
 def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:
@@ -333,46 +325,29 @@ def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:
     there = {name: path for name, paths in places.items() for path in paths if path.exists()}
     if not there:
         raise InputError(f"{folder} holds no finished bench of runs/papers.sh")
-    intro = prose(
-        "Made by `runs/papers.py` from the benches of `runs/papers.sh`; [results](results.md) has the summary, "
-        "[benchmark](benchmark.md) defines the columns. Intervals: 95 %, bootstrap over prompts, paired. "
-        "EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.confidence-temperature 1`)."
-    )
-    parts = ["# The papers at our scale\n\n" + intro.rstrip() + "\n"]
-    parts += [SECTIONS[name].show(Bench(name, read_summary(path))) for name, path in there.items()]
+    parts = ["# The papers at our scale", INTRODUCTION]
+    for name, path in there.items():
+        parts += SECTIONS[name].show(Bench(name, read_summary(path)))
     if heads:
-        parts.append(f"{HEADS_TITLE}\n\n{trained(heads)}")
+        parts += [HEADS_TITLE, trained(heads)]
     elif HEADS_TITLE in old:
-        parts.append(old[old.index(HEADS_TITLE) :].partition("\nNot run:")[0].rstrip() + "\n")
+        parts.append(old[old.index(HEADS_TITLE) :].partition("\nNot run:")[0].rstrip())
     if missing := SECTIONS.keys() - there.keys():
-        parts.append(f"Not run: {', '.join(sorted(missing))}.\n")
-    return "\n".join(parts)
+        parts.append(f"Not run: {', '.join(sorted(missing))}.")
+    return blocks(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--benches",
-        type=Path,
-        default=Path("docs/results"),
-        help="the folder of runs/papers.sh, or the records of it (%(default)s)",
+    made = parser(
+        __doc__,
+        output=(Path("docs/papers.md"), "the page"),
+        benches=(Path("docs/results"), "the folder of runs/papers.sh, or the records of it"),
+        results=(Path("docs/results"), "where the benches' summaries are kept"),
     )
-    parser.add_argument("--output", type=Path, default=Path("docs/papers.md"), help="default: %(default)s")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=Path("docs/results"),
-        help="where the benches' summaries are kept (default: %(default)s)",
+    made.add_argument(
+        "--heads", type=Path, action="append", default=[], metavar="FOLDER", help="that hold trained heads"
     )
-    parser.add_argument(
-        "--heads",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="that hold trained heads; may be repeated",
-    )
-    args = parser.parse_args()
+    args = made.parse_args()
     old = args.output.read_text() if args.output.exists() else ""
     write_text(args.output, page(args.benches, args.heads, old))
     for name in SECTIONS:

@@ -6,13 +6,13 @@ Two terms, both summed over the positions of a mask and divided by a normalizer 
     smooth_l1                 between the predicted feature and the target's feature
     soft_cross_entropy        between the distributions that the LM head computes from them
 
-`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head, so
-that the logits of a whole batch never exist: it computes the gradient of each chunk of positions
-together with its value and keeps only that, [.., D] instead of [.., V]. Both read only the
-positions of the mask. `draft_losses` is the same where several steps of the training-time test are
-compared with one target distribution (EAGLE-3, MTP modules), for an LM head that is trained itself
-and may have a draft vocabulary, or for a frozen one; it takes any of the objectives of
-`eyas.objectives`. Values and gradients are those of the plain formula.
+`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head. Both
+read only the positions of the mask. `draft_losses` compares several predictions with one target
+distribution, as the steps of the training-time test are (EAGLE-3, MTP modules): through an LM head
+that is trained itself and may have a draft vocabulary, or through a frozen one, by any of the
+objectives of `eyas.objectives`. Through a head the logits of a whole batch never exist: the
+gradient of each chunk of positions is computed together with its value, and only that is kept,
+[.., D] instead of [.., V]. Values and gradients are those of the plain formula.
 
 This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no
 gradient.
@@ -123,12 +123,18 @@ def soft_cross_entropy_of(
         logits have the same argmax.
     """
     mask_RT = mask_RT.bool()
-    predicted_MD = predicted_RTD[mask_RT]
-    true_MD = true_RTD[mask_RT].detach()
-    chunk_rows = _rows_in(chunk_elements, vocab_size)
-    needs_grad = torch.is_grad_enabled() and predicted_MD.requires_grad
-    total, agreeing = _CrossEntropyThroughHead.apply(predicted_MD, true_MD, head, chunk_rows, needs_grad)  # type: ignore[no-untyped-call]
-    return total / normalizer, agreeing
+    predicted_MD, true_MD = predicted_RTD[mask_RT], true_RTD[mask_RT].detach()
+    every_M = torch.arange(len(true_MD), device=true_MD.device)
+    losses = draft_losses(
+        predicted_MD,
+        FrozenHead(head, vocab_size),
+        every_M,
+        torch.ones_like(every_M),
+        len(every_M),
+        lambda positions: head(true_MD[positions]),
+        chunk_elements=chunk_elements,
+    )
+    return losses.total / normalizer, losses.is_correct_K.sum()
 
 
 @dataclass(frozen=True)
@@ -233,47 +239,6 @@ class _SoftCrossEntropy(torch.autograd.Function):
             gradient_CV = _cross_entropy_and_gradient(predicted_NV[rows_C], true_NV[rows_C])[1]
             gradient_NV[rows_C] = gradient_CV.mul_(outer).to(gradient_NV.dtype)
         return gradient_NV, None, None, None
-
-
-class _CrossEntropyThroughHead(torch.autograd.Function):
-    """The sum over all rows, from features; the forward computes the gradient with respect to the
-    features too.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        predicted_MD: Tensor,
-        true_MD: Tensor,
-        head: Callable[[Tensor], Tensor],
-        chunk_rows: int,
-        needs_grad: bool,
-    ) -> tuple[Tensor, Tensor]:
-        total = _at_least_float32(predicted_MD[:0]).sum()
-        agreeing = torch.zeros((), dtype=torch.long, device=predicted_MD.device)
-        gradient_MD = torch.zeros_like(predicted_MD)
-        for first in range(0, len(predicted_MD), chunk_rows):
-            chunk = slice(first, first + chunk_rows)
-            true_CV = head(true_MD[chunk])
-            with torch.set_grad_enabled(needs_grad):
-                features_CD = predicted_MD[chunk].detach().requires_grad_(needs_grad)
-                predicted_CV = head(features_CD)
-            loss, gradient_CV = _cross_entropy_and_gradient(predicted_CV.detach(), true_CV)
-            total = total + loss
-            agreeing = agreeing + (predicted_CV.argmax(-1) == true_CV.argmax(-1)).sum()
-            if needs_grad:
-                (gradient_MD[chunk],) = torch.autograd.grad(
-                    predicted_CV, features_CD, gradient_CV.to(predicted_CV.dtype)
-                )
-        ctx.save_for_backward(gradient_MD)
-        ctx.mark_non_differentiable(agreeing)
-        return total, agreeing
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient_MD,) = ctx.saved_tensors
-        return gradient_MD * outer.to(gradient_MD.dtype), None, None, None, None
 
 
 class _LossThroughDraftHead(torch.autograd.Function):

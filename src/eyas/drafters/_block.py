@@ -27,18 +27,15 @@ from eyas.drafters._block_net import BlockNet, Extras, Plan
 from eyas.drafters._block_session import BlockSession
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.drafters._nets import (
-    EMBEDDING,
     check_head,
-    init_matrices,
     layer_config,
     layer_shape,
-    load_tensors,
-    own_embedding,
-    placed,
-    saved_tensors,
-    seeded,
+    load_head,
+    random_net,
+    saved_head,
     target_layer_shape,
-)  # fmt: skip
+    target_sizes,
+)
 from eyas.drafters._options import check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.nn import LayerShape
@@ -125,11 +122,7 @@ class BlockMethod(Drafter):
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
-        sizes = {
-            "hidden_size": ("hidden size", target.hidden_size),
-            "vocab_size": ("vocabulary", target.vocab_size),
-            "target_layers": ("number of target layers", target.num_layers),
-        }
+        sizes = {**target_sizes(target), "target_layers": ("number of target layers", target.num_layers)}
         weights = check_head(weights, cls.reads, cls.label, sizes)
         config = weights.config
         layers = tuple(config["feature_layers"])
@@ -147,9 +140,8 @@ class BlockMethod(Drafter):
         extras = Extras(config["markov_rank"], config["confidence"], HEAD in weights.tensors)
         shape, width = layer_shape(config), target.hidden_size * len(layers)
         net = BlockNet(shape, config["layers"], width, target.vocab_size, extras)
-        table = {EMBEDDING: (target.vocab_size, target.hidden_size)}
-        net = load_tensors(net, weights, target, table, frozenset({EMBEDDING}))
-        method = cls(target, options or cls.Options(), net, shape, layers, plan, own_embedding(weights, target))
+        net, embed_tokens = load_head(net, weights, target)
+        method = cls(target, options or cls.Options(), net, shape, layers, plan, embed_tokens)
         method.trained_length = config.get("max_positions")
         return method
 
@@ -162,12 +154,9 @@ class BlockMethod(Drafter):
         new, layer = options.head, target_layer_shape(target, **shape)
         layers = fused_layers(new.layers, new.depth, target)
         plan = Plan(new.block, mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
-        with seeded(seed, target.device):
-            net = BlockNet(
-                layer, new.depth, target.hidden_size * len(layers), target.vocab_size, cls.new_extras(options)
-            )
-            init_matrices(net)
-        return cls(target, options, placed(net, target), layer, layers, plan)
+        width, extras = target.hidden_size * len(layers), cls.new_extras(options)
+        net = random_net(lambda: BlockNet(layer, new.depth, width, target.vocab_size, extras), target, seed)
+        return cls(target, options, net, layer, layers, plan)
 
     @classmethod
     def init_for_training(
@@ -198,9 +187,8 @@ class BlockMethod(Drafter):
             "from_anchor": plan.from_anchor,
             "markov_rank": net.extras.markov_rank,
             "confidence": net.extras.confidence,
-            "eyas": {"target_fingerprint": self.target.fingerprint()},
         }
-        return Weights(self.reads, config, saved_tensors(net, self.embed_tokens), "memory")
+        return saved_head(self.reads, config, net, self.target, self.embed_tokens)
 
     # --- drafting
 
@@ -243,14 +231,9 @@ class BlockMethod(Drafter):
     def chain(self, depth: int) -> Self:
         """At most as deep as the block."""
         tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
+        options = replace(self.options, tree=tree)
         chain = type(self)(
-            self.target,
-            replace(self.options, tree=tree),
-            self.net,
-            self.shape,
-            self.feature_layers,
-            self.plan,
-            self.embed_tokens,
+            self.target, options, self.net, self.shape, self.feature_layers, self.plan, self.embed_tokens
         )
         chain.trained_length = self.trained_length
         return chain

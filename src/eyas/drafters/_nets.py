@@ -6,7 +6,7 @@ This module knows no net. Letters: V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from eyas.errors import CheckpointError
 from eyas.nn import LayerShape
 
 __all__ = [
-    "EMBEDDING", "check_head", "final_scale", "init_matrices", "layer_config", "layer_shape", "load_tensors",
-    "norm_scale", "own_embedding", "placed", "saved_tensors", "seeded", "target_layer_shape",
+    "EMBEDDING", "check_head", "final_scale", "init_matrices", "layer_config", "layer_shape", "load_head",
+    "load_tensors", "norm_scale", "placed", "random_net", "saved_head", "seeded", "target_layer_shape", "target_sizes",
 ]  # fmt: skip
 
 EMBEDDING = "embed.weight"  # the head's own embedding table in a checkpoint
@@ -45,6 +45,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=gpus), device:
         torch.manual_seed(seed)
         yield
+
+
+def random_net(make: Callable[[], NetT], target: Target, seed: int) -> NetT:
+    """The net that `make` returns, with random matrices, on the target's device."""
+    with seeded(seed, target.device):
+        net = make()
+        init_matrices(net)
+    return placed(net, target)
 
 
 def init_matrices(net: nn.Module) -> None:
@@ -103,6 +111,20 @@ def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[
     return weights
 
 
+def target_sizes(target: Target) -> dict[str, tuple[str, int]]:
+    """The `sizes` of `check_head` for a head of the target's width and vocabulary."""
+    return {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
+
+
+def load_head(
+    net: NetT, weights: Weights, target: Target, others: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[NetT, Tensor | None]:
+    """The net with the tensors of a checkpoint, and the head's embedding table [V, D], which a
+    checkpoint may have; None where it has none, or the target's. As `load_tensors` otherwise."""
+    shapes = {EMBEDDING: (target.vocab_size, weights.config["hidden_size"]), **(others or {})}
+    return load_tensors(net, weights, target, shapes, frozenset({EMBEDDING})), _own_embedding(weights, target)
+
+
 def load_tensors(
     net: NetT,
     weights: Weights,
@@ -125,13 +147,19 @@ def load_tensors(
     return placed(net, target)
 
 
-def saved_tensors(net: nn.Module, embed_tokens: Tensor | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: the net's, and the head's own embedding table where it has one."""
+def saved_head(
+    method: str, config: Mapping[str, Any], net: nn.Module, target: Target, embed_tokens: Tensor | None = None
+) -> Weights:
+    """A head to save: its config with the target's fingerprint, the net's tensors, and the head's
+    own embedding table where it has one."""
     tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    return tensors if embed_tokens is None else {**tensors, EMBEDDING: embed_tokens}
+    if embed_tokens is not None:
+        tensors[EMBEDDING] = embed_tokens
+    record = {"target_fingerprint": target.fingerprint()}
+    return Weights(method, {**config, "eyas": record}, tensors, "memory")
 
 
-def own_embedding(weights: Weights, target: Target) -> Tensor | None:
+def _own_embedding(weights: Weights, target: Target) -> Tensor | None:
     """The head's embedding table [V, D], unless it is the target's up to the rounding of storage."""
     table = weights.tensors.get(EMBEDDING)
     if table is None:

@@ -1,13 +1,21 @@
-"""Checks of option values, and old names of options that are still understood."""
+"""Checks of option values, old names of options that are still understood, and the options of a
+training that several methods have."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Annotated
 
+from eyas.core.options import TRAINING
 from eyas.errors import OptionError, near
+from eyas.objectives import OBJECTIVES
 
-__all__ = ["check_choice", "check_whole", "current_noise"]
+__all__ = [
+    "SelfTraining", "check_choice", "check_decay", "check_number", "check_weight", "check_whole", "current_noise",
+]  # fmt: skip
 
 OLD_NOISES = {"shared": "coupled", "drawn": "sampled"}
 
@@ -18,6 +26,22 @@ def check_whole(group: str, least: int, **values: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             option = f"{group}.{name}" if group else name
             raise OptionError(f"{option} must be a whole number, {least} or more, got {value!r}")
+
+
+def check_number(option: str, value: object, is_allowed: Callable[[float], bool], allowed: str) -> None:
+    """OptionError for a value that is no number, or not allowed; `allowed` says what is."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not is_allowed(value):
+        raise OptionError(f"{option} must be {allowed}, got {value!r}")
+
+
+def check_decay(option: str, decay: object) -> None:
+    """OptionError for a value by whose powers nothing can be weighed."""
+    check_number(option, decay, lambda number: 0 < number <= 1, "above 0 and at most 1")
+
+
+def check_weight(option: str, weight: object) -> None:
+    """OptionError for a value that cannot be the weight of a part of a loss."""
+    check_number(option, weight, lambda number: 0 <= number < math.inf, "0 or more")
 
 
 def check_choice(option: str, value: object, known: Collection[object]) -> None:
@@ -37,3 +61,21 @@ def current_noise(noise: str) -> str:
         stacklevel=4,
     )
     return current
+
+
+@dataclass(frozen=True)
+class SelfTraining:
+    """How a net is trained on its own outputs (EAGLE-3, section 3.2)."""
+
+    steps: Annotated[int, TRAINING] = 4
+    """Steps of the training-time test: draft tokens predicted one after another from each slot."""
+    decay: Annotated[float, TRAINING] = 0.8
+    """Step i weighs decay ** i."""
+    objective: Annotated[str, TRAINING] = "distribution"
+    """distribution: cross-entropy with the target's distribution; acceptance, hybrid: LK losses,
+    which train the probability that a drawn token is accepted."""
+
+    def __post_init__(self) -> None:
+        check_whole("ttt", 1, steps=self.steps)
+        check_decay("ttt.decay", self.decay)
+        check_choice("ttt.objective", self.objective, tuple(OBJECTIVES))

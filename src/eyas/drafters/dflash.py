@@ -16,6 +16,7 @@ plain decoding with the same seed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -24,10 +25,9 @@ from eyas.drafters._block import BlockMethod, NewBlockHead
 from eyas.drafters._block_loss import BlockTraining
 from eyas.drafters._block_net import Extras
 from eyas.drafters._grow import DynamicTree
-from eyas.drafters._options import check_choice, check_whole
-from eyas.errors import OptionError
+from eyas.drafters._options import check_choice, check_number, check_whole
 
-__all__ = ["Method", "Options", "TrainBlocks", "check_positive"]
+__all__ = ["Method", "Options", "TrainBlocks"]
 
 OBJECTIVES = ("distribution", "tokens")
 
@@ -45,7 +45,7 @@ class TrainBlocks:
 
     def __post_init__(self) -> None:
         check_whole("train", 1, anchors=self.anchors)
-        check_positive("train.gamma", self.gamma)
+        check_number("train.gamma", self.gamma, lambda gamma: 0 < gamma < math.inf, "a number above 0")
         check_choice("train.objective", self.objective, OBJECTIVES)
 
 
@@ -78,9 +78,3 @@ class Method(BlockMethod):
     def training(self) -> BlockTraining:
         train: TrainBlocks = self.options.train
         return BlockTraining(train.anchors, train.gamma, train.objective, cross_entropy=1.0)
-
-
-def check_positive(option: str, value: object) -> None:
-    """OptionError for a value that is no number above 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise OptionError(f"{option} must be a number above 0, got {value!r}")

@@ -24,7 +24,7 @@ from eyas.drafters._block import BlockMethod, NewBlockHead
 from eyas.drafters._block_loss import BlockTraining
 from eyas.drafters._block_net import BlockNet, Extras
 from eyas.drafters._grow import DynamicTree
-from eyas.drafters._options import check_choice, check_whole
+from eyas.drafters._options import check_choice, check_number, check_weight, check_whole
 from eyas.drafters.dflash import TrainBlocks
 from eyas.errors import OptionError
 
@@ -70,9 +70,7 @@ class TrainDSpark(TrainBlocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("cross_entropy", "overlap", "confidence"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-                raise OptionError(f"train.{name} must be 0 or more, got {value!r}")
+            check_weight(f"train.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ class Options:
     head: NewHead = field(default_factory=NewHead)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stop, int | float) or isinstance(self.stop, bool) or not 0 <= self.stop < 1:
-            raise OptionError(f"stop must be a share, 0 or more and below 1, got {self.stop!r}")
+        check_number("stop", self.stop, lambda share: 0 <= share < 1, "a share, 0 or more and below 1")
 
 
 class Method(BlockMethod):

@@ -35,18 +35,15 @@ from eyas.drafters._eagle import EagleMethod, EagleSession, Window
 from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.drafters._grow import Growth, grow_static
 from eyas.drafters._nets import (
-    EMBEDDING,
     check_head,
-    init_matrices,
     layer_config,
     layer_shape,
-    load_tensors,
-    own_embedding,
-    placed,
-    saved_tensors,
-    seeded,
+    load_head,
+    random_net,
+    saved_head,
     target_layer_shape,
-)  # fmt: skip
+    target_sizes,
+)
 from eyas.drafters._options import check_choice, current_noise
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
@@ -204,14 +201,12 @@ class Method(EagleMethod):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless hidden size and vocabulary are the target's, and all tensors and
         no others are there."""
-        sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
-        weights = check_head(weights, cls.reads, "EAGLE-1/2", sizes)
+        weights = check_head(weights, cls.reads, "EAGLE-1/2", target_sizes(target))
         config, options = weights.config, options or cls.Options()
         cls.check_window(options.window)
         shape = layer_shape(config)
-        table = {EMBEDDING: (target.vocab_size, target.hidden_size)}
-        net = load_tensors(Net(shape, config["fc_bias"], config["inputs"]), weights, target, table, frozenset(table))
-        method = cls(target, options, net, shape, own_embedding(weights, target))
+        net, embed_tokens = load_head(Net(shape, config["fc_bias"], config["inputs"]), weights, target)
+        method = cls(target, options, net, shape, embed_tokens)
         method.trained_length = config.get("max_positions")
         return method
 
@@ -220,10 +215,8 @@ class Method(EagleMethod):
         """A head with a layer of the target's own sizes; `shape` replaces some of them."""
         layer, options = target_layer_shape(target, **shape), options or cls.Options()
         cls.check_window(options.window)
-        with seeded(seed, target.device):
-            net = Net(layer, inputs=options.head.inputs)
-            init_matrices(net)
-        return cls(target, options, placed(net, target), layer)
+        net = random_net(lambda: Net(layer, inputs=options.head.inputs), target, seed)
+        return cls(target, options, net, layer)
 
     def weights(self) -> Weights:
         config = {
@@ -233,9 +226,8 @@ class Method(EagleMethod):
             "fc_bias": getattr(self.net.fc, "bias", None) is not None,
             "act": "silu",
             "inputs": self.net.inputs,
-            "eyas": {"target_fingerprint": self.target.fingerprint()},
         }
-        return Weights("eagle1", config, saved_tensors(self.net, self.embed_tokens), "memory")
+        return saved_head(self.reads, config, self.net, self.target, self.embed_tokens)
 
     # --- drafting
 

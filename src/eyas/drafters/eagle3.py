@@ -39,21 +39,17 @@ from eyas.drafters._nets import (
     EMBEDDING,
     check_head,
     final_scale,
-    init_matrices,
     layer_config,
     layer_shape,
-    load_tensors,
-    own_embedding,
-    placed,
-    saved_tensors,
-    seeded,
+    load_head,
+    random_net,
+    saved_head,
     target_layer_shape,
-)  # fmt: skip
-from eyas.drafters._options import check_choice, check_whole
+)
+from eyas.drafters._options import SelfTraining, check_weight, check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_losses, weighted_smooth_l1
 from eyas.nn import Documents, LayerShape
-from eyas.objectives import OBJECTIVES
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
@@ -62,27 +58,17 @@ DRAFT_IDS = "draft_ids"  # the draft vocabulary in a checkpoint
 
 
 @dataclass(frozen=True)
-class TrainingTimeTest:
+class TrainingTimeTest(SelfTraining):
     """How the net is trained on its own outputs."""
 
     steps: Annotated[int, TRAINING] = 7
-    """Steps of the training-time test: draft tokens predicted one after another from each slot."""
-    decay: Annotated[float, TRAINING] = 0.8
-    """Step i weighs decay ** i."""
     feature: Annotated[float, TRAINING] = 0.0
     """Weight of a smooth L1 between what the head reads and what the target's head reads
     (EAGLE-1)."""
-    objective: Annotated[str, TRAINING] = "distribution"
-    """distribution: cross-entropy with the target's distribution; acceptance, hybrid: LK losses,
-    which train the probability that a drawn token is accepted."""
 
     def __post_init__(self) -> None:
-        check_whole("ttt", 1, steps=self.steps)
-        if not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
-            raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
-        if not isinstance(self.feature, int | float) or not 0 <= self.feature < float("inf"):
-            raise OptionError(f"ttt.feature must be 0 or more, got {self.feature!r}")
-        check_choice("ttt.objective", self.objective, tuple(OBJECTIVES))
+        super().__post_init__()
+        check_weight("ttt.feature", self.feature)
 
 
 @dataclass(frozen=True)
@@ -185,12 +171,10 @@ class Method(DynamicEagle):
             layers=config["layers"],
         )
         shape, size = layer_shape(config), config["draft_vocab_size"]
-        others: dict[str, tuple[int, ...]] = {EMBEDDING: (target.vocab_size, config["hidden_size"])}
-        if size != target.vocab_size:
-            others[DRAFT_IDS] = (size,)
-        net = load_tensors(cls.net_class(shape, plan), weights, target, others, frozenset({EMBEDDING}))
-        draft_ids_v = weights.tensors[DRAFT_IDS].to(target.device) if DRAFT_IDS in others else None
-        method = cls(target, options, net, shape, layers, draft_ids_v, own_embedding(weights, target))
+        others = {} if size == target.vocab_size else {DRAFT_IDS: (size,)}
+        net, embed_tokens = load_head(cls.net_class(shape, plan), weights, target, others)
+        draft_ids_v = weights.tensors[DRAFT_IDS].to(target.device) if others else None
+        method = cls(target, options, net, shape, layers, draft_ids_v, embed_tokens)
         method.trained_length = config.get("max_positions")
         method.trained_window = config.get("window")
         return method
@@ -221,11 +205,9 @@ class Method(DynamicEagle):
         plan = Architecture(
             target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output, layers=new.depth
         )
-        with seeded(seed, target.device):
-            net = cls.net_class(layer, plan)
-            init_matrices(net)
+        net = random_net(lambda: cls.net_class(layer, plan), target, seed)
         draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
-        return cls(target, options, placed(net, target), layer, layers, draft_ids_v)
+        return cls(target, options, net, layer, layers, draft_ids_v)
 
     @classmethod
     def init_for_training(
@@ -274,12 +256,11 @@ class Method(DynamicEagle):
             "carries": "normed" if plan.carries_normed else "raw",
             "head": "own" if plan.draft_vocab_size else "target",
             "window": self.trained_window,
-            "eyas": {"target_fingerprint": self.target.fingerprint()},
         }
-        tensors = saved_tensors(self.net, self.embed_tokens)
+        head = saved_head(self.reads, config, self.net, self.target, self.embed_tokens)
         if self.draft_ids_v is not None:
-            tensors[DRAFT_IDS] = self.draft_ids_v
-        return Weights("eagle3", config, tensors, "memory")
+            head.tensors[DRAFT_IDS] = self.draft_ids_v
+        return head
 
     # --- drafting
 

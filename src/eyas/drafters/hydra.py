@@ -41,17 +41,14 @@ from eyas.drafters._heads import (
     lm_head_like,
 )
 from eyas.drafters._nets import (
-    EMBEDDING,
     check_head,
-    init_matrices,
     layer_shape,
-    load_tensors,
-    own_embedding,
-    placed,
-    saved_tensors,
-    seeded,
+    load_head,
+    random_net,
+    saved_head,
     target_layer_shape,
-)  # fmt: skip
+    target_sizes,
+)
 from eyas.drafters._options import check_choice
 from eyas.drafters.medusa import HeadTree, ResBlock
 from eyas.errors import CheckpointError, OptionError
@@ -216,32 +213,23 @@ class Method(EagleMethod):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless width and vocabulary are the target's, and all tensors and no
         others are there."""
-        sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
-        weights = check_head(weights, cls.reads, cls.reads, sizes)
+        weights = check_head(weights, cls.reads, cls.reads, target_sizes(target))
         config = weights.config
         shape = _base_shape(weights, target) if config["layer"] is None else layer_shape(config["layer"])
         prefix = shape if config["arch"] == "prefix-mlp" else None
         net = Net(target.hidden_size, target.vocab_size, config["heads"], config["blocks"], prefix)
-        table = {EMBEDDING: (target.vocab_size, target.hidden_size)}
-        net = load_tensors(net, weights, target, table, frozenset(table))
-        return cls(target, options or cls.Options(), net, shape, own_embedding(weights, target))
+        net, embed_tokens = load_head(net, weights, target)
+        return cls(target, options or cls.Options(), net, shape, embed_tokens)
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, **shape: Any) -> Self:
         """Heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of
         them."""
         options, layer = options or cls.Options(), target_layer_shape(target, **shape)
-        new = options.head
-        with seeded(seed, target.device):
-            net = Net(
-                target.hidden_size,
-                target.vocab_size,
-                new.count,
-                new.blocks,
-                layer if new.arch == "prefix-mlp" else None,
-            )
-            init_matrices(net)
-        return cls(target, options, placed(net, target), layer)
+        new, (D, V) = options.head, (target.hidden_size, target.vocab_size)
+        prefix = layer if new.arch == "prefix-mlp" else None
+        net = random_net(lambda: Net(D, V, new.count, new.blocks, prefix), target, seed)
+        return cls(target, options, net, layer)
 
     @classmethod
     def init_for_training(
@@ -277,9 +265,8 @@ class Method(EagleMethod):
             "arch": "prefix-mlp" if prefix else "mlp",
             "layer": asdict(self.shape) if prefix else None,
             "base_model": self.target.name,
-            "eyas": {"target_fingerprint": self.target.fingerprint()},
         }
-        return Weights("hydra", config, saved_tensors(self.net, self.embed_tokens), "memory")
+        return saved_head(self.reads, config, self.net, self.target, self.embed_tokens)
 
     # --- drafting
 

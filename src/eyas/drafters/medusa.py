@@ -41,7 +41,7 @@ from eyas.drafters._heads import (
     heads_loss,
     lm_head_like,
 )
-from eyas.drafters._nets import check_head, load_tensors, placed, saved_tensors, seeded
+from eyas.drafters._nets import check_head, load_tensors, placed, saved_head, seeded, target_sizes
 from eyas.drafters._options import check_choice, current_noise
 from eyas.drafters.eagle1 import StaticTree
 from eyas.errors import OptionError
@@ -206,15 +206,10 @@ class Method(Drafter):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless width and vocabulary are the target's, and all tensors and no
         others are there."""
-        sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
-        weights = check_head(weights, cls.reads, cls.reads, sizes)
+        weights = check_head(weights, cls.reads, cls.reads, target_sizes(target))
         config = weights.config
-        net = Net(
-            target.hidden_size,
-            target.vocab_size if config["output"] == "own" else None,
-            config["heads"],
-            config["blocks"],
-        )
+        own_size = target.vocab_size if config["output"] == "own" else None
+        net = Net(target.hidden_size, own_size, config["heads"], config["blocks"])
         return cls(target, options or cls.Options(), load_tensors(net, weights, target))
 
     @classmethod
@@ -251,9 +246,8 @@ class Method(Drafter):
             "vocab_size": self.target.vocab_size if net.lm_head else None,
             "output": "own" if net.lm_head else "target",
             "base_model": self.target.name,
-            "eyas": {"target_fingerprint": self.target.fingerprint()},
         }
-        return Weights("medusa", config, saved_tensors(net), "memory")
+        return saved_head(self.reads, config, net, self.target)
 
     # --- drafting
 

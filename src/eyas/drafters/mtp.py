@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,40 +31,19 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.core.drafter import Batch, Capturable, CycleInput, Drafter, DraftSession, Loss
-from eyas.core.options import TRAINING
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
-from eyas.drafters._nets import check_head, load_tensors, saved_tensors, target_layer_shape
-from eyas.drafters._options import check_choice, check_whole
-from eyas.errors import CheckpointError, ModelError, OptionError
+from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
+from eyas.drafters._options import SelfTraining
+from eyas.errors import CheckpointError, ModelError
 from eyas.losses import FrozenHead, draft_losses
-from eyas.objectives import OBJECTIVES
 
 __all__ = ["Method", "Options"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
-
-
-@dataclass(frozen=True)
-class TrainModule:
-    """How the module is trained on its own outputs."""
-
-    steps: Annotated[int, TRAINING] = 4
-    """Steps of the training-time test: draft tokens predicted one after another from each slot."""
-    decay: Annotated[float, TRAINING] = 0.8
-    """Step i weighs decay ** i."""
-    objective: Annotated[str, TRAINING] = "distribution"
-    """distribution: cross-entropy with the target's distribution; acceptance, hybrid: LK losses,
-    which train the probability that a drawn token is accepted."""
-
-    def __post_init__(self) -> None:
-        check_whole("ttt", 1, steps=self.steps)
-        if not isinstance(self.decay, int | float) or isinstance(self.decay, bool) or not 0 < self.decay <= 1:
-            raise OptionError(f"ttt.decay must be above 0 and at most 1, got {self.decay!r}")
-        check_choice("ttt.objective", self.objective, tuple(OBJECTIVES))
 
 
 @dataclass(frozen=True)
@@ -73,7 +52,7 @@ class Options:
 
     window: ClassVar[Window] = Window()  # the session asks for it: the module sees everything
     tree: DynamicTree = field(default_factory=DynamicTree)
-    ttt: TrainModule = field(default_factory=TrainModule)
+    ttt: SelfTraining = field(default_factory=SelfTraining)
 
 
 class Session(EagleSession):
@@ -130,8 +109,7 @@ class Method(DynamicEagle):
         """A module that eyas trained; None: that of the target's own checkpoint."""
         if weights is None:
             return cls(target, options, load_net(target, _own_checkpoint(target)))
-        sizes = {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
-        weights = check_head(weights, cls.reads, "MTP", sizes)
+        weights = check_head(weights, cls.reads, "MTP", target_sizes(target))
         theirs, ours = weights.config["target_model_type"], target.family.model_type
         if theirs != ours:
             raise CheckpointError(
@@ -163,9 +141,8 @@ class Method(DynamicEagle):
             "hidden_size": self.target.hidden_size,
             "vocab_size": self.target.vocab_size,
             "max_positions": self.trained_length or self.target.context,
-            "eyas": {"target_fingerprint": self.target.fingerprint()},
         }
-        return Weights("mtp", config, saved_tensors(self.net), "memory")
+        return saved_head(self.reads, config, self.net, self.target)
 
     # --- drafting
 
@@ -205,7 +182,7 @@ class Method(DynamicEagle):
         Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the
         loss is that of step 0: each token once.
         """
-        test: TrainModule = self.options.ttt
+        test: SelfTraining = self.options.ttt
         tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
         end_N, last = batch.documents.end_N(tokens_N.device), len(tokens_N) - 1
         goal_NI = (

@@ -33,8 +33,8 @@ from eyas.drafters._block import mask_token
 from eyas.drafters._eagle import EagleSession, Window
 from eyas.drafters._eagle3_net import ParallelNet
 from eyas.drafters._grow import DynamicTree, Growth
-from eyas.drafters._options import check_choice, check_whole
-from eyas.errors import CheckpointError, OptionError
+from eyas.drafters._options import check_choice, check_decay, check_whole
+from eyas.errors import CheckpointError
 from eyas.nn import Documents
 from eyas.objectives import OBJECTIVES
 
@@ -52,8 +52,7 @@ class TrainMasks:
     which train the probability that a drawn token is accepted."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.decay, int | float) or isinstance(self.decay, bool) or not 0 < self.decay <= 1:
-            raise OptionError(f"train.decay must be above 0 and at most 1, got {self.decay!r}")
+        check_decay("train.decay", self.decay)
         check_choice("train.objective", self.objective, tuple(OBJECTIVES))
 
 
@@ -133,9 +132,7 @@ class Method(eagle3.Method):
 
     def weights(self) -> Weights:
         base = super().weights()
-        return replace(
-            base, method=self.reads, config={**base.config, "mask_token": self.mask_token, "levels": self.levels}
-        )
+        return replace(base, config={**base.config, "mask_token": self.mask_token, "levels": self.levels})
 
     # --- drafting
 

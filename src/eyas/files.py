@@ -7,6 +7,7 @@
     sha256_of_file      the checksum by which a changed file is noticed
     is_altered          whether a file differs from the checksum that was shipped with it
     parse_json          a JSON value, or one clear error
+    read_versioned      the content of a JSON file that says its format and version
     user_cache          the folder of measurements and compiled kernels of this machine
 
 This module does not know what the files hold.
@@ -22,10 +23,10 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from eyas.errors import InputError
 
@@ -36,6 +37,7 @@ __all__ = [
     "locked_output",
     "parse_json",
     "prepare_folder",
+    "read_versioned",
     "remove_leftovers",
     "sha256_of_file",
     "user_cache",
@@ -43,6 +45,8 @@ __all__ = [
     "write_errors",
     "write_text",
 ]
+
+Content = TypeVar("Content")
 
 LOCK = ".lock"
 CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecimal"}
@@ -233,6 +237,42 @@ def parse_json(text: bytes | str) -> Any:
         raise InputError("JSON that is nested too deeply") from error
     except ValueError as error:  # Python converts no number of more than 4,300 digits
         raise InputError("JSON with a number of too many digits") from error
+
+
+def read_versioned(
+    path: Path,
+    format_name: str,
+    version: int,
+    interpret: Callable[[dict[str, Any]], Content],
+    missing: str,
+    damaged: Callable[[str], InputError],
+) -> Content:
+    """The content of a JSON file whose keys "format" and "version" say what it is.
+
+    Args:
+        version: the newest one that `interpret` knows.
+        interpret: makes the content from the file's object; it may raise what a wrong object makes
+            Python raise.
+        missing: the message when there is no such file.
+        damaged: the error for a file that holds something else, from the reason.
+
+    Raises:
+        InputError: there is no such file, or it cannot be read, is damaged or of a newer version.
+    """
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(missing) from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        fields = parse_json(text)
+        if fields["format"] == format_name and fields["version"] <= version:
+            return interpret(fields)
+        other = f"format {fields['format']!r}, version {fields['version']}"
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise damaged(type(error).__name__) from error
+    raise InputError(f"{path} is of {other}: a newer eyas may read it")
 
 
 @contextmanager

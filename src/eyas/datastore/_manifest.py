@@ -19,7 +19,7 @@ import numpy as np
 
 from eyas.datastore._segment import Array
 from eyas.errors import InputError
-from eyas.files import parse_json, sha256_of_file, write_atomically
+from eyas.files import read_versioned, sha256_of_file, write_atomically
 
 __all__ = [
     "DEPTH",
@@ -99,24 +99,11 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """InputError when there is none, or it is damaged or of a newer version."""
         path = folder / MANIFEST_FILE
-        try:
-            text = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(
-                f"{str(folder)!r} holds no datastore (no {MANIFEST_FILE}): make one with `eyas datastore build`"
-            ) from error
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        try:
-            content = parse_json(text)
-            format_name, version = content["format"], content["version"]
-            manifest = cls._from_content(content) if format_name == FORMAT and version <= VERSION else None
-            is_changed = manifest is not None and manifest.id != content["id"]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise damaged(path, type(error).__name__) from error
-        if manifest is None:
-            raise InputError(f"{path} is of format {format_name!r}, version {version}: a newer eyas may read it")
-        if is_changed:
+        missing = f"{str(folder)!r} holds no datastore (no {MANIFEST_FILE}): make one with `eyas datastore build`"
+        manifest, is_unchanged = read_versioned(
+            path, FORMAT, VERSION, cls._from_content, missing, lambda reason: damaged(path, reason)
+        )
+        if not is_unchanged:
             raise damaged(path, "it was changed after it was written")
         if not manifest.segments or any(Path(stored.name).name != stored.name for stored in manifest.segments):
             raise damaged(path, "its segments are not in this folder")
@@ -141,14 +128,16 @@ class Manifest:
                         on_file(size)
 
     @classmethod
-    def _from_content(cls, content: dict[str, Any]) -> Manifest:
+    def _from_content(cls, content: dict[str, Any]) -> tuple[Manifest, bool]:
+        """The manifest, and whether it is as it was written."""
         values = {field.name: content[field.name] for field in fields(cls)}
         values["sources"] = tuple(ReadSource(**source) for source in values["sources"])
         values["segments"] = tuple(
             StoredSegment(segment["name"], segment["tokens"], tuple(segment["bytes"]), tuple(segment["sha256"]))
             for segment in values["segments"]
         )
-        return cls(**values)
+        manifest = cls(**values)
+        return manifest, manifest.id == content["id"]
 
 
 def damaged(path: Path, reason: str) -> InputError:

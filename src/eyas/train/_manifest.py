@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.files import parse_json, write_text
+from eyas.files import read_versioned, write_text
 from eyas.train._tensors import tensors_digest, write_tensors
 from eyas.train.data import Data, Report
 
@@ -161,38 +161,24 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """InputError when there is no manifest, or it is damaged or of a newer version."""
         path = folder / MANIFEST_FILE
-        try:
-            text = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(
-                f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`"
-            ) from error
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        try:
-            content = parse_json(text)
-            format_name, version = content["format"], content["version"]
-            manifest = cls._from_content(content) if format_name == FORMAT and version <= VERSION else None
-            # manifests of earlier versions have no checksum of their own
-            is_changed = content.get("sha256", _content_hash(content)) != _content_hash(content)
-            is_changed = is_changed or (manifest is not None and content["id"] != manifest.id)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{path} is damaged ({type(error).__name__}): take it from where the features were made"
-            ) from error
-        if manifest is None:
-            raise InputError(f"{path} is of format {format_name!r}, version {version}: a newer eyas may read it")
+        missing = f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`"
+
+        def damaged(reason: str) -> InputError:
+            return InputError(f"{path} is damaged ({reason}): take it from where the features were made")
+
+        manifest, is_unchanged = read_versioned(path, FORMAT, VERSION, cls._from_content, missing, damaged)
         if outside := [shard.file for shard in manifest.shards if Path(shard.file).name != shard.file]:
             raise InputError(f"{path} names a shard outside of its folder ({outside[0]}): do not use these features")
-        if is_changed:
+        if not is_unchanged:
             raise InputError(f"{path} was changed after it was written: take it from where the features were made")
         return manifest
 
     @classmethod
-    def _from_content(cls, content: Mapping[str, Any]) -> Manifest:
+    def _from_content(cls, content: Mapping[str, Any]) -> tuple[Manifest, bool]:
+        """The manifest, and whether it is as it was written."""
         settings = FeatureSettings(**{f.name: content[f.name] for f in fields(FeatureSettings)})
         examples = content["examples"]
-        return cls(
+        manifest = cls(
             settings=replace(settings, layers=tuple(settings.layers)),
             report=Report(**content["report"]),
             train=examples["train"],
@@ -201,6 +187,9 @@ class Manifest:
             shards=tuple(Shard(**shard) for shard in content["shards"]),
             versions=content["versions"],
         )
+        # manifests of earlier versions have no checksum of their own
+        is_whole = content.get("sha256", _content_hash(content)) == _content_hash(content)
+        return manifest, is_whole and manifest.id == content["id"]
 
 
 def _content_hash(content: Mapping[str, Any]) -> str:

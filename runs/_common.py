@@ -39,6 +39,7 @@ RESAMPLES = 4000
 REQUIRED = object()  # the default of an option that must be given
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
 Options = dict[str, Any]
+Way = tuple[str, Options]  # a method and its options
 
 
 # --- the command line ----------------------------------------------------------------------------------
@@ -202,6 +203,19 @@ def drafter(target: Target, method: str, options: Options | None = None, head: s
     return kind.from_pretrained(head, target, build_options(kind.Options, options or {}))
 
 
+def drafters_of(
+    target: Target, ways: Mapping[str, Way], shape: Options | None = None, head: str | Path | None = None
+) -> dict[str, Drafter]:
+    """A drafter for each way, by its name.
+
+    Args:
+        shape: options of all of them.
+    """
+    return {
+        name: drafter(target, method, {**(shape or {}), **options}, head) for name, (method, options) in ways.items()
+    }
+
+
 def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
     """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these
     methods."""
@@ -220,6 +234,62 @@ def progress() -> Iterator[OnPrompt]:
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what or "prompts")
 
 
+class Answers(list[Answer]):
+    """Answers of several contestants, or of one; figures are paired by prompt, intervals are 95 %,
+    bootstrap over prompts."""
+
+    def of(self, name: str, temperature: float = 0.0) -> Answers:
+        """One contestant's answers at a temperature, in the order of the prompts."""
+        return Answers(a for a in self if (a.method, a.temperature) == (name, temperature))
+
+    def loops(self, n: int = 8) -> set[str]:
+        """Prompts after which plain decoding loops: more than a fifth of the n-grams repeat. Loops
+        flatter every method."""
+
+        def share(tokens: Sequence[int]) -> float:
+            grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+            return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+        return {a.prompt for a in self if a.method == VANILLA and share(a.token_ids) > 0.2}
+
+    def without(self, prompts: set[str]) -> Answers:
+        """The answers to other prompts."""
+        return Answers(a for a in self if a.prompt not in prompts)
+
+    def equal_texts(self, name: str, temperature: float = 0.0) -> int:
+        """Answers of a contestant whose ids are plain decoding's."""
+        pairs = zip(self.of(name, temperature), self.of(VANILLA, temperature), strict=True)
+        return sum(a.token_ids == b.token_ids for a, b in pairs)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(a.token_ids) for a in self)
+
+    def tau(self) -> list[float | None]:
+        return interval(ratio, *self._emitted_and_cycles())
+
+    def tau_over(self, baseline: Answers) -> list[float | None]:
+        """tau over the baseline's."""
+        return interval(ratio_of_ratios, *self._emitted_and_cycles(), *baseline._emitted_and_cycles())
+
+    def tau_difference(self, baseline: Answers) -> list[float | None]:
+        """tau less the baseline's."""
+        return interval(difference_of_ratios, *self._emitted_and_cycles(), *baseline._emitted_and_cycles())
+
+    def alphas(self) -> list[list[float | None]]:
+        """n-alpha of chains."""
+        counts_PD2 = np.array([depth_counts(a.cycles, CHAIN) for a in self], float)
+        return [interval(ratio, counts_PD2[:, n, 1], counts_PD2[:, n, 0]) for n in range(CHAIN)]
+
+    def sums(self, *figures: Callable[[Answer], float]) -> list[list[float]]:
+        """For each figure its sums over the turns of each prompt."""
+        turns = by_prompt(self).values()
+        return [[sum(map(figure, group)) for group in turns] for figure in figures]
+
+    def _emitted_and_cycles(self) -> list[list[float]]:
+        return self.sums(lambda a: a.emitted, lambda a: len(a.cycles))
+
+
 def ask(
     llm: LLM,
     drafters: Mapping[str, Drafter],
@@ -228,7 +298,7 @@ def ask(
     *,
     temperatures: Sequence[float] = (0.0,),
     max_new_tokens: int = 96,
-) -> list[Answer]:
+) -> Answers:
     """Every drafter's answers, and plain decoding's ("vanilla"), interleaved prompt by prompt. A
     stopped run goes on.
 
@@ -236,43 +306,14 @@ def ask(
         llm: decodes plainly.
         output: the record; the answers are kept in out/NAME.
     """
-    entered = {VANILLA: llm.drafter, **{name: made for name, made in drafters.items() if name != VANILLA}}
-    bench = Bench(
-        llm,
-        [Drafting(name, made) for name, made in entered.items()],
-        prompts,
-        temperatures,
-        max_new_tokens,
-        {"seed": 7},
-    )
+    entered = [Drafting(VANILLA, llm.drafter), *(Drafting(name, made) for name, made in drafters.items())]
+    bench = Bench(llm, entered, prompts, temperatures, max_new_tokens, {"seed": 7})
     folder = Path("out") / output.stem if not output.is_absolute() else output.with_suffix("")
     with locked(folder), progress() as on_prompt:
         answers = bench.run(folder, on_prompt)
     if bench.failed:
         raise EyasError("; ".join(f"{name} failed: {why}" for name, why in bench.failed.items()))
-    return answers
-
-
-def select(answers: Sequence[Answer], name: str, temperature: float = 0.0) -> list[Answer]:
-    """One contestant's answers at a temperature, in the order of the prompts."""
-    return [a for a in answers if (a.method, a.temperature) == (name, temperature)]
-
-
-def equal_texts(answers: Sequence[Answer], name: str, temperature: float = 0.0) -> int:
-    """Answers whose ids are plain decoding's."""
-    pairs = zip(select(answers, name, temperature), select(answers, VANILLA, temperature), strict=True)
-    return sum(a.token_ids == b.token_ids for a, b in pairs)
-
-
-def loops(answers: Sequence[Answer], n: int = 8) -> set[str]:
-    """Prompts after which plain decoding loops: more than a fifth of the n-grams repeat. Loops
-    flatter every method."""
-
-    def share(tokens: Sequence[int]) -> float:
-        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-        return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-    return {a.prompt for a in answers if a.method == VANILLA and share(a.token_ids) > 0.2}
+    return Answers(answers)
 
 
 # --- intervals -----------------------------------------------------------------------------------------
@@ -288,31 +329,9 @@ def rounded(figures: Interval | None, digits: int = 4) -> list[float | None]:
     return [None if x is None else round(x, digits) for x in figures or (None, None, None)]
 
 
-def tau_columns(answers: Sequence[Answer]) -> list[list[float]]:
-    """(emitted tokens, cycles) of each prompt."""
-    turns = by_prompt(answers).values()
-    return [[sum(a.emitted for a in group) for group in turns], [sum(len(a.cycles) for a in group) for group in turns]]
-
-
-def tau_interval(answers: Sequence[Answer]) -> list[float | None]:
-    """tau."""
-    return interval(ratio, *tau_columns(answers))
-
-
-def tau_over(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[float | None]:
-    """tau over the baseline's, paired by prompt."""
-    return interval(ratio_of_ratios, *tau_columns(answers), *tau_columns(baseline))
-
-
-def tau_difference(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[float | None]:
-    """tau less the baseline's, paired by prompt."""
-    return interval(difference_of_ratios, *tau_columns(answers), *tau_columns(baseline))
-
-
-def alpha_intervals(answers: Sequence[Answer], depth: int = CHAIN) -> list[list[float | None]]:
-    """n-alpha of chains for n = 0..depth-1."""
-    counts_PD2 = np.array([depth_counts(a.cycles, depth) for a in answers], float)
-    return [interval(ratio, counts_PD2[:, n, 1], counts_PD2[:, n, 0]) for n in range(depth)]
+def quantiles(values: Sequence[float], *shares: float, digits: int = 4) -> list[float]:
+    """Quantiles, rounded; without `shares` the median and the quartiles."""
+    return [round(float(x), digits) for x in np.quantile(values, shares or (0.5, 0.25, 0.75))]
 
 
 # --- records that outlive an interruption --------------------------------------------------------------

@@ -32,10 +32,7 @@ REFERENCE = {
     "tiny": "the embedded model",
     "errors": "what is raised",
 }
-PICTURES = {
-    name: "![A draft tree: the accepted path, then the token of the model itself](../pictures/tree.svg)"
-    for name in ("eagle2", "eagle3", "seagle")
-}
+PICTURES = ROOT / "docs" / "pictures" / "methods"  # runs/draw_tree.py --methods
 
 
 def methods() -> dict[str, str]:
@@ -90,7 +87,7 @@ def method_page(name: str) -> str:
         ["", "", ""],
     )
     facts = [f"- **{title}:** {cell}" for title, cell in zip(("drafts", "source", "needs"), cells, strict=True) if cell]
-    parts = [f"# {name}", "\n".join(facts), PICTURES.get(name, ""), reference(f"drafters.{name}", members="[]")]
+    parts = [f"# {name}", "\n".join(facts), method_picture(name), reference(f"drafters.{name}", members="[]")]
     # else those of its base
     if "class Options" in (ROOT / "src" / "eyas" / "drafters" / f"{name}.py").read_text(encoding="utf-8"):
         parts += [
@@ -104,6 +101,14 @@ def method_page(name: str) -> str:
             ),
         ]
     return "\n\n".join([*parts, "## In Python", reference(f"drafters.{name}.Method", heading_level="3")])
+
+
+def method_picture(name: str) -> str:
+    """A draft tree of the method on the embedded model, where it has one."""
+    if not (PICTURES / f"{name}.svg").exists():
+        return ""
+    about = "One cycle on the embedded model: the accepted path is green, the target's own token blue."
+    return f"![A draft tree of {name}](../pictures/methods/{name}.svg)\n\n{about}"
 
 
 def reference(name: str, **options: str) -> str:

@@ -19,25 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _common import (
-    alpha_intervals,
-    ask,
-    chat_prompts,
-    drafter,
-    equal_texts,
-    interval,
-    loops,
-    machine,
-    select,
-    tau_difference,
-    tau_interval,
-    tree_of,
-    write,
-)
+from _common import Answers, ask, chat_prompts, drafter, interval, machine, tree_of, write
+from _common import parser as common_parser
 
 import eyas
-from eyas.bench.record import Answer
-from eyas.bench.rows import by_prompt
 from eyas.errors import EyasError
 from eyas.metrics import ratio_of_ratios
 
@@ -64,31 +49,26 @@ class Head:
 
 def parser(doc: str | None, name: str, tokens: int, seeds: int) -> argparse.ArgumentParser:
     """The options of every comparison."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = common_parser(
+        doc,
+        output=(Path(f"docs/results/{name}.json"), "the record"),
+        target=(None, "else the embedded model"),
+        work=(Path(f"out/{name}"), "heads and answers"),
+        tokens=(tokens, "that each head is trained on"),
+        seeds=(seeds, "heads of each kind"),
+        limit=(150, "chats that are answered"),
+        max_new_tokens=(96, "of an answer"),
+        tree=("26/5/4", "nodes/depth/branch of the dynamic tree"),
+        fast_tree=("5/3/2", "nodes/depth/branch of a small tree"),
+        ttt=(5, "steps of EAGLE-3's training-time test"),
+        draft_vocab=(4096, "tokens that EAGLE-3 can draft"),
+        batch_tokens=(2048, "of a step"),
+        max_length=(512, "tokens of an example"),
+        heldout_tokens=(15_000, "of the held-out loss"),
+    )
     made.add_argument("--data", nargs="+", required=True, metavar="FILE", help="chats (JSONL, .gz too) to train on")
-    made.add_argument(
-        "--chats",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="held-out chats: the last user turn of each is answered",
-    )
-    made.add_argument("--target", help="default: the embedded model")
-    made.add_argument("--output", type=Path, default=Path(f"docs/results/{name}.json"), help="default: %(default)s")
-    made.add_argument("--work", type=Path, default=Path(f"out/{name}"), help="heads and answers (default: %(default)s)")
-    made.add_argument("--tokens", type=int, default=tokens, help="that each head is trained on (default: %(default)s)")
-    made.add_argument("--seeds", type=int, default=seeds, help="heads of each kind (default: %(default)s)")
-    made.add_argument("--limit", type=int, default=150, help="chats that are answered (default: %(default)s)")
-    made.add_argument("--max-new-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
-    made.add_argument("--tree", default="26/5/4", help="nodes/depth/branch of the dynamic tree (default: %(default)s)")
-    made.add_argument("--fast-tree", default="5/3/2", help="nodes/depth/branch of a small tree (default: %(default)s)")
-    made.add_argument("--ttt", type=int, default=5, help="steps of EAGLE-3's training-time test (default: %(default)s)")
-    made.add_argument(
-        "--draft-vocab", type=int, default=4096, help="tokens that EAGLE-3 can draft (default: %(default)s)"
-    )
-    made.add_argument("--batch-tokens", type=int, default=2048, help="of a step (default: %(default)s)")
-    made.add_argument("--max-length", type=int, default=512, help="tokens of an example (default: %(default)s)")
-    made.add_argument("--heldout-tokens", type=int, default=15_000, help="of the held-out loss (default: %(default)s)")
+    about = "held-out chats: the last user turn of each is answered"
+    made.add_argument("--chats", type=Path, required=True, metavar="FILE", help=about)
     return made
 
 
@@ -119,15 +99,18 @@ def train(head: Head, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     line = [sys.executable, "-m", "eyas", "train", "--method", head.method, "--output", str(folder), *head.flags]
     line += [part for file in head.data for part in ("--data", file)]
     line += ["--target", args.target] if args.target else []
-    numbers = {"tokens": head.tokens, "lr": head.lr, "seed": head.seed, "batch-tokens": args.batch_tokens}
-    numbers |= {
+    options = {
+        "tokens": head.tokens,
+        "lr": head.lr,
+        "seed": head.seed,
+        "batch-tokens": args.batch_tokens,
         "max-length": args.max_length,
         "heldout-tokens": args.heldout_tokens,
         "heldout": 0.05,
         "save-every": 20,
         "eval-every": 0,
     }
-    line += [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
+    line += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     if not is_done(folder, head.tokens):
         print(" ".join(line[1:]), file=sys.stderr, flush=True)
         if status := call(line):
@@ -154,63 +137,62 @@ def compare(
             drafters[f"{head.name} {shape}"] = made.chain(5) if options is None else made
     prompts = chat_prompts(args.chats, args.limit)
     answers = ask(llm, drafters, prompts, args.work.resolve() / "answers.json", max_new_tokens=args.max_new_tokens)
-    looping = loops(answers)
-    answers = [a for a in answers if a.prompt not in looping]
+    looping = answers.loops()
+    answers = answers.without(looping)
 
-    def of(kind: str, shape: str) -> list[Answer]:
-        return [a for head in heads if head.kind == kind for a in select(answers, f"{head.name} {shape}")]
+    def of(kind: str, shape: str) -> Answers:
+        return Answers(a for head in heads if head.kind == kind for a in answers.of(f"{head.name} {shape}"))
 
-    kinds = {
-        kind: figures(kind, shapes, of, select(answers, "vanilla"))
-        for kind in dict.fromkeys(head.kind for head in heads)
-    }
-    differences = {
-        f"{b} - {a}": {"tau": {shape: tau_difference(of(b, shape), of(a, shape)) for shape in shapes}} for a, b in pairs
-    }
-    tokens = sorted({record["tokens"] for record in trainings.values()})
-    caption = (
-        f"{llm.target.name}; {' to '.join(f'{n:,}' for n in dict.fromkeys((tokens[0], tokens[-1])))} tokens per head, "
-        f"{len({head.seed for head in heads})} seeds; {len(prompts) - len(looping)} held-out chats, T = 0; 95 %, bootstrap over chats"
-    )
-    described = [
-        {
-            **{key: getattr(head, key) for key in ("name", "kind", "method", "flags", "lr", "seed")},
-            **{key: trainings[head.name].get(key) for key in ("step", "tokens", "seconds")},
-            "heldout": trainings[head.name]["losses"][-1] if trainings[head.name].get("losses") else None,
-            "equal_to_plain": {shape: equal_texts(answers, f"{head.name} {shape}") for shape in shapes},
-        }
-        for head in heads
-    ]
-    chats = {"file": args.chats.name, "answered": len(prompts) - len(looping), "loops": len(looping)}
     record = {
-        "caption": caption,
+        "caption": caption(llm.target.name, heads, trainings, len(prompts) - len(looping)),
         "settings": settings,
-        "chats": chats,
-        "kinds": kinds,
-        "differences": differences,
-        "heads": described,
+        "chats": {"file": args.chats.name, "answered": len(prompts) - len(looping), "loops": len(looping)},
+        "kinds": {
+            kind: figures({shape: of(kind, shape) for shape in shapes}, answers.of("vanilla"))
+            for kind in dict.fromkeys(head.kind for head in heads)
+        },
+        "differences": {
+            f"{b} - {a}": {"tau": {shape: of(b, shape).tau_difference(of(a, shape)) for shape in shapes}}
+            for a, b in pairs
+        },
+        "heads": [described(head, trainings[head.name], answers, shapes) for head in heads],
     }
     write(args.output, record, before)
 
 
-def figures(kind: str, shapes: Shapes, of: Any, vanilla: Sequence[Answer]) -> dict[str, Any]:
+def caption(target: str, heads: Sequence[Head], trainings: Mapping[str, Any], chats: int) -> str:
+    """What was compared, in a line."""
+    tokens = sorted({record["tokens"] for record in trainings.values()})
+    span = " to ".join(f"{n:,}" for n in dict.fromkeys((tokens[0], tokens[-1])))
+    seeds = len({head.seed for head in heads})
+    return f"{target}; {span} tokens per head, {seeds} seeds; {chats} held-out chats, T = 0; 95 %, bootstrap over chats"
+
+
+def described(head: Head, training: Mapping[str, Any], answers: Answers, shapes: Shapes) -> dict[str, Any]:
+    """A head, its training, and whether its texts are plain decoding's."""
+    return {
+        **{key: getattr(head, key) for key in ("name", "kind", "method", "flags", "lr", "seed")},
+        **{key: training.get(key) for key in ("step", "tokens", "seconds")},
+        "heldout": training["losses"][-1] if training.get("losses") else None,
+        "equal_to_plain": {shape: answers.equal_texts(f"{head.name} {shape}") for shape in shapes},
+    }
+
+
+def figures(by_shape: Mapping[str, Answers], vanilla: Answers) -> dict[str, Any]:
     """tau, n-alpha and speed-up of the heads of one kind together."""
-    out: dict[str, Any] = {"tau": {shape: tau_interval(of(kind, shape)) for shape in shapes}}
-    if "chain" in shapes:
-        out["n-alpha"] = alpha_intervals(of(kind, "chain"))
+    out: dict[str, Any] = {"tau": {shape: ours.tau() for shape, ours in by_shape.items()}}
+    if "chain" in by_shape:
+        out["n-alpha"] = by_shape["chain"].alphas()
     out["speedup"] = {
-        shape: interval(ratio_of_ratios, *speed_columns(of(kind, shape)), *speed_columns(vanilla)) for shape in shapes
+        shape: interval(ratio_of_ratios, *tokens_and_seconds(ours), *tokens_and_seconds(vanilla))
+        for shape, ours in by_shape.items()
     }
     return out
 
 
-def speed_columns(answers: Sequence[Answer]) -> list[list[float]]:
-    """(tokens, seconds) of each prompt, whole answers."""
-    turns = by_prompt(answers).values()
-    return [
-        [sum(len(a.token_ids) for a in group) for group in turns],
-        [sum(a.seconds for a in group) for group in turns],
-    ]
+def tokens_and_seconds(answers: Answers) -> list[list[float]]:
+    """Whole answers' tokens and seconds of each prompt."""
+    return answers.sums(lambda a: len(a.token_ids), lambda a: a.seconds)
 
 
 def shapes_of(args: argparse.Namespace, *names: str) -> Shapes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import _heads
-from _common import run
+from _common import add_option, run
 from _heads import Head
 
 import eyas
@@ -30,12 +30,8 @@ FULL = "eagle3"
 def main(arguments: list[str] | None = None) -> None:
     parser = _heads.parser(__doc__, "ablation", tokens=300_000, seeds=3)
     parser.add_argument("--variants", help="parted by ';' (default: all)")
-    parser.add_argument(
-        "--rates", default="1e-3,2e-3,4e-3", help="learning rates to try; a single one is taken as it is (%(default)s)"
-    )
-    parser.add_argument(
-        "--tune", type=int, default=60_000, help="tokens that each rate is tried on (default: %(default)s)"
-    )
+    add_option(parser, "--rates", "1e-3,2e-3,4e-3", "learning rates to try; a single one is taken as it is")
+    add_option(parser, "--tune", 60_000, "tokens that each rate is tried on")
     args = parser.parse_args(arguments)
     last, common = eyas.load(args.target, method="vanilla").target.num_layers - 1, _heads.eagle3_flags(args)
     known = {
@@ -59,15 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
         tuning[kind] = {"lr": best, "tried": {f"{rate:g}": loss for rate, loss in losses.items()}}
         heads += [replace(head, tokens=args.tokens, lr=best, seed=seed) for seed in range(args.seeds)]
     pairs = [(FULL, kind) for kind in kinds if kind != FULL and FULL in kinds]
-    _heads.compare(
-        heads,
-        _heads.shapes_of(args, "chain", "tree"),
-        pairs,
-        args,
-        tuning=tuning,
-        tree=args.tree,
-        tokens_per_head=args.tokens,
-    )
+    shapes = _heads.shapes_of(args, "chain", "tree")
+    settings = {"tuning": tuning, "tree": args.tree, "tokens_per_head": args.tokens}
+    _heads.compare(heads, shapes, pairs, args, **settings)
 
 
 if __name__ == "__main__":

@@ -14,24 +14,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from _common import (
-    alpha_intervals,
-    ask,
-    chat_prompts,
-    drafter,
-    equal_texts,
-    loops,
-    parser,
-    run,
-    select,
-    tau_difference,
-    tau_interval,
-    tree,
-    write,
-)
+from _common import Answers, ask, chat_prompts, drafter, parser, run, tree, write
 
 import eyas
-from eyas.bench.record import Answer
 
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> head, method, options
     "eagle1 chain": ("eagle1", "eagle1", {"tree.choices": "chain-5"}),
@@ -42,45 +27,43 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> head, method,
 }
 
 
-def summary(answers: list[Answer], names: list[str], temperature: float) -> dict[str, Any]:
+def summary(answers: Answers, names: list[str], temperature: float) -> dict[str, Any]:
     """tau and n-alpha of every method, and differences of tau."""
-    found = {name: select(answers, name, temperature) for name in names}
+    by_name = {name: answers.of(name, temperature) for name in names}
     out: dict[str, Any] = {}
-    for name, ours in found.items():
-        out[name] = {"chats": len(ours), "tau": tau_interval(ours)}
+    for name, ours in by_name.items():
+        out[name] = {"chats": len(ours), "tau": ours.tau()}
         if "chain" in name:
-            out[name]["n-alpha"] = alpha_intervals(ours)
-    chains = [name for name in names if "chain" in name]
-    trees = [name for name in names if "tree" in name]
+            out[name]["n-alpha"] = ours.alphas()
+    chains, trees = ([name for name in names if kind in name] for kind in ("chain", "tree"))
     pairs = [*pairwise(trees), *pairwise(chains), (chains[0], trees[0])]
-    out["tau differences"] = {f"{b} - {a}": tau_difference(found[b], found[a]) for a, b in pairs}
+    out["tau differences"] = {f"{b} - {a}": by_name[b].tau_difference(by_name[a]) for a, b in pairs}
     return out
 
 
 def main() -> None:
-    args = parser(
-        __doc__, chats=True, heads=True, target=None, limit=300, max_new_tokens=96, temperature=0.0
-    ).parse_args()
+    shape = {"target": None, "limit": 300, "max_new_tokens": 96, "temperature": 0.0}
+    args = parser(__doc__, chats=True, heads=True, **shape).parse_args()
     llm = eyas.load(args.target, method="vanilla")
     heads = dict(named.split("=", 1) for named in args.draft)
-    entered = {
-        name: (heads.get(head), *how) for name, (head, *how) in METHODS.items() if head in heads or not args.target
+    drafters = {
+        name: drafter(llm.target, method, options, heads.get(head))
+        for name, (head, method, options) in METHODS.items()
+        if head in heads or not args.target
     }
-    drafters = {name: drafter(llm.target, method, options, head) for name, (head, method, options) in entered.items()}
-    prompts = chat_prompts(args.chats, args.limit)
-    answers = ask(
-        llm, drafters, prompts, args.output, temperatures=(args.temperature,), max_new_tokens=args.max_new_tokens
-    )
-    names, looping = ["vanilla", *drafters], loops(answers)
-    apart = [a for a in answers if a.prompt in looping]
+    prompts, temperature = chat_prompts(args.chats, args.limit), args.temperature
+    sampling = {"temperatures": [temperature], "max_new_tokens": args.max_new_tokens}
+    answers = ask(llm, drafters, prompts, args.output, **sampling)
+    names, looping = ["vanilla", *drafters], answers.loops()
+    others = {prompt.id for prompt in prompts} - looping
     record = {
         "chats": len(prompts),
-        "new_tokens": sum(len(a.token_ids) for a in select(answers, "vanilla", args.temperature)),
-        "temperature": args.temperature,
-        "equal_to_vanilla": {name: equal_texts(answers, name, args.temperature) for name in names},
+        "new_tokens": answers.of("vanilla", temperature).tokens,
+        "temperature": temperature,
+        "equal_to_vanilla": {name: answers.equal_texts(name, temperature) for name in names},
         "loops": len(looping),
-        "without_loops": summary([a for a in answers if a.prompt not in looping], names, args.temperature),
-        "loops_only": summary(apart, names, args.temperature) if len(looping) > 1 else {},
+        "without_loops": summary(answers.without(looping), names, temperature),
+        "loops_only": summary(answers.without(others), names, temperature) if len(looping) > 1 else {},
     }
     write(args.output, record)
 

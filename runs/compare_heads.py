@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -23,30 +24,25 @@ from typing import Any
 
 from _common import (
     RESAMPLES,
+    Answers,
     ask,
     bundled_prompts,
     chat_prompts,
     drafter,
-    equal_texts,
-    loops,
     open_text,
     parser,
+    rounded,
     run,
-    select,
-    tau_difference,
-    tau_interval,
-    tau_over,
     tree_of,
     write,
-)
+)  # fmt: skip
 
 import eyas
-from eyas.bench.record import Answer
 from eyas.bench.rows import speedup
 from eyas.bench.run import VANILLA
 from eyas.bench.tasks import Prompt
 from eyas.errors import InputError
-from eyas.metrics import Interval
+from eyas.metrics import Cycle
 
 TREES = "4/3/1,8/4/2,26/5/4"
 
@@ -97,65 +93,57 @@ def asked(args: argparse.Namespace) -> list[Prompt]:
     return [prompt for prompt in chat_prompts(args.chats)[args.skip :] if prompt.id not in in_both][: args.limit]
 
 
-def rounded(interval: Interval | None) -> list[float | None] | None:
-    return None if interval is None else [None if x is None else round(x, 4) for x in interval]
+def speeds(answers: Answers, names: list[str], shape: str, temperature: float) -> dict[str, Any]:
+    """Whole answers' tokens/s with every head, over plain decoding's and over other heads'; the
+    median time of a cycle and of its draft."""
+    plain = answers.of(VANILLA, temperature)
+    by_head = {name: answers.of(f"{name} {shape}", temperature) for name in names}
+    cycles = {name: [cycle for answer in ours for cycle in answer.cycles] for name, ours in by_head.items()}
 
-
-def speeds(answers: list[Answer], names: list[str], shapes: list[str], temperature: float) -> dict[str, Any]:
-    """For each tree: whole answers' tokens/s with every head, over plain decoding's and over other
-    heads'; the median time of a cycle and of its draft."""
-    plain, out = select(answers, VANILLA, temperature), dict[str, Any]()
-
-    def over(ours: list[Answer], baseline: list[Answer]) -> list[float | None] | None:
+    def over(ours: Answers, baseline: Answers) -> list[float | None]:
         return rounded(speedup(ours, baseline, whole=True, resamples=RESAMPLES))
 
-    for shape in shapes:
-        found = {name: select(answers, f"{name} {shape}", temperature) for name in names}
-        tokens = {name: sum(len(answer.token_ids) for answer in ours) for name, ours in found.items()}
-        out[shape] = {
-            "tokens_per_second": {
-                name: round(tokens[name] / sum(answer.seconds for answer in ours), 1) for name, ours in found.items()
-            },
-            "median_cycle_ms": {
-                name: round(1e3 * median(c.seconds for answer in ours for c in answer.cycles), 3)
-                for name, ours in found.items()
-            },
-            "median_draft_ms": {
-                name: round(1e3 * median(c.draft for answer in ours for c in answer.cycles if c.draft is not None), 3)
-                for name, ours in found.items()
-            },
-            "over_plain": {name: over(ours, plain) for name, ours in found.items()},
-            "ratio": {f"{b} / {a}": over(found[b], found[a]) for a, b in combinations(names, 2)},
-        }
-    return out
+    def median_ms(seconds: Callable[[Cycle], float | None]) -> dict[str, float]:
+        times = {name: [t for cycle in those if (t := seconds(cycle)) is not None] for name, those in cycles.items()}
+        return {name: round(1e3 * median(values), 3) for name, values in times.items()}
+
+    return {
+        "tokens_per_second": {
+            name: round(ours.tokens / sum(a.seconds for a in ours), 1) for name, ours in by_head.items()
+        },
+        "median_cycle_ms": median_ms(lambda cycle: cycle.seconds),
+        "median_draft_ms": median_ms(lambda cycle: cycle.draft),
+        "over_plain": {name: over(ours, plain) for name, ours in by_head.items()},
+        "ratio": {f"{b} / {a}": over(by_head[b], by_head[a]) for a, b in combinations(names, 2)},
+    }
 
 
-def compared(answers: list[Answer], names: list[str], shapes: list[str], temperature: float) -> dict[str, Any]:
-    """For each tree: tau of every head; its difference and its ratio to those of the heads before it."""
-    out: dict[str, Any] = {}
-    for shape in shapes:
-        found = {name: select(answers, f"{name} {shape}", temperature) for name in names}
-        out[shape] = {
-            "tau": {name: tau_interval(ours) for name, ours in found.items()},
-            "difference": {f"{b} - {a}": tau_difference(found[b], found[a]) for a, b in combinations(names, 2)},
-            "ratio": {f"{b} / {a}": tau_over(found[b], found[a]) for a, b in combinations(names, 2)},
-        }
-    return out
+def compared(answers: Answers, names: list[str], shape: str, temperature: float) -> dict[str, Any]:
+    """tau of every head; its difference and its ratio to those of the heads before it."""
+    by_head = {name: answers.of(f"{name} {shape}", temperature) for name in names}
+    pairs = [(f"{b} {{}} {a}", by_head[b], by_head[a]) for a, b in combinations(names, 2)]
+    return {
+        "tau": {name: ours.tau() for name, ours in by_head.items()},
+        "difference": {pair.format("-"): b.tau_difference(a) for pair, b, a in pairs},
+        "ratio": {pair.format("/"): b.tau_over(a) for pair, b, a in pairs},
+    }
 
 
 def main() -> None:
-    options = parser(__doc__, target=None, limit=300, skip=0, max_new_tokens=96, temperatures="0,1", trees=TREES)
-    options.add_argument("--head", action="append", default=[], metavar="NAME=METHOD:DIR", help="a head to compare")
-    options.add_argument(
-        "--chats", type=Path, metavar="FILE", help="chats, JSONL; .gz too (default: the bundled prompts of one turn)"
+    made = parser(
+        __doc__,
+        target=None,
+        limit=300,
+        skip=0,
+        max_new_tokens=96,
+        temperatures="0,1",
+        trees=TREES,
+        speed=(False, "also tokens per second; all prompts, those that loop too"),
     )
-    options.add_argument(
-        "--trained-on", type=Path, metavar="FILE", help="chats, JSONL; .gz too: these are left out of --chats"
-    )
-    options.add_argument(
-        "--speed", action="store_true", help="also tokens per second; all prompts, those that loop too"
-    )
-    args = options.parse_args()
+    made.add_argument("--head", action="append", default=[], metavar="NAME=METHOD:DIR", help="a head to compare")
+    made.add_argument("--chats", type=Path, metavar="FILE", help="chats, JSONL; .gz too (default: the bundled prompts)")
+    made.add_argument("--trained-on", type=Path, metavar="FILE", help="chats that are left out of --chats")
+    args = made.parse_args()
     heads, shapes = read_heads(args.head), args.trees.split(",")
     temperatures = [float(part) for part in args.temperatures.split(",")]
     llm = eyas.load(args.target, method="vanilla")
@@ -164,23 +152,20 @@ def main() -> None:
         for name, (method, folder) in heads.items()
         for shape in shapes
     }
-    prompts = asked(args)
+    prompts, names = asked(args), list(heads)
     answers = ask(llm, drafters, prompts, args.output, temperatures=temperatures, max_new_tokens=args.max_new_tokens)
-    looping = loops([a for a in answers if a.temperature == 0])
-    kept = [a for a in answers if a.prompt not in looping]
-    record: dict[str, Any] = {
-        "prompts": len(prompts), "loops": len(looping),
-        "heads": {name: {"method": method, "trained": trained(folder)} for name, (method, folder) in heads.items()},
-    }  # fmt: skip
+    looping = Answers(a for a in answers if a.temperature == 0).loops()
+    sound = answers.without(looping)
+    record: dict[str, Any] = {"prompts": len(prompts), "loops": len(looping)}
+    record["heads"] = {name: {"method": method, "trained": trained(folder)} for name, (method, folder) in heads.items()}
     for temperature in temperatures:
-        ours = select(kept, "vanilla", temperature)
-        record[f"T = {temperature:g}"] = {
-            "tokens": sum(len(a.token_ids) for a in ours),
-            "equal_to_vanilla": {name: f"{equal_texts(kept, name, temperature)} of {len(ours)}" for name in drafters},
-            **compared(kept, list(heads), shapes, temperature),
-        }
+        plain = sound.of(VANILLA, temperature)
+        equal = {name: f"{sound.equal_texts(name, temperature)} of {len(plain)}" for name in drafters}
+        entry = {"tokens": plain.tokens, "equal_to_vanilla": equal}
+        entry |= {shape: compared(sound, names, shape, temperature) for shape in shapes}
         if args.speed:
-            record[f"T = {temperature:g}"]["speed"] = speeds(answers, list(heads), shapes, temperature)
+            entry["speed"] = {shape: speeds(answers, names, shape, temperature) for shape in shapes}
+        record[f"T = {temperature:g}"] = entry
     write(args.output, record)
 
 

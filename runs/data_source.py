@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import _heads
-from _common import open_text, run
+from _common import add_option, open_text, run
 from _heads import Head
 
 from eyas.errors import EyasError, InputError
@@ -53,20 +53,20 @@ def prompts(turns: Turns) -> list[tuple[int, str]]:
 
 def pairs(fixed: Path, regenerated: Path) -> list[tuple[Turns, Turns]]:
     """Conversations of the same prompts, in an order that the prompts alone decide."""
-    wanted = {prompts(turns)[-1][1]: turns for turns in conversations(regenerated)}
-    found: dict[str, tuple[Turns, Turns]] = {}
+    partners = {prompts(turns)[-1][1]: turns for turns in conversations(regenerated)}
+    paired: dict[str, tuple[Turns, Turns]] = {}
     for turns in conversations(fixed):
         for end, key in reversed(prompts(turns)):
-            if key in wanted and key not in found:
-                found[key] = turns[:end], wanted[key]
+            if key in partners and key not in paired:
+                paired[key] = turns[:end], partners[key]
                 break
-    return [found[key] for key in sorted(found)]
+    return [paired[key] for key in sorted(paired)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = _heads.parser(__doc__, "data_source", tokens=400_000, seeds=2)
-    parser.add_argument("--method", default="eagle2", help="eagle2 (EAGLE-1's net) or eagle3 (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="(default: %(default)s)")
+    add_option(parser, "--method", "eagle2", "eagle2 (EAGLE-1's net) or eagle3")
+    add_option(parser, "--lr", 2e-3)
     args = parser.parse_args(arguments)
     if len(args.data) != len(SOURCES):
         parser.error("--data takes two files: the fixed answers and the regenerated ones")

@@ -11,66 +11,53 @@ bootstrap over chats, paired.
 
 from __future__ import annotations
 
-from typing import Any
-
-from _common import ask, chat_prompts, drafter, equal_texts, parser, run, select, tau_interval, tau_over, tree, write
+from _common import Way, ask, chat_prompts, drafters_of, parser, run, tree, write
 
 import eyas
 
-CHAIN = {"tree.choices": "chain-5"}
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> method, options
+CHAIN, TREE = {"tree.choices": "chain-5"}, tree(26, 5, 4)
+WAYS: dict[str, Way] = {
     "eagle1 chain, drawn": ("eagle1", CHAIN),
     "eagle1 chain, drawn, block": ("eagle1", {**CHAIN, "verification": "block"}),
     "eagle1 chain, shared": ("eagle1", {**CHAIN, "tree.noise": "coupled"}),
     "eagle1 tree, drawn": ("eagle1", {}),
     "eagle1 tree, shared": ("eagle1", {"tree.noise": "coupled"}),
-    "eagle2, none": ("eagle2", tree(26, 5, 4, **{"tree.noise": "none"})),
-    "eagle2, shared": ("eagle2", tree(26, 5, 4)),
-    "eagle3, none": ("eagle3", tree(26, 5, 4, **{"tree.noise": "none"})),
-    "eagle3, shared": ("eagle3", tree(26, 5, 4)),
-    "eagle2, by confidence": ("eagle2", tree(26, 5, 4, **{"tree.expand": "confidence"})),
-    "eagle2, no rerank": ("eagle2", tree(26, 5, 4, **{"tree.rerank": False})),
-    "eagle2, by confidence, no rerank": (
-        "eagle2",
-        tree(26, 5, 4, **{"tree.expand": "confidence", "tree.rerank": False}),
-    ),
+    "eagle2, none": ("eagle2", {**TREE, "tree.noise": "none"}),
+    "eagle2, shared": ("eagle2", TREE),
+    "eagle3, none": ("eagle3", {**TREE, "tree.noise": "none"}),
+    "eagle3, shared": ("eagle3", TREE),
+    "eagle2, by confidence": ("eagle2", {**TREE, "tree.expand": "confidence"}),
+    "eagle2, no rerank": ("eagle2", {**TREE, "tree.rerank": False}),
+    "eagle2, by confidence, no rerank": ("eagle2", {**TREE, "tree.expand": "confidence", "tree.rerank": False}),
 }
+ABLATIONS = ("by confidence", "no rerank", "by confidence, no rerank")
 # (a, b, temperature of a, of b): tau of a over tau of b
 RATIOS = [
-    *(
-        (f"{head}, shared", f"{head}, {other}", 1.0, t)
-        for head in ("eagle2", "eagle3")
-        for other, t in (("shared", 0.0), ("none", 1.0))
-    ),
+    ("eagle2, shared", "eagle2, shared", 1.0, 0.0),
+    ("eagle2, shared", "eagle2, none", 1.0, 1.0),
+    ("eagle3, shared", "eagle3, shared", 1.0, 0.0),
+    ("eagle3, shared", "eagle3, none", 1.0, 1.0),
     ("eagle1 tree, shared", "eagle1 tree, drawn", 1.0, 0.0),
     ("eagle1 tree, drawn", "eagle1 tree, drawn", 1.0, 0.0),
     ("eagle1 tree, shared", "eagle1 tree, drawn", 1.0, 1.0),
     ("eagle1 chain, shared", "eagle1 chain, drawn", 1.0, 1.0),
     ("eagle1 chain, drawn, block", "eagle1 chain, drawn", 1.0, 1.0),
-    *(
-        (f"eagle2, {how}", "eagle2, shared", 0.0, 0.0)
-        for how in ("by confidence", "no rerank", "by confidence, no rerank")
-    ),
+    *((f"eagle2, {how}", "eagle2, shared", 0.0, 0.0) for how in ABLATIONS),
 ]
 
 
 def main() -> None:
     args = parser(__doc__, chats=True, limit=40, max_new_tokens=64).parse_args()
     llm = eyas.load(method="vanilla")
-    drafters = {name: drafter(llm.target, method, options) for name, (method, options) in WAYS.items()}
-    prompts = chat_prompts(args.chats, args.limit)
+    prompts, drafters = chat_prompts(args.chats, args.limit), drafters_of(llm.target, WAYS)
     answers = ask(llm, drafters, prompts, args.output, temperatures=(0.0, 1.0), max_new_tokens=args.max_new_tokens)
     tau = {
-        f"{name}, T={t:g}": {
-            "tau": tau_interval(select(answers, name, t)),
-            "equal_to_plain": equal_texts(answers, name, t),
-        }
+        f"{name}, T={t:g}": {"tau": answers.of(name, t).tau(), "equal_to_plain": answers.equal_texts(name, t)}
         for name in ("vanilla", *WAYS)
         for t in (0.0, 1.0)
     }
     ratios = {
-        f"{a}, T={ta:g} / {b}, T={tb:g}": tau_over(select(answers, a, ta), select(answers, b, tb))
-        for a, b, ta, tb in RATIOS
+        f"{a}, T={ta:g} / {b}, T={tb:g}": answers.of(a, ta).tau_over(answers.of(b, tb)) for a, b, ta, tb in RATIOS
     }
     write(args.output, {"chats": len(prompts), "heads": "embedded", "tau": tau, "ratios of tau": ratios})
 

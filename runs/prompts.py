@@ -1,5 +1,6 @@
-"""Measures how a long prompt delays the rows that run, and how much a predicted text saves: `python
-runs/prompts.py [--rounds 5] [--busy]`.
+"""Measure how a long prompt delays the rows that run, and how much a predicted text saves.
+
+    python runs/prompts.py [--rounds 5] [--busy]
 
 stall        three rows decode while a prompt of --tokens tokens arrives: time between two cycles of theirs, and until the prompt's first
              token, by prefill budget. Budgets take turns, round by round; printed are the medians of the rounds
@@ -9,7 +10,6 @@ prediction   answers of the model, given as predictions with some of their words
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -17,6 +17,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from _common import parser
+from _markdown import table
 
 import eyas
 from eyas.core.dormant import adapted
@@ -77,34 +79,37 @@ def speed(llm: eyas.LLM, prompt: str, change: float | None, clock: Callable[[], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=3400)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--draft", default="off", help="of the rows: off, auto, or a number of draft tokens")
-    parser.add_argument("--busy", action="store_true")
-    asked = parser.parse_args()
-    clock = time.process_time if asked.busy else time.perf_counter
-    if asked.busy:
+    args = parser(
+        __doc__,
+        output=None,
+        tokens=3400,
+        rounds=5,
+        draft=("off", "of the rows: off, auto, or a number of draft tokens"),
+        busy=False,
+    ).parse_args()
+    clock = time.process_time if args.busy else time.perf_counter
+    if args.busy:
         torch.set_num_threads(1)
     llm = eyas.load(tree="fixed")
-    draft = int(asked.draft) if asked.draft.isdecimal() else asked.draft
+    draft = int(args.draft) if args.draft.isdecimal() else args.draft
     stall(llm, 600, None, draft, clock)  # warm-up
-    rounds = [[stall(llm, asked.tokens, budget, draft, clock) for budget in BUDGETS] for _ in range(asked.rounds)]
-    print(f"a prompt of {asked.tokens} tokens, draft {draft}\n")
-    print(
-        "| budget | ms between cycles: median | 99th percentile | longest | ms to the first token |\n|---|---|---|---|---|"
-    )
-    for budget, figures in zip(BUDGETS, zip(*rounds, strict=True), strict=True):
-        name = {0: "no prompt arrives", None: "whole"}.get(budget, budget)
-        print(f"| {name} | {' | '.join(f'{statistics.median(column):.1f}' for column in zip(*figures, strict=True))} |")
-    print("\n| words changed | tokens per second | of the prediction |\n|---|---|---|")
-    runs = [
-        [[speed(llm, prompt, change, clock) for prompt in PROMPTS] for change in CHANGES] for _ in range(asked.rounds)
+    stalls = [[stall(llm, args.tokens, budget, draft, clock) for budget in BUDGETS] for _ in range(args.rounds)]
+    print(f"a prompt of {args.tokens} tokens, draft {draft}\n")
+    lines = []
+    for budget, figures in zip(BUDGETS, zip(*stalls, strict=True), strict=True):
+        name = {0: "no prompt arrives", None: "whole"}.get(budget, str(budget))
+        lines.append([name, *(f"{statistics.median(column):.1f}" for column in zip(*figures, strict=True))])
+    heads = ("budget", "ms between cycles: median", "99th percentile", "longest", "ms to the first token")
+    print(table(heads, lines) + "\n")
+    speeds = [
+        [[speed(llm, prompt, change, clock) for prompt in PROMPTS] for change in CHANGES] for _ in range(args.rounds)
     ]
-    for change, figures in zip(CHANGES, zip(*runs, strict=True), strict=True):
+    lines = []
+    for change, figures in zip(CHANGES, zip(*speeds, strict=True), strict=True):
         rate = statistics.median(sum(n for n, _, _ in one) / sum(seconds for _, seconds, _ in one) for one in figures)
         share = sum(predicted for *_, predicted in figures[0]) / sum(n for n, *_ in figures[0])
-        print(f"| {'no prediction' if change is None else f'{change:.0%}'} | {rate:.0f} | {share:.0%} |")
+        lines.append(["no prediction" if change is None else f"{change:.0%}", f"{rate:.0f}", f"{share:.0%}"])
+    print(table(("words changed", "tokens per second", "of the prediction"), lines))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import _heads
-from _common import open_text, run
+from _common import add_option, numbers, open_text, run
 from _heads import Head
 
 from eyas.errors import EyasError
@@ -47,14 +47,12 @@ def subsets(files: list[str], sizes: list[int], unit: int, folder: Path) -> dict
 
 def main(arguments: list[str] | None = None) -> None:
     parser = _heads.parser(__doc__, "scaling", tokens=480_000, seeds=1)
-    parser.add_argument("--unit", type=int, default=200, help="chats of 1x (default: %(default)s)")
-    parser.add_argument("--sizes", default="1,2,4,8", help="in units (default: %(default)s)")
+    add_option(parser, "--unit", 200, "chats of 1x")
+    add_option(parser, "--sizes", "1,2,4,8", "in units")
     for method in METHODS:
-        parser.add_argument(
-            f"--lr-{method}", type=float, default=2e-3, help="(default: %(default)s; see ablation.json)"
-        )
+        add_option(parser, f"--lr-{method}", 2e-3, "see ablation.json")
     args = parser.parse_args(arguments)
-    sizes = sorted({int(size) for size in args.sizes.split(",")})
+    sizes = sorted(set(numbers(args.sizes)))
     data = subsets(args.data, sizes, args.unit, args.work / "data")
     flags = {"eagle2": (), "eagle3": _heads.eagle3_flags(args)}
     rates = {method: getattr(args, f"lr_{method}") for method in METHODS}
@@ -68,17 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     pairs += [(f"{m} {sizes[0]}x", f"{m} {sizes[-1]}x") for m in METHODS if len(sizes) > 2]
     pairs += [(f"{METHODS[0]} {size}x", f"{METHODS[1]} {size}x") for size in sizes]
     shapes = _heads.shapes_of(args, "tree", "fast tree")
-    _heads.compare(
-        heads,
-        shapes,
-        pairs,
-        args,
-        unit_chats=args.unit,
-        sizes=sizes,
-        lr=rates,
-        tree=args.tree,
-        fast_tree=args.fast_tree,
-    )
+    settings = {"unit_chats": args.unit, "sizes": sizes, "lr": rates, "tree": args.tree, "fast_tree": args.fast_tree}
+    _heads.compare(heads, shapes, pairs, args, **settings)
 
 
 if __name__ == "__main__":

@@ -11,34 +11,31 @@ bootstrap over prompts.
 
 from __future__ import annotations
 
-from _common import ask, bundled_prompts, drafter, heads_of, parser, run, select, tau_interval, tau_over, tree, write
+from _common import ask, bundled_prompts, drafter, heads_of, parser, run, tree_of, write
 
 import eyas
 
-TREES = ((4, 3, 2), (6, 3, 2), (8, 4, 2), (12, 5, 3), (26, 5, 4), (60, 8, 10))
+TREES = ("4/3/2", "6/3/2", "8/4/2", "12/5/3", "26/5/4", "60/8/10")
 SHARPNESS = (1.0, 1.5, 2.0, 3.0, 5.0)
 
 
 def main() -> None:
     args = parser(__doc__, heads=True, target=None, limit=24, temperature=0.0, max_new_tokens=96).parse_args()
-    llm = eyas.load(args.target, method="vanilla")
-    keys = [(method, shape, s) for method in heads_of(args.draft) for shape in TREES for s in SHARPNESS]
-    heads = heads_of(args.draft)
+    llm, heads = eyas.load(args.target, method="vanilla"), heads_of(args.draft)
+    keys = [(method, shape, sharpness) for method in heads for shape in TREES for sharpness in SHARPNESS]
     drafters = {
         str(key): drafter(
-            llm.target, key[0], tree(*key[1], **{"tree.confidence_temperature": 1 / key[2]}), heads[key[0]]
+            llm.target, key[0], {**tree_of(key[1]), "tree.confidence_temperature": 1 / key[2]}, heads[key[0]]
         )
         for key in keys
     }
-    prompts = bundled_prompts(args.limit)
-    answers = ask(
-        llm, drafters, prompts, args.output, temperatures=(args.temperature,), max_new_tokens=args.max_new_tokens
-    )
+    prompts, sampling = bundled_prompts(args.limit), {"temperatures": [args.temperature]}
+    answers = ask(llm, drafters, prompts, args.output, max_new_tokens=args.max_new_tokens, **sampling)
     table = []
     for method, shape, sharpness in keys:
-        ours, plain = (select(answers, str((method, shape, s)), args.temperature) for s in (sharpness, 1.0))
-        row = {"method": method, "tree": "/".join(map(str, shape)), "sharpness": sharpness}
-        table.append({**row, "tau": tau_interval(ours)[0], "over_1": tau_over(ours, plain)})
+        ours, plain = (answers.of(str((method, shape, s)), args.temperature) for s in (sharpness, 1.0))
+        row = {"method": method, "tree": shape, "sharpness": sharpness}
+        table.append({**row, "tau": ours.tau()[0], "over_1": ours.tau_over(plain)})
     write(args.output, {"temperature": args.temperature, "prompts": len(prompts), "table": table})
 
 

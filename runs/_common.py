@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from eyas.metrics import Interval, bootstrap, depth_counts, difference_of_ratios
 RESAMPLES = 4000
 REQUIRED = object()  # the default of an option that must be given
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
+T = TypeVar("T")
 Options = dict[str, Any]
 Way = tuple[str, Options]  # a method and its options
 
@@ -216,6 +217,15 @@ def drafters_of(
     }
 
 
+def eagle3_drafters(target: Target, ways: Mapping[str, Way], args: argparse.Namespace) -> dict[str, Drafter]:
+    """Drafters of one head of EAGLE-3 by --draft, --nodes, --depth and --branch; --trained tells the
+    length that it was trained on."""
+    made = drafters_of(target, ways, tree(args.nodes, args.depth, args.branch), args.draft)
+    for drafting in made.values():
+        drafting.trained_length = args.trained or drafting.trained_length
+    return made
+
+
 def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
     """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these
     methods."""
@@ -332,6 +342,12 @@ def rounded(figures: Interval | None, digits: int = 4) -> list[float | None]:
 def quantiles(values: Sequence[float], *shares: float, digits: int = 4) -> list[float]:
     """Quantiles, rounded; without `shares` the median and the quartiles."""
     return [round(float(x), digits) for x in np.quantile(values, shares or (0.5, 0.25, 0.75))]
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The items, another one first."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]
 
 
 # --- records that outlive an interruption --------------------------------------------------------------

@@ -62,7 +62,7 @@ class Exchange:
                     status = event.status_code
                     continue
                 *lines, rest = (rest + bytes(event.data)).split(b"\n\n")
-                came += "".join(map(said, lines))
+                came += "".join(map(text_of, lines))
             if came:
                 events.append((round(at - start, 6), len(came)))
                 text += came
@@ -74,7 +74,7 @@ class Exchange:
         return {"kind": self.kind, "prompt": self.prompt, "status": status, "whole": self.whole, "text": text, **times}
 
 
-def said(event: bytes) -> str:
+def text_of(event: bytes) -> str:
     """The text in one server-sent event of a chat or a completion."""
     data = event.partition(b"data:")[2].strip()
     if not data.startswith(b"{"):

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,21 +76,14 @@ def row(depth: int, places: Sequence[tuple[int, list[float]]]) -> dict[str, floa
     better_X = torch.tensor([better for better, _ in places])
     loss_T = -torch.tensor([likelihoods for _, likelihoods in places]).mean(0)
     best = int(loss_T.argmin())
-    found = {
-        "depth": depth,
-        "places": len(places),
-        "best": TEMPERATURES[best],
-        "loss": float(loss_T[best]),
-        "loss_at_0.5": float(loss_T[DEFAULT]),
-    }
-    return found | {f"first_{k}": float((better_X < k).float().mean()) for k in (1, 2, 4)}
+    figures = {"depth": depth, "places": len(places), "best": TEMPERATURES[best]}
+    figures |= {"loss": float(loss_T[best]), "loss_at_0.5": float(loss_T[DEFAULT])}
+    return figures | {f"first_{k}": float((better_X < k).float().mean()) for k in (1, 2, 4)}
 
 
 def main() -> None:
-    options = parser(__doc__, target=None, method="eagle3", limit=100, max_new_tokens=96)
-    options.add_argument("--draft", metavar="DIR", help="the head (default: the embedded model's)")
-    options.add_argument("--chats", type=Path, required=True, metavar="FILE", help="chats, JSONL; .gz too")
-    args = options.parse_args()
+    defaults = {"target": None, "method": "eagle3", "limit": 100, "max_new_tokens": 96}
+    args = parser(__doc__, chats=True, draft=(None, "else the embedded model's head"), **defaults).parse_args()
     chain = {"nodes": DEPTH + 1, "depth": DEPTH, "branch": 1}
     llm = eyas.load(args.target, args.draft, args.method, kernels="off", tree=chain)
     table: dict[str, list[dict[str, float]]] = {}
@@ -99,12 +91,11 @@ def main() -> None:
         places = defaultdict[int, list[tuple[int, list[float]]]](list)
         for seed, prompt in enumerate(track(chat_prompts(args.chats, args.limit), f"T = {temperature:g}")):
             with watched() as levels:
-                result = llm.generate(
-                    list(prompt.messages), max_new_tokens=args.max_new_tokens, temperature=temperature, seed=seed
-                )
+                sampling = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "seed": seed}
+                result = llm.generate(list(prompt.messages), **sampling)
             for depth, better, likelihoods in judged(levels, len(llm.ids(list(prompt.messages))), result.token_ids):
                 places[depth].append((better, likelihoods))
-        rows = [row(depth, found) for depth, found in sorted(places.items()) if len(found) >= LEAST]
+        rows = [row(depth, tokens) for depth, tokens in sorted(places.items()) if len(tokens) >= LEAST]
         table[f"T = {temperature:g}"] = [{name: round(value, 4) for name, value in one.items()} for one in rows]
     write(args.output, {"method": args.method, "table": table})
 

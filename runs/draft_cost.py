@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import Options, Rows, drafter, interval, machine, parser, run, tree, write
+from _common import Rows, Way, eagle3_drafters, interval, machine, parser, quantiles, run, write
 from rich.progress import track
 
 import eyas
@@ -34,7 +34,7 @@ from eyas.drafters import Drafter
 from eyas.metrics import ratio
 
 CHUNK = 512  # tokens that a session is fed at a time, as the target's prefill does
-METHODS: dict[str, tuple[str, Options]] = {
+METHODS: dict[str, Way] = {
     "eagle3": ("eagle3", {}),
     "seagle": ("seagle", {}),
     "seagle crop none": ("seagle", {"window.crop": "none"}),
@@ -87,11 +87,10 @@ class Session:
         """One cycle, timed."""
         token_B, sampling = self.tokens_T[self.position % CHUNK][None], (Sampling(),)
         active_B, position_B = torch.ones(1, dtype=torch.bool), torch.full((1,), self.position)
-        given = CycleInput(
-            token_B, position_B, active_B, sampling, GumbelNoise.of(sampling, token_B.device), self.position
-        )
+        noise = GumbelNoise.of(sampling, token_B.device)
+        cycle_input = CycleInput(token_B, position_B, active_B, sampling, noise, self.position)
         with self.cycles:
-            draft = self.session.draft(given)
+            draft = self.session.draft(cycle_input)
             # the draft reads features only
             output = TargetOutput(self.features_TF[:0], self.features_TF[None, : draft.tree.nodes])
             self.session.commit(draft, nothing_accepted(draft), output)
@@ -121,45 +120,34 @@ def measure(drafters: dict[str, Drafter], contexts: list[int], count: int, seed:
     return {name: {str(context): sessions[name, context].row() for context in contexts} for name in drafters}
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """[median, first quartile, third quartile]."""
-    return [round(float(x), 4) for x in np.percentile(values, [50, 25, 75])]
-
-
 def summary(rows: list[dict[str, Any]], contexts: list[int], base: int) -> dict[str, Any]:
     """Milliseconds and bytes by context, and the ratio of a cycle's time to that at `base`."""
     out: dict[str, Any] = {}
     for name in METHODS:
-        found = {context: [row[name][str(context)] for row in rows] for context in contexts}
-        out[name] = {key: [found[c][-1][key] for c in contexts] for key in ("cache_bytes", "pending_bytes")}
+        measured = {context: [row[name][str(context)] for row in rows] for context in contexts}
+        out[name] = {key: [measured[c][-1][key] for c in contexts] for key in ("cache_bytes", "pending_bytes")}
         for clock in CLOCKS:
-            medians = {c: [float(np.median(r["cycles"][clock][1:])) for r in found[c]] for c in contexts}
+            cycles = {c: [row["cycles"][clock] for row in measured[c]] for c in contexts}  # the first stands first
+            medians = {c: [float(np.median(ms[1:])) for ms in cycles[c]] for c in contexts}
+            prompts = [[row["prompt"][clock][0] for row in measured[c]] for c in contexts]
             out[name] |= {
-                f"cycle_{clock}_ms": [
-                    quartiles([x for r in found[c] for x in r["cycles"][clock][1:]]) for c in contexts
-                ],
-                f"first_{clock}_ms": [quartiles([r["cycles"][clock][0] for r in found[c]]) for c in contexts],
-                f"prompt_{clock}_ms": [quartiles([r["prompt"][clock][0] for r in found[c]]) for c in contexts],
+                f"cycle_{clock}_ms": [quantiles([x for ms in cycles[c] for x in ms[1:]]) for c in contexts],
+                f"first_{clock}_ms": [quantiles([ms[0] for ms in cycles[c]]) for c in contexts],
+                f"prompt_{clock}_ms": [quantiles(ms) for ms in prompts],
                 f"cycle_{clock}_ratio": [interval(ratio, medians[c], medians[base]) for c in contexts],
             }
     return out
 
 
 def main() -> None:
-    made = parser(
-        __doc__, draft=None, target=None, base=2048, rounds=7, cycles=20, nodes=16, depth=5, branch=4, trained=0, seed=0
-    )
-    made.add_argument("--contexts", type=int, nargs="+", default=[2**n for n in range(10, 16)])
+    shape = {"base": 2048, "rounds": 7, "cycles": 20, "nodes": 16, "depth": 5, "branch": 4, "trained": 0, "seed": 0}
+    contexts = [2**n for n in range(10, 16)]
+    made = parser(__doc__, draft=None, target=None, **shape, contexts=contexts)
     args = made.parse_args()
     if args.base not in args.contexts:
         made.error(f"--base {args.base} is none of --contexts")
-    before, shape = machine(), tree(args.nodes, args.depth, args.branch)
-    target = eyas.load(args.target, method="vanilla").target
-    drafters = {
-        name: drafter(target, method, {**shape, **more}, args.draft) for name, (method, more) in METHODS.items()
-    }
-    for made_drafter in drafters.values():
-        made_drafter.trained_length = args.trained or made_drafter.trained_length
+    before = machine()
+    drafters = eagle3_drafters(eyas.load(args.target, method="vanilla").target, METHODS, args)
     settings = {k: v for k, v in vars(args).items() if k not in ("output", "rounds", "draft")}
     settings |= {"head": Path(args.draft or "embedded").name, "threads": torch.get_num_threads()}
     rows = Rows(args.output.with_suffix(".raw.jsonl"), settings)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import machine, parser, run, write
+from _common import machine, parser, quantiles, run, words, write
 from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -107,7 +107,7 @@ def commit_deepest(session: TargetSession, tree: Tree) -> None:
     session.commit(
         Verdict(path_BP, torch.zeros_like(path_BP), length_B, length_B), torch.ones(session.rows, dtype=torch.bool)
     )
-    session.settle([length + depth + 1 for length in session.lengths])
+    session.set_host_lengths([length + depth + 1 for length in session.lengths])
 
 
 def measure(model_type: str, rows: int, prompt: int, rounds: int) -> dict[str, Any]:
@@ -128,19 +128,19 @@ def measure(model_type: str, rows: int, prompt: int, rounds: int) -> dict[str, A
             weight.numel() for one in target.state_modules for weight in one.module.parameters()
         ),
         "state_bytes_per_row": state_bytes // rows,
-        "ms": {name: [round(float(x), 2) for x in np.percentile(values, (25, 50, 75))] for name, values in ms.items()},
+        "ms": {name: quantiles(values, 0.25, 0.5, 0.75, digits=2) for name, values in ms.items()},
         "over_one_token": {name: round(float(np.median(values)) / base, 2) for name, values in ms.items()},
     }
 
 
 def main() -> None:
-    options = parser(__doc__, rows="1,4", prompt=64, rounds=20, models=",".join(SHAPES)).parse_args()
+    args = parser(__doc__, rows="1,4", prompt=64, rounds=20, models=",".join(SHAPES)).parse_args()
     before = machine()
     results = {
-        name: {rows: measure(name, int(rows), options.prompt, options.rounds) for rows in options.rows.split(",")}
-        for name in options.models.split(",")
+        name: {rows: measure(name, int(rows), args.prompt, args.rounds) for rows in words(args.rows)}
+        for name in words(args.models)
     }
-    write(options.output, {"schema": SCHEMA, "models": results}, before)
+    write(args.output, {"schema": SCHEMA, "models": results}, before)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Options, Rows, book_tokens, drafter, interval, machine, parser, run, tree, write
+from _common import Rows, Way, book_tokens, eagle3_drafters, interval, machine, parser, run, write
 from rich.progress import track
 from torch import Tensor
 
@@ -37,7 +37,7 @@ from eyas.metrics import ratio, ratio_of_ratios
 from eyas.text import render
 
 ASK = "Summarize the following passage in a single paragraph.\n\n"
-METHODS: dict[str, tuple[str, Options]] = {
+METHODS: dict[str, Way] = {
     "eagle3": ("eagle3", {}),
     "seagle": ("seagle", {}),  # sink 4, crop halves
     "seagle sink 0": ("seagle", {"window.sink": 0}),
@@ -78,10 +78,9 @@ class Prompts:
     def __init__(self, llm: LLM, task: str) -> None:
         tokenizer = llm.tokenizer
         specials = set(tokenizer.all_special_ids)
-        first = [t for t in tokenizer("a")["input_ids"][:1] if t in specials] or [
-            t for t in (tokenizer.bos_token_id,) if t is not None
-        ]
-        self.head, self.tail = first, list[int]()
+        first = [token for token in tokenizer("a")["input_ids"][:1] if token in specials]
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.head, self.tail = first or bos, list[int]()
         if task == "summary":
             mark = "\N{BLACK STAR}"  # in the passage's place
             ids = render(tokenizer, [{"role": "user", "content": ASK + mark}])
@@ -113,53 +112,50 @@ def summary(passages: list[dict[str, Any]], lengths: list[int], within: list[int
         chosen = [[row["cycles"][name][lengths.index(n)] for n in at] for row in passages]
         return [[sum(map(sum, c)) for c in chosen], [sum(map(len, c)) for c in chosen]]
 
-    out: dict[str, Any] = {}
-    for name in METHODS:
-        out[name] = {
+    return {
+        name: {
             "tau_within": interval(ratio, *pair(name, within)),
             "tau": [interval(ratio, *pair(name, [n])) for n in lengths],
             "ratio": [interval(ratio_of_ratios, *pair(name, [n]), *pair(name, within)) for n in lengths],
             "vs_seagle": [interval(ratio_of_ratios, *pair(name, [n]), *pair("seagle", [n])) for n in lengths],
         }
-    return out
+        for name in METHODS
+    }
 
 
 def main() -> None:
-    made = parser(__doc__, draft=None, target=None, passages=4, new_tokens=64, nodes=16, depth=5, branch=4, trained=0)
+    made = parser(
+        __doc__,
+        draft=None,
+        target=None,
+        passages=4,
+        new_tokens=64,
+        nodes=16,
+        depth=5,
+        branch=4,
+        trained=0,
+        at=([256, 448, 1024, 2048, 3072, 4032], "lengths of the prompts"),
+    )
     made.add_argument("--books", type=Path, nargs="+", required=True, help=".txt.gz")
     made.add_argument("--tasks", nargs="+", choices=("continue", "summary"), default=["continue", "summary"])
-    made.add_argument(
-        "--at", type=int, nargs="+", default=[256, 448, 1024, 2048, 3072, 4032], help="lengths of the prompts"
-    )
     args = made.parse_args()
     before, lengths = machine(), sorted(args.at)
     llm = eyas.load(args.target, method="vanilla")
-    shape = tree(args.nodes, args.depth, args.branch)
-    drafters = {
-        name: drafter(llm.target, method, {**shape, **more}, args.draft) for name, (method, more) in METHODS.items()
-    }
-    for made_drafter in drafters.values():
-        made_drafter.trained_length = args.trained or made_drafter.trained_length
+    drafters = eagle3_drafters(llm.target, METHODS, args)
     trained = drafters["seagle"].trained_length
     settings = {k: v for k, v in vars(args).items() if k not in ("output", "passages", "tasks", "draft")}
     settings |= {"lengths": lengths, "books": [path.name for path in args.books]}
     rows = Rows(args.output.with_suffix(".raw.jsonl"), settings)
     books = {path.name.split(".")[0]: book_tokens(llm, path) for path in args.books}
     keys = [(task, i, name) for i in range(args.passages) for task in args.tasks for name in books]
-    for key in track(keys, "passages"):
-        if key in rows:
+    for task, i, name in track(keys, "passages"):
+        if (task, i, name) in rows:
             continue
-        task, i, name = key
-        prompts, point = Prompts(llm, task), points(books[name], args.passages, lengths[-1], args.new_tokens)[i]
-        made_prompts = {n: prompts.of(books[name], point, n) for n in lengths}
-        text = list(llm.generate(made_prompts[lengths[-1]], max_new_tokens=args.new_tokens).token_ids)
-        rows.add(
-            key,
-            {
-                "text": text,
-                "cycles": {m: [cycles(d, made_prompts[n], text) for n in lengths] for m, d in drafters.items()},
-            },
-        )
+        makes, point = Prompts(llm, task), points(books[name], args.passages, lengths[-1], args.new_tokens)[i]
+        prompts = [makes.of(books[name], point, n) for n in lengths]
+        text = list(llm.generate(prompts[-1], max_new_tokens=args.new_tokens).token_ids)
+        by_method = {method: [cycles(made, prompt, text) for prompt in prompts] for method, made in drafters.items()}
+        rows.add((task, i, name), {"text": text, "cycles": by_method})
     within = [n for n in lengths if n + args.new_tokens <= (trained or 0)] or lengths[:1]
     tasks = {}
     for task in args.tasks:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from _common import parser, run, write
+from _common import numbers, parser, quantiles, run, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -72,10 +72,6 @@ def tree_of(made: GrammarConstraint, nodes: int, vocab: int, rng: random.Random)
     return parents, tokens
 
 
-def spread(times: list[float]) -> dict[str, float]:
-    return {"median": round(float(np.median(times)), 1), "p95": round(float(np.percentile(times, 95)), 1)}
-
-
 def timed(call: Callable[[], Any]) -> float:
     """Microseconds of a call."""
     began = time.perf_counter()
@@ -104,37 +100,33 @@ def measure(library: str, tokenizer: Any, vocab: int, nodes: list[int], places: 
             parents, tokens = tree_of(planner, count, vocab, rng)
             made.accept(ids)
             scores_NV = torch.randn(count, vocab)
+            children = [[i for i, parent in enumerate(parents) if parent == node] for node in range(count)]
             for repeat in range(repeats):
                 made._root = None
-                times["first" if repeat == 0 else "mask"].append(
-                    timed(lambda made=made, p=parents, t=tokens: made.mask(p, t))
-                )
-                children: list[list[int]] = [
-                    [i for i, parent in enumerate(parents) if parent == node] for node in range(count)
-                ]
+                times["first" if repeat == 0 else "mask"].append(timed(partial(made.mask, parents, tokens)))
                 bits_NW = torch.full((count, made._vocabulary.words), -1, dtype=torch.int32)
-                times["walk"].append(
-                    timed(lambda made=made, c=children, t=tokens, b=bits_NW: made._matcher.walk(c, t, b))
-                )
+                times["walk"].append(timed(partial(made._matcher.walk, children, tokens, bits_NW)))
                 mask_NV = made.mask(parents, tokens)
                 times["apply"].append(timed(lambda s=scores_NV, m=mask_NV: s.masked_fill_(~m, -torch.inf)))
-        result[str(count)] = {name: spread(values) for name, values in times.items()}
+        result[str(count)] = {
+            name: dict(zip(("median", "p95"), quantiles(values, 0.5, 0.95, digits=1), strict=True))
+            for name, values in times.items()
+        }
     return result
 
 
 def main() -> None:
-    options = parser(__doc__, nodes="1,8,16,32,60", vocab=128_000, places=20, repeats=20).parse_args()
+    args = parser(__doc__, nodes="1,8,16,32,60", vocab=128_000, places=20, repeats=20).parse_args()
     torch.set_num_threads(1)
-    nodes = [int(count) for count in options.nodes.split(",")]
-    vocabularies = {"embedded": tiny.tokenizer(), str(options.vocab): joined_tokenizer(options.vocab)}
+    vocabularies = {"embedded": tiny.tokenizer(), str(args.vocab): joined_tokenizer(args.vocab)}
     results = {
         name: {
-            library: measure(library, tokenizer, len(tokenizer), nodes, options.places, options.repeats)
+            library: measure(library, tokenizer, len(tokenizer), numbers(args.nodes), args.places, args.repeats)
             for library in LIBRARIES
         }
         for name, tokenizer in vocabularies.items()
     }
-    write(options.output, {"schema": SCHEMA, "microseconds": results})
+    write(args.output, {"schema": SCHEMA, "microseconds": results})
 
 
 if __name__ == "__main__":

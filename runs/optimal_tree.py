@@ -24,23 +24,16 @@ from eyas.files import write_text
 
 
 def main() -> None:
-    shape, asked = (
-        {"nodes": 26, "depth": 5, "ranks": 6, "inner": 12},
-        {"limit": 40, "max_new_tokens": 64, "temperature": 0.0},
-    )
-    args = parser(__doc__, chats=True, method="eagle1", target=None, draft=None, **shape, **asked).parse_args()
+    shape = {"nodes": 26, "depth": 5, "ranks": 6, "inner": 12}
+    sampling = {"limit": 40, "max_new_tokens": 64, "temperature": 0.0}
+    args = parser(__doc__, chats=True, method="eagle1", target=None, draft=None, **shape, **sampling).parse_args()
     llm = eyas.load(args.target, method="vanilla")
-    wide = drafter(
-        llm.target, args.method, {"tree.choices": measuring_choices(args.ranks, args.depth, args.inner)}, args.draft
-    )
+    choices = measuring_choices(args.ranks, args.depth, args.inner)
+    wide = drafter(llm.target, args.method, {"tree.choices": choices}, args.draft)
     prompts, cycles = chat_prompts(args.chats, args.limit), []
     for prompt in track(prompts, "chats"):
-        keywords = {
-            "max_new_tokens": args.max_new_tokens,
-            "temperature": args.temperature,
-            "seed": len(prompt.messages),
-        }
-        request, _ = llm.request(list(prompt.messages), **keywords)
+        keywords = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+        request, _ = llm.request(list(prompt.messages), **keywords, seed=len(prompt.messages))
         decoder = Decoder(llm.target, wide)
         decoder.add(request)
         while not decoder.finished:
@@ -49,7 +42,7 @@ def main() -> None:
     counts = count_ranks(cycles, args.depth, args.ranks)
     rates = rates_of(counts)
     choices = optimal_choices(rates, args.nodes, args.depth)
-    found = {
+    figures = {
         "chats": len(prompts),
         "cycles": len(cycles),
         "reached": counts[0],
@@ -58,8 +51,8 @@ def main() -> None:
         "expected tau": round(1 + tree_value(choices, rates), 3),
     }
     if len(REFERENCE_TREE) == len(choices) and args.ranks > 3:
-        found["expected tau of the reference's tree"] = round(1 + tree_value(REFERENCE_TREE, rates), 3)
-    print(json.dumps(found, indent=1))
+        figures["expected tau of the reference's tree"] = round(1 + tree_value(REFERENCE_TREE, rates), 3)
+    print(json.dumps(figures, indent=1))
     write_text(args.output, json.dumps(choices) + "\n")
 
 

@@ -21,7 +21,7 @@ from _common import parser
 from _markdown import table
 
 import eyas
-from eyas.core.dormant import adapted
+from eyas.core.dormant import with_policy
 from eyas.core.engine import Decoder, Request
 from eyas.core.prompts import Budget
 
@@ -43,7 +43,7 @@ def stall(
     """Milliseconds between cycles of the running rows: median, 99th percentile, longest; and until
     the prompt's first token."""
     dice = random.Random(7)
-    decoder = Decoder(llm.target, adapted(llm.drafter, llm.policy), rows=4, prefill_budget=budget or None)
+    decoder = Decoder(llm.target, with_policy(llm.drafter, llm.policy), rows=4, prefill_budget=budget or None)
     for _ in range(3):
         decoder.add(Request(tuple(dice.randrange(300, 4000) for _ in range(40)), 2000, draft=draft))
     ended, first = list[float](), 0.0

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -29,82 +28,47 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import psutil
 from _common import machine, parser, run, write
+from _servers import served
 
 import eyas
-from eyas.errors import InputError
 
 JSON = {"content-type": "application/json"}
 PROMPTS = [f"Tell me {what} {how}." for what in ("a story", "about the weather", "what you like", "a joke") for how in
            ("now", "please", "in short", "at length", "again", "slowly", "once more", "for my sister")]  # fmt: skip
 QUEUE = 64
 JUNK = (
-    None,
-    True,
-    -1,
-    0,
-    10**30,
-    1.5,
-    "",
-    "x",
-    "\u20ac" * 50,
-    [],
-    [[]],
-    {},
-    {"a": [1, {"b": None}]},
-    [1, "a"],
-    [-1],
-    [10**9],
-)
+    None, True, -1, 0, 10**30, 1.5, "", "x", "\u20ac" * 50, [], [[]], {}, {"a": [1, {"b": None}]}, [1, "a"], [-1], [10**9],
+)  # fmt: skip
+Texts = dict[tuple[str, int], str]  # (prompt, tokens) -> the answer
 
 
+@dataclass(frozen=True)
 class Server:
-    """`eyas serve` as a child, with what the tests ask of it."""
+    """`eyas serve` as a child process."""
 
-    def __init__(self, rows: int, log: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "eyas",
-            "serve",
-            "--port",
-            "0",
-            "--rows",
-            str(rows),
-            "--queue",
-            str(QUEUE),
-            "--max-tokens",
-            "256",
-        ]
-        self.log = log
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(command, stderr=stderr)
-        while not (found := re.search(r"http://([\d.]+):(\d+)", log.read_text())):
-            if self.process.poll() is not None:
-                raise InputError(f"the server has not started: {log.read_text()[-300:]}")
-            time.sleep(0.1)
-        self.url, self.host, self.port = found[0], found[1], int(found[2])
+    url: str
+    process: subprocess.Popen[bytes]
 
-    def memory(self) -> int:
-        """Resident bytes."""
-        return int(psutil.Process(self.process.pid).memory_info().rss)
+    def megabytes(self) -> int:
+        """Resident memory, MiB."""
+        return int(psutil.Process(self.process.pid).memory_info().rss) >> 20
 
 
 class Client:
     """Asks, and compares with the right answers."""
 
-    def __init__(self, server: Server, right: dict[tuple[str, int], str]) -> None:
-        self.server = server
-        self.right = right
-        self.http = httpx2.AsyncClient(
-            base_url=server.url, timeout=300, limits=httpx2.Limits(max_connections=600, max_keepalive_connections=600)
-        )
-        self.wrong = 0
+    def __init__(self, server: Server, right: Texts) -> None:
+        self.server, self.right, self.wrong = server, right, 0
+        limits = httpx2.Limits(max_connections=600, max_keepalive_connections=600)
+        self.http = httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits)
 
     async def ask(self, prompt: str, tokens: int, stream: bool = False) -> int:
         """Ask once; returns the status, and counts a text that is another's."""
@@ -114,7 +78,7 @@ class Client:
             self.wrong += text_of(response, stream) != self.right[prompt, tokens]
         return response.status_code
 
-    async def settle(self) -> dict[str, Any]:
+    async def set_host_lengths(self) -> dict[str, Any]:
         """Wait until the engine is empty; the state that it is in then."""
         began = time.monotonic()
         while True:
@@ -123,11 +87,8 @@ class Client:
                 break
             await asyncio.sleep(0.02)
         status = await self.ask(PROMPTS[0], 16)
-        return {
-            "seconds_until_empty": round(time.monotonic() - began, 2),
-            "status_after": status,
-            "MiB": self.server.memory() >> 20,
-        }
+        seconds = round(time.monotonic() - began, 2)
+        return {"seconds_until_empty": seconds, "status_after": status, "MiB": self.server.megabytes()}
 
 
 def text_of(response: httpx2.Response, stream: bool) -> str:
@@ -154,14 +115,14 @@ async def hang_ups(client: Client, count: int) -> dict[str, Any]:
     dice = random.Random(0)
 
     async def one(i: int) -> str:
-        content = json.dumps(
-            {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": 256, "ignore_eos": True, "stream": i % 2 == 0}
-        ).encode()
+        body = {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": 256, "ignore_eos": True, "stream": i % 2 == 0}
+        content = json.dumps(body).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\n\r\n"
         ).encode()
-        reader, writer = await asyncio.open_connection(client.server.host, client.server.port)
+        address = urlsplit(client.server.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
         sent = (head + content)[: dice.randrange(len(head + content)) if i % 4 == 0 else None]
         writer.write(sent)
         await writer.drain()
@@ -232,19 +193,16 @@ async def overflow(client: Client, count: int) -> dict[str, Any]:
 
 async def soak(client: Client, count: int, at_once: int) -> dict[str, Any]:
     """Many requests, with the memory on the way."""
-    memory, began, part = [client.server.memory() >> 20], time.monotonic(), max(1, count // 10)
+    memory, began, part = [client.server.megabytes()], time.monotonic(), max(1, count // 10)
     statuses = Counter[str]()
     for _ in range(10):
         done = await bounded(
             part, at_once, lambda i: client.ask(PROMPTS[i % len(PROMPTS)], 16 if i % 7 else 4, stream=i % 3 == 0)
         )
         statuses.update(map(str, done))
-        memory.append(client.server.memory() >> 20)
-    return {
-        "statuses": dict(statuses),
-        "MiB": memory,
-        "requests_per_second": round(10 * part / (time.monotonic() - began), 1),
-    }
+        memory.append(client.server.megabytes())
+    speed = round(10 * part / (time.monotonic() - began), 1)
+    return {"statuses": dict(statuses), "MiB": memory, "requests_per_second": speed}
 
 
 async def sigterm(client: Client, count: int) -> dict[str, Any]:
@@ -256,18 +214,16 @@ async def sigterm(client: Client, count: int) -> dict[str, Any]:
     late = await asyncio.gather(*(client.ask(PROMPTS[0], 16) for _ in range(4)), return_exceptions=True)
     statuses = await asyncio.gather(*asked)
     code = await asyncio.to_thread(client.server.process.wait, 120)
-    after = [str(one) if isinstance(one, int) else type(one).__name__ for one in late]
-    return {
-        "statuses": dict(Counter(map(str, statuses))),
-        "after_the_signal": dict(Counter(after)),
-        "exit_status": code,
-    }
+    after = Counter(str(one) if isinstance(one, int) else type(one).__name__ for one in late)
+    answered = dict(Counter(map(str, statuses)))
+    return {"statuses": answered, "after_the_signal": dict(after), "exit_status": code}
 
 
-async def all_of_it(server: Server, right: dict[tuple[str, int], str], args: Any) -> dict[str, Any]:
-    client, found = Client(server, right), dict[str, Any]()
+async def all_of_it(server: Server, right: Texts, args: Any) -> dict[str, Any]:
+    """Everything, one thing after the other."""
+    client, record = Client(server, right), dict[str, Any]()
     await soak(client, 500, args.at_once)  # caches of allocators and connections fill
-    found["at the beginning"] = await client.settle()
+    record["at the beginning"] = await client.set_host_lengths()
     for name, work in {
         "hang-ups": hang_ups(client, args.clients),
         "malformed bodies": bodies(client, args.bodies),
@@ -275,30 +231,27 @@ async def all_of_it(server: Server, right: dict[tuple[str, int], str], args: Any
         "overflow": overflow(client, 400),
         "soak": soak(client, args.requests, args.at_once),
     }.items():
-        found[name] = {"found": await work, **await client.settle()}
-        print(name, found[name], flush=True)
-    found["SIGTERM"] = await sigterm(client, 60)
-    found["texts of another request"] = client.wrong
+        record[name] = {"found": await work, **await client.set_host_lengths()}
+        print(name, record[name], flush=True)
+    record["SIGTERM"] = await sigterm(client, 60)
+    record["texts of another request"] = client.wrong
     await client.http.aclose()
-    return found
+    return record
 
 
 def main() -> None:
     args = parser(__doc__, clients=500, bodies=200, requests=10_000, at_once=32, rows=8, log=None).parse_args()
     llm = eyas.load()
     right = {(p, n): llm.generate(p, raw=True, max_new_tokens=n).text for p in PROMPTS for n in (4, 16)}
+    options = f"--port {{port}} --rows {args.rows} --queue {QUEUE} --max-tokens 256".split()
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(args.rows, Path(args.log) if args.log else Path(folder) / "log")
-        try:
-            found = asyncio.run(all_of_it(server, right, args))
-        finally:
-            if server.process.poll() is None:
-                server.process.kill()
-        found["errors in the log"] = sum(
-            " ERROR " in line or "Traceback" in line for line in server.log.read_text().splitlines()
-        )
-    write(args.output, {"machine": machine(), "rows": args.rows, "queue": QUEUE, "found": found})
-    print(json.dumps(found["SIGTERM"]), "texts of another request:", found["texts of another request"])
+        log = Path(args.log) if args.log else Path(folder) / "log"
+        with served([sys.executable, "-m", "eyas", "serve", *options], log) as (url, process):
+            record = asyncio.run(all_of_it(Server(url, process), right, args))
+        lines = log.read_text().splitlines()
+    record["errors in the log"] = sum(" ERROR " in line or "Traceback" in line for line in lines)
+    write(args.output, {"machine": machine(), "rows": args.rows, "queue": QUEUE, "found": record})
+    print(json.dumps(record["SIGTERM"]), "texts of another request:", record["texts of another request"])
 
 
 if __name__ == "__main__":

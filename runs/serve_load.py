@@ -27,20 +27,20 @@ import json
 import os
 import random
 import shlex
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import psutil
-from _common import Rows, bundled_prompts, interval, machine, parser, run, write
+from _common import Rows, bundled_prompts, interval, machine, parser, rotated, run, words, write
+from _servers import served
 from rich.progress import track
 
 import eyas
@@ -73,17 +73,15 @@ class Contestant:
 
 def contestants(args: Any) -> list[Contestant]:
     """eyas in its modes, and the servers beside it."""
-    ours = [sys.executable, "-m", "eyas", "serve", "--port", "{port}", "--name", "{model}", "--rows", str(args.rows)]
+    ours = [sys.executable, *f"-m eyas serve --port {{port}} --name {{model}} --rows {args.rows}".split()]
     ours += ["--target", str(args.target)] if args.target else []
     ours += ["--draft", args.draft] if args.draft else []
-    own = shlex.join(ours).replace("'", "") + " " + args.options
-    nodes, depth, branch = args.tree.split("/")
+    command = shlex.join(ours).replace("'", "") + " " + args.options
+    fixed = " --tree.nodes {} --tree.depth {} --tree.branch {}".format(*args.tree.split("/"))
     made = [
-        Contestant("eyas, drafts off", own, {"speculation": False}),
-        Contestant("eyas, drafts auto", own),
-        Contestant(
-            f"eyas, drafts on ({args.tree})", f"{own} --tree.nodes {nodes} --tree.depth {depth} --tree.branch {branch}"
-        ),
+        Contestant("eyas, drafts off", command, {"speculation": False}),
+        Contestant("eyas, drafts auto", command),
+        Contestant(f"eyas, drafts on ({args.tree})", command + fixed),
     ]
     for text in args.beside:
         name, sign, command = text.partition("=")
@@ -91,25 +89,6 @@ def contestants(args: Any) -> list[Contestant]:
             raise InputError(f"--beside takes NAME=COMMAND with {{port}} in the command, not {text!r}")
         made.append(Contestant(name, command))
     return made
-
-
-@contextmanager
-def served(command: str, model: Path, log: Path) -> Iterator[str]:
-    """A server of this command, ready: its base URL. It has ended when the block has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    parts = [part.format(port=port, model=model) for part in shlex.split(command)]
-    with log.open("w") as output, subprocess.Popen(parts, stdout=output, stderr=output) as process:
-        try:
-            wait_for(f"http://127.0.0.1:{port}", process, log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
@@ -122,7 +101,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return total
 
 
-def settle(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
+def set_host_lengths(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
     """Wait until no server computes: some go on with answers whose clients have left, which would
     slow the next one down."""
     end, before = time.monotonic() + seconds, cpu_seconds(servers)
@@ -131,19 +110,6 @@ def settle(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
         if (now := cpu_seconds(servers)) - before < IDLE_SHARE * IDLE_SECONDS:
             return
         before = now
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
-    """Wait until a server is ready; InputError when it ends before, or takes too long."""
-    for _ in range(round(seconds / 0.2)):
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise InputError(f"the server `{shlex.join(map(str, process.args))}` is not ready: see {log}")  # type: ignore[arg-type]
 
 
 class Meter:
@@ -158,13 +124,8 @@ class Meter:
 
     def measure(self, contestant: Contestant, url: str, **order: Any) -> Figures:
         """Figures of one contestant under a load."""
-        common = {
-            "model": str(self.model),
-            "temperature": 0,
-            "stream": True,
-            "max_tokens": self.args.max_new_tokens,
-            **contestant.fields,
-        }
+        common = {"model": str(self.model), "temperature": 0, "stream": True, "max_tokens": self.args.max_new_tokens}
+        common |= contestant.fields
         bodies = [{"prompt": prompt, **common} for prompt in self.prompts]
         long = [{"prompt": ids, **common, "max_tokens": 1} for ids in order.pop("long", [])]
         seconds = self.args.warm + self.args.seconds
@@ -177,10 +138,10 @@ class Meter:
         )
         if done.returncode:
             raise InputError(f"the clients have failed: {done.stderr.strip().splitlines()[-1]}")
-        found = json.loads(done.stdout)
-        used, tokens = cpu_seconds(servers) - before, sum(self.tokens(one["text"]) for one in found["exchanges"])
+        reply = json.loads(done.stdout)
+        used, tokens = cpu_seconds(servers) - before, sum(self.tokens(one["text"]) for one in reply["exchanges"])
         cpu = {"server_cpu_seconds": round(used, 3), "tokens": tokens}
-        return {**self.figures(found["exchanges"], seconds), **cpu, "unsent": found["unsent"]}
+        return {**self.figures(reply["exchanges"], seconds), **cpu, "unsent": reply["unsent"]}
 
     def tokens(self, text: str) -> int:
         """Tokens of a text."""
@@ -220,24 +181,23 @@ class Meter:
 
     def in_process(self) -> Figures:
         """The same prompts by `LLM.stream`, one after the other."""
-        events, exchanges, start, number = list[tuple[float, int]](), list[dict[str, Any]](), time.perf_counter(), 0
+        exchanges, start = list[dict[str, Any]](), time.perf_counter()
         end = self.args.warm + self.args.seconds
-        while time.perf_counter() - start < end:
-            prompt, events, began = self.prompts[number % len(self.prompts)], [], time.perf_counter() - start
-            text = ""
-            for piece in self.llm.stream(prompt, raw=True, max_new_tokens=self.args.max_new_tokens):
+        while (began := time.perf_counter() - start) < end:
+            number = len(exchanges) % len(self.prompts)
+            events, text = list[tuple[float, int]](), ""
+            for piece in self.llm.stream(self.prompts[number], raw=True, max_new_tokens=self.args.max_new_tokens):
                 if piece.text:
                     text += piece.text
                     events.append((time.perf_counter() - start, len(piece.text)))
-            about = {
-                "kind": "bodies",
-                "prompt": number % len(self.prompts),
+            answer = {
+                "prompt": number,
+                "text": text,
                 "began": began,
-                "status": 200,
-                "whole": True,
+                "events": events,
+                "end": time.perf_counter() - start,
             }
-            number += 1
-            exchanges.append({**about, "events": events, "text": text, "end": time.perf_counter() - start})
+            exchanges.append({"kind": "bodies", "status": 200, "whole": True, **answer})
         return {**self.figures(exchanges, end), "unsent": 0}
 
 
@@ -259,11 +219,6 @@ def rendered(llm: eyas.LLM, text: str) -> str:
     )
 
 
-def rotated(items: Sequence[Any], by: int) -> list[Any]:
-    """The items, another one first."""
-    return [*items[by % len(items) :], *items[: by % len(items)]]
-
-
 def saved(llm: eyas.LLM, args: Any, folder: Path) -> Path:
     """The target as a folder of transformers, for all servers; with a longer context for long prompts."""
     if args.target and not args.prompt_tokens:
@@ -277,21 +232,9 @@ def saved(llm: eyas.LLM, args: Any, folder: Path) -> Path:
 
 
 def main() -> None:
-    made = parser(
-        __doc__,
-        target=None,
-        draft=None,
-        rows=16,
-        rounds=3,
-        seconds=8.0,
-        warm=2.0,
-        max_new_tokens=64,
-        tree="4/3/1",
-        prompt_tokens=0,
-        options="",
-        only="",
-    )
-    made.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    limits = {"rows": 16, "rounds": 3, "seconds": 8.0, "warm": 2.0, "max_new_tokens": 64, "prompt_tokens": 0}
+    shown = {"tree": "4/3/1", "options": "", "only": "", "clients": [1, 4, 16, 64]}
+    made = parser(__doc__, target=None, draft=None, **limits, **shown)
     made.add_argument("--beside", action="append", default=[], metavar="NAME=COMMAND")
     made.add_argument("--parts", nargs="+", choices=("closed", "open", "long"), default=["closed", "open"])
     args = made.parse_args()
@@ -302,54 +245,54 @@ def main() -> None:
     if args.prompt_tokens:
         args.target, args.draft = model, args.draft or os.path.relpath(tiny.HEADS[tiny.BEST])
     prompts = [rendered(llm, prompt.turns[0]) for prompt in bundled_prompts()]
-    words = [word.strip() for word in args.only.split(",") if word.strip()]
-    entered = [one for one in contestants(args) if not words or any(word in one.name for word in words)]
-    settings = {k: v for k, v in vars(args).items() if k not in ("output", "rounds", "parts", "clients")}
-    rows = Rows(args.output.with_suffix(".raw.jsonl"), {k: str(v) for k, v in settings.items()})
-    meter = Meter(llm, prompts, model, args)
+    entered = [one for one in contestants(args) if not args.only or any(word in one.name for word in words(args.only))]
+    settings = {k: str(v) for k, v in vars(args).items() if k not in ("output", "rounds", "parts", "clients")}
+    rows = Rows(args.output.with_suffix(".raw.jsonl"), settings)
     with ExitStack() as stack:
         urls = dict[str, str]()
         for number, one in enumerate(entered):
             if one.command not in urls:
-                urls[one.command] = stack.enter_context(served(one.command, model, folder / f"server-{number}.log"))
-        measure_all(args, meter, entered, urls, rows)
-    write(
-        args.output, {"settings": {k: str(v) for k, v in vars(args).items() if k != "output"}, **summary(rows)}, before
-    )
+                command = [part.replace("{model}", str(model)) for part in shlex.split(one.command)]
+                urls[one.command], _ = stack.enter_context(served(command, folder / f"server-{number}.log"))
+        measure_all(args, Meter(llm, prompts, model, args), entered, urls, rows)
+    settings = {k: str(v) for k, v in vars(args).items() if k != "output"}
+    write(args.output, {"settings": settings, **summary(rows)}, before)
 
 
 def measure_all(args: Any, meter: Meter, entered: Sequence[Contestant], urls: Mapping[str, str], rows: Rows) -> None:
-    """Every part that is asked for, round by round."""
+    """Measure every part that is asked for, round by round, unless the rows have it."""
+
+    def measure(number: int, part: str, load: object, order: Sequence[Contestant], **settings: Any) -> None:
+        for one in order:
+            if (key := (part, load, one.name, number)) not in rows:
+                figures = meter.measure(one, urls[one.command], **settings)
+                rows.add(key, figures | ({"rate": settings["rate"]} if "rate" in settings else {}))
+
     for number in track(range(args.rounds), "rounds"):
         order = rotated(entered, number)
         if "closed" in args.parts:
             if 1 in args.clients and ("closed", 1, IN_PROCESS, number) not in rows:
                 rows.add(("closed", 1, IN_PROCESS, number), meter.in_process())
             for clients in args.clients:
-                for one in order:
-                    if (key := ("closed", clients, one.name, number)) not in rows:
-                        rows.add(key, meter.measure(one, urls[one.command], clients=clients))
+                measure(number, "closed", clients, order, clients=clients)
         if "open" in args.parts:
-            reached = rows.of("closed", CAPACITY_CLIENTS, entered[0].name)
-            if not reached:
-                raise InputError(f"the open loop needs the closed one with {CAPACITY_CLIENTS} clients")
-            rate = float(np.median([row["requests_per_second"] for row in reached[:1]]))
             for fraction in FRACTIONS:
-                for one in order:
-                    if (key := ("open", fraction, one.name, number)) not in rows:
-                        rows.add(
-                            key,
-                            meter.measure(one, urls[one.command], rate=rate * fraction, seed=number)
-                            | {"rate": rate * fraction},
-                        )
+                rate = fraction * capacity(rows, entered[0])
+                measure(number, "open", fraction, order, rate=rate, seed=number)
         if "long" in args.parts:
             vocab, chance = meter.llm.target.vocab_size, random.Random(number)
             ours = [one for one in order if one.name.startswith("eyas")]
             for kind, count in (("without", 0), ("with", 100)):
                 long = [[chance.randrange(8, vocab) for _ in range(args.prompt_tokens)] for _ in range(count)]
-                for one in ours:
-                    if (key := ("long", kind, one.name, number)) not in rows:
-                        rows.add(key, meter.measure(one, urls[one.command], clients=LONG_CLIENTS, long=long, pause=0.2))
+                measure(number, "long", kind, ours, clients=LONG_CLIENTS, long=long, pause=0.2)
+
+
+def capacity(rows: Rows, contestant: Contestant) -> float:
+    """Requests a second that a contestant has answered in the closed loop, in its first round."""
+    reached = rows.of("closed", CAPACITY_CLIENTS, contestant.name)
+    if not reached:
+        raise InputError(f"the open loop needs the closed one with {CAPACITY_CLIENTS} clients")
+    return float(reached[0]["requests_per_second"])
 
 
 def summary(rows: Rows) -> dict[str, Any]:
@@ -360,10 +303,10 @@ def summary(rows: Rows) -> dict[str, Any]:
         table.setdefault(part, {}).setdefault(str(load), {}).setdefault(name, []).append(row)
     plain: dict[int, str] = {}
     for row in rows.of("closed"):
-        plain |= {prompt: text for prompt, text in row["texts"].items() if row["key"][2] == "eyas, drafts off"}
+        plain |= row["texts"] if row["key"][2] == "eyas, drafts off" else {}
     return {
         part: {
-            load: {name: pooled(found, plain) for name, found in by.items()} | {"auto over off": auto_over_off(by)}
+            load: {name: pooled(rounds, plain) for name, rounds in by.items()} | {"auto over off": auto_over_off(by)}
             for load, by in loads.items()
         }
         for part, loads in table.items()
@@ -378,37 +321,37 @@ def auto_over_off(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figures:
     varies less from round to round.
     """
     auto, off = ({row["key"][3]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
-    both = [(auto[number], off[number]) for number in sorted(auto.keys() & off.keys())]
-    if len(both) < 2:
+    rounds = sorted(auto.keys() & off.keys())
+    if len(rounds) < 2:
         return {}
-    speed = [[row["tokens_per_second"] for row in column] for column in zip(*both, strict=True)]
-    found: Figures = {"tokens_per_second": interval(ratio, *speed)}
-    if all(row.get("tokens") and row["server_cpu_seconds"] for pair in both for row in pair):
-        columns = [
-            [[row[name] for row in column] for name in ("tokens", "server_cpu_seconds")]
-            for column in zip(*both, strict=True)
-        ]
-        found["tokens_per_cpu_second"] = interval(ratio_of_ratios, *columns[0], *columns[1])
-    return found
+    sides = [[rows[number] for number in rounds] for rows in (auto, off)]
+
+    def column(side: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+        return [row[name] for row in side]
+
+    shares: Figures = {"tokens_per_second": interval(ratio, *(column(side, "tokens_per_second") for side in sides))}
+    if all(row.get("tokens") and row["server_cpu_seconds"] for side in sides for row in side):
+        columns = [column(side, name) for side in sides for name in ("tokens", "server_cpu_seconds")]
+        shares["tokens_per_cpu_second"] = interval(ratio_of_ratios, *columns)
+    return shares
 
 
-def pooled(found: Sequence[Mapping[str, Any]], plain: Mapping[int, str]) -> Figures:
+def pooled(rounds: Sequence[Mapping[str, Any]], plain: Mapping[int, str]) -> Figures:
     """Rounds as one."""
-    speeds = [row["tokens_per_second"] for row in found]
-    equal = [text == plain[prompt] for row in found for prompt, text in row["texts"].items() if prompt in plain]
-    times = {}
-    for name in ("first_token_ms", "between_chunks_ms", "per_token_ms"):
-        each = [row[name] for row in found if row[name]]
-        times[name] = (
-            {q: round(float(np.median([one[q] for one in each])), 2) for q in ("p50", "p99")} if each else None
-        )
+    speeds = [row["tokens_per_second"] for row in rounds]
+    equal = [text == plain[prompt] for row in rounds for prompt, text in row["texts"].items() if prompt in plain]
+
+    def middle(name: str) -> dict[str, float] | None:
+        each = [row[name] for row in rounds if row[name]]
+        return {q: round(median(times[q] for times in each), 2) for q in ("p50", "p99")} if each else None
+
     return {
-        "tokens_per_second": round(float(np.median(speeds)), 1),
+        "tokens_per_second": round(median(speeds), 1),
         "rounds": speeds,
-        "requests_per_second": round(float(np.median([row["requests_per_second"] for row in found])), 2),
-        **times,
-        "long_first_token_ms": [x for row in found for x in row["long_first_token_ms"]],
-        "failed": sum(row["failed"] + row["unsent"] for row in found),
+        "requests_per_second": round(median(row["requests_per_second"] for row in rounds), 2),
+        **{name: middle(name) for name in ("first_token_ms", "between_chunks_ms", "per_token_ms")},
+        "long_first_token_ms": [x for row in rounds for x in row["long_first_token_ms"]],
+        "failed": sum(row["failed"] + row["unsent"] for row in rounds),
         "texts_equal_to_drafts_off": [sum(equal), len(equal)],
     }
 

@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
     "attention_chunk_size": zoo.WINDOW, "type_vocab_size": 2, "embedding_size": 48, "attention_window_size": zoo.WINDOW,
     "first_k_dense_replace": 1, "mlp_hidden_size": 80, "rotary_dim": 8,
 }  # fmt: skip
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 LATENT: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 4}  # multi-head latent attention
 ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -101,19 +102,8 @@ def small_options(model_type: str) -> dict[str, Any]:
     config = AutoConfig.for_model(model_type)
     fields = config.to_dict()
     known = set(fields) | set(type(config).attribute_map)
-    layers = next(
-        (
-            fields[name]
-            for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-            if name in fields
-        ),
-        0,
-    )
-    options = {
-        name: size
-        for name, size in SIZES.items()
-        if name in known and (fields.get(name) is not None or name not in fields)
-    }
+    layers = next((fields[name] for name in LAYER_COUNTS if name in fields), 0)
+    options = {name: size for name, size in SIZES.items() if name in known and fields.get(name, size) is not None}
     for name, value in fields.items():
         if isinstance(value, list | tuple) and layers and len(value) == layers:
             options[name] = _some(list(value))
@@ -138,14 +128,10 @@ def _some(values: list[Any]) -> list[Any]:
 
 
 def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _small_rope(value)
-        if isinstance(value, dict)
-        else zoo.CONTEXT // 4
-        if key == "original_max_position_embeddings"
-        else value
-        for key, value in rope.items()
-    }
+    small = {key: _small_rope(value) if isinstance(value, dict) else value for key, value in rope.items()}
+    if "original_max_position_embeddings" in small:
+        small["original_max_position_embeddings"] = zoo.CONTEXT // 4
+    return small
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
@@ -175,9 +161,8 @@ class NotTinyError(Exception):
 
 
 def _check_size(model_type: str, options: dict[str, Any]) -> None:
-    config = AutoConfig.for_model(
-        model_type, **{k: v for k, v in zoo.COMMON.items() if k in zoo._fields(model_type)} | options
-    )
+    common = {name: value for name, value in zoo.COMMON.items() if name in zoo._fields(model_type)}
+    config = AutoConfig.for_model(model_type, **common | options)
     with torch.device("meta"):
         count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if count > MOST_PARAMETERS:
@@ -261,26 +246,20 @@ def _decoded(target: Target) -> dict[str, Any]:
     tokens, tau = decoded(target, oracle, requests, 3)
     trees = tokens == answers
     by_method = {name: _try_method(target, name, requests, answers) for name in ("prompt_lookup", "eagle3")}
-    about = {"tau": round(tau, 2), "methods": by_method, **_kernels(target)}
+    figures = {"tau": round(tau, 2), "methods": by_method, **_kernels(target)}
     if not trees:
         chains = by_method["prompt_lookup"] == "ok"
-        return {"verdict": "chains" if chains else "wrong", "why": "a branching tree changes the tokens", **about}
-    faults = [f"{name}: {said}" for name, said in by_method.items() if said != "ok"]
-    return {"verdict": "trees", "why": "; ".join(faults), **about}
+        return {"verdict": "chains" if chains else "wrong", "why": "a branching tree changes the tokens", **figures}
+    faults = [f"{name}: {result}" for name, result in by_method.items() if result != "ok"]
+    return {"verdict": "trees", "why": "; ".join(faults), **figures}
 
 
 def generated(model: PreTrainedModel, request: Request) -> list[int]:
     """The new tokens of transformers' own greedy `generate`."""
     ids = torch.tensor([request.prompt])
-    ends: dict[str, Any] = {
-        "eos_token_id": -1,
-        "pad_token_id": 0,
-        "forced_eos_token_id": None,
-        "forced_bos_token_id": None,
-    }
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_new_tokens, **ends
-    )
+    ends: dict[str, Any] = {"eos_token_id": -1, "forced_eos_token_id": None, "forced_bos_token_id": None}
+    limits = {"do_sample": False, "max_new_tokens": request.max_new_tokens, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **limits, **ends)
     return [int(token) for token in out[0, len(request.prompt) :]]
 
 

@@ -14,14 +14,14 @@ eyas, move it away.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import resource
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +30,8 @@ from typing import Any
 import _families
 import torch
 import transformers
-from _common import Rows, run, write
+from _common import Rows, parser, run, words, write
+from _markdown import table
 from rich.progress import MofNCompleteColumn, Progress
 
 from eyas.files import write_text
@@ -80,12 +81,9 @@ def try_all(output: Path, only: set[str], again: set[str]) -> None:
             bar.advance(task)
     families = {row["key"][0]: {k: v for k, v in row.items() if k != "key"} for row in rows.of()}
     wrappers = {name: text for name, text in texts.items() if name != text and text in families}
-    made = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "families": dict(sorted(families.items())),
-        "text_models": wrappers,
-    }
-    write(output, made, quiet=True)
+    date = datetime.now(UTC).date().isoformat()
+    record = {"date": date, "families": dict(sorted(families.items())), "text_models": wrappers}
+    write(output, record, quiet=True)
 
 
 def in_a_process(model_type: str, seconds: int = SECONDS) -> Record:
@@ -97,18 +95,19 @@ def in_a_process(model_type: str, seconds: int = SECONDS) -> Record:
     process.start()
     there.close()
     try:
-        found: Record = (
-            here.recv()
-            if here.poll(4 * seconds)
-            else {"attention": "full", "verdict": "fails", "why": f"no end within {4 * seconds} s"}
-        )
+        result: Record = here.recv() if here.poll(4 * seconds) else failure(f"no end within {4 * seconds} s")
     except EOFError:
         process.join()
         how = "time" if process.exitcode == -9 else f"exit status {process.exitcode}"
-        found = {"attention": "full", "verdict": "fails", "why": f"its process ended without a result ({how})"}
+        result = failure(f"its process ended without a result ({how})")
     process.kill()
     process.join()
-    return found
+    return result
+
+
+def failure(why: str) -> Record:
+    """The result of a type whose process gave none."""
+    return {"attention": "full", "verdict": "fails", "why": why}
 
 
 def _answer(model_type: str, there: Connection, seconds: int) -> None:
@@ -127,20 +126,23 @@ def _answer(model_type: str, there: Connection, seconds: int) -> None:
 
 HEAD = """# Model families
 
-Every model type of `AutoModelForCausalLM`, and the text models of multimodal types, in transformers {transformers}: a tiny random model of
-each, tried on {date} with torch {torch}.
+Every model type of `AutoModelForCausalLM`, and the text models of multimodal types, in transformers
+{transformers}: a tiny random model of each, tried on {date} with torch {torch}.
 
     python runs/families.py
 
 makes this page from [its record](results/families.json).
 
-- *trees*: plain decoding gives the tokens of transformers' greedy `generate`, and so do branching trees of a drafter that knows
-  the answers (accepted paths of several nodes, rows of different ages), prompt lookup, and a random EAGLE-3 head.
+- *trees*: plain decoding gives the tokens of transformers' greedy `generate`, and so do branching
+  trees of a drafter that knows the answers (accepted paths of several nodes, rows of different
+  ages), prompt lookup, and a random EAGLE-3 head.
 - *refused*: eyas says so in one line when the model is loaded.
-- *not tried*: no tiny model could be made by shrinking the type's default configuration; such a model may work.
+- *not tried*: no tiny model could be made by shrinking the type's default configuration; such a
+  model may work.
 - kernels: eyas' C++ kernels run it; others run by their own forward.
 
-Tiny random models show masks, positions, caches and states; they cannot show a real checkpoint's files, remote code or size.
+Tiny random models show masks, positions, caches and states; they cannot show a real checkpoint's
+files, remote code or size.
 
 """
 
@@ -149,51 +151,37 @@ def page(record: Record) -> str:
     """The Markdown page of a record."""
     families: Mapping[str, Record] = record["families"]
     text = HEAD.format(**record["machine"], date=record["date"])
-    counts = {verdict: sum(row["verdict"] == verdict for row in families.values()) for verdict in VERDICTS}
-    text += (
-        f"{len(families)} types: "
-        + ", ".join(f"{count} {VERDICTS[v].strip('*')}" for v, count in counts.items() if count)
-        + ".\n"
-    )
+    counts = Counter(row["verdict"] for row in families.values())
+    parts = [f"{counts[v]} {word.strip('*')}" for v, word in VERDICTS.items() if counts[v]]
+    text += f"{len(families)} types: {', '.join(parts)}.\n"
     for kind, title in SECTIONS.items():
-        rows = {name: row for name, row in families.items() if row["attention"] == kind}
-        if rows:
-            text += f"\n## {title}\n\n" + table(
-                ("type", "eyas", "kernels", "why"), (line(name, row) for name, row in rows.items())
-            )
+        lines = [line(name, row) for name, row in families.items() if row["attention"] == kind]
+        if lines:
+            text += f"\n## {title}\n\n{table(('type', 'eyas', 'kernels', 'why'), lines)}\n"
     text += "\n## Multimodal types\n\nThe text model decides; eyas decodes the text that follows.\n\n"
-    lines = (
-        (f"`{name}`", f"`{inner}`", VERDICTS[families[inner]["verdict"]])
-        for name, inner in record["text_models"].items()
+    wrappers = record["text_models"].items()
+    inner = (
+        (f"`{name}`", f"`{text_model}`", VERDICTS[families[text_model]["verdict"]]) for name, text_model in wrappers
     )
-    return text + table(("type", "its text model", "eyas"), lines)
+    return text + table(("type", "its text model", "eyas"), inner) + "\n"
 
 
 def line(name: str, row: Record) -> tuple[str, ...]:
+    """A row of the page."""
     why = row.get("why", "").replace("|", "\\|").replace("<", "&lt;")
     return f"`{name}`", VERDICTS[row["verdict"]], "yes" if row.get("kernels") else "", why
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    heads = list(heads)
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in (heads, ["---"] * len(heads), *map(list, rows)))
-
-
 def main(arguments: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--output", type=Path, default=RECORD, help="the record, JSON; the page lies beside it, but for the default's"
-    )
-    made.add_argument(
-        "--only",
-        default="",
-        help="types to try, separated by commas; the record then has only these and those tried before",
-    )
-    made.add_argument("--again", default="", help="types to try again")
-    made.add_argument("--page", action="store_true", help="try nothing")
-    made.add_argument("--check", action="store_true", help="try nothing, write nothing")
-    args = made.parse_args(arguments)
-    only, again = ({name for name in text.split(",") if name} for text in (args.only, args.again))
+    args = parser(
+        __doc__,
+        output=(RECORD, "the record, JSON; the page lies beside it, but for the default's"),
+        only=("", "types to try, separated by commas; the record then has only these and those tried before"),
+        again=("", "types to try again"),
+        page=(False, "try nothing"),
+        check=(False, "try nothing, write nothing"),
+    ).parse_args(arguments)
+    only, again = (set(words(text)) for text in (args.only, args.again))
     if not args.page and not args.check:
         try_all(args.output, only, again)
     wanted = page(json.loads(args.output.read_text(encoding="utf-8")))

@@ -101,7 +101,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return total
 
 
-def set_host_lengths(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
+def settle(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
     """Wait until no server computes: some go on with answers whose clients have left, which would
     slow the next one down."""
     end, before = time.monotonic() + seconds, cpu_seconds(servers)

@@ -17,41 +17,28 @@ import argparse
 import sys
 from pathlib import Path
 
-from _common import run
+from _common import parser, run, words
 from _heads import call, is_done
 
 from eyas.errors import OptionError, near
 
-COMMON = ["--batch-tokens", "4096", "--heldout-tokens", "20000", "--save-every", "50"]
-LENGTHS = ["--max-length", "512", "--heldout", "0.005"]  # features bring theirs
-HEAD = ["--tokens", "2000000", "--eval-every", "150"]
+COMMON = "--batch-tokens 4096 --heldout-tokens 20000 --save-every 50"
+LENGTHS = "--max-length 512 --heldout 0.005"  # features bring theirs
+HEAD = "--tokens 2000000 --eval-every 150"
 # Medusa's and Hydra's heads learn the target's distribution, as EAGLE's do, so that a comparison is
 # one of heads and not of losses.
-HEADS = [*HEAD, "--lr", "1e-3", "--objective", "distribution"]
-ABLATION = ["--method", "eagle1", *HEAD, "--lr", "2e-3"]
-# Stage -> its own options of `eyas train`; "--tokens" is the budget that --tokens of this command
-# replaces.
-STAGES: dict[str, list[str]] = {
+HEADS = f"{HEAD} --lr 1e-3 --objective distribution"
+# Stage -> its own options of `eyas train`; "--tokens" is the budget that --tokens of this command replaces.
+STAGES = {
     # The role of Vicuna-68M beside Vicuna-7B: 1.8M parameters, 1.0M of them the table of tokens,
     # beside 28.3M.
-    "small_model": [
-        "--method",
-        "small_model",
-        "--tokens",
-        "6000000",
-        "--lr",
-        "3e-3",
-        "--warmup-steps",
-        "10",
-        "--eval-every",
-        "200",
-    ],
-    "medusa": ["--method", "medusa", *HEADS],
-    "hydra": ["--method", "hydra", *HEADS],
-    "hydra++": ["--method", "hydra", *HEADS, "--head.arch", "prefix-mlp", "--head.blocks", "4"],
+    "small_model": "--method small_model --tokens 6000000 --lr 3e-3 --warmup-steps 10 --eval-every 200",
+    "medusa": f"--method medusa {HEADS}",
+    "hydra": f"--method hydra {HEADS}",
+    "hydra++": f"--method hydra {HEADS} --head.arch prefix-mlp --head.blocks 4",
     # EAGLE-1's ablation of inputs: four nets, as many tokens each.
     **{
-        f"eagle1-{inputs}": [*ABLATION, "--head.inputs", inputs]
+        f"eagle1-{inputs}": f"--method eagle1 {HEAD} --lr 2e-3 --head.inputs {inputs}"
         for inputs in ("shifted", "unshifted", "feature", "token")
     },
 }
@@ -59,19 +46,18 @@ STAGES: dict[str, list[str]] = {
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """(this command's options, those of every stage)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--data", action="append", metavar="FILE", help="chats, as for eyas train; several may be given"
+    made = parser(
+        __doc__,
+        output=(Path("out/heads"), "the heads' folders"),
+        stages=(",".join(STAGES), "some of them"),
+        tokens=(None, "training tokens of every stage, instead of each one's own"),
     )
+    source = made.add_mutually_exclusive_group(required=True)
+    about = "chats, as for eyas train; several may be given"
+    source.add_argument("--data", action="append", metavar="FILE", help=about)
     source.add_argument("--features", metavar="FOLDER", help="written by eyas features, instead of --data")
-    parser.add_argument("--output", type=Path, default=Path("out/heads"), metavar="FOLDER", help="default: out/heads")
-    parser.add_argument(
-        "--stages", default=",".join(STAGES), metavar="A,B", help=f"default: all of {', '.join(STAGES)}"
-    )
-    parser.add_argument("--tokens", metavar="N", help="training tokens of every stage, instead of each one's own")
-    args, more = parser.parse_known_args(arguments)
-    args.stages = [stage.strip() for stage in args.stages.split(",")]
+    args, more = made.parse_known_args(arguments)
+    args.stages = words(args.stages)
     if unknown := [stage for stage in args.stages if stage not in STAGES]:
         raise OptionError(f"unknown stage {unknown[0]!r}; {near(unknown[0], STAGES)}")
     return args, more
@@ -79,26 +65,13 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def command(stage: str, args: argparse.Namespace, more: list[str]) -> list[str]:
     """The `eyas train` of a stage."""
-    options = list(STAGES[stage])
+    options = STAGES[stage].split()
     if args.tokens:
         options[options.index("--tokens") + 1] = args.tokens
-    data = (
-        ["--features", args.features]
-        if args.features
-        else [*(part for file in args.data for part in ("--data", file)), *LENGTHS]
-    )
-    return [
-        sys.executable,
-        "-m",
-        "eyas",
-        "train",
-        *data,
-        "--output",
-        str(args.output / stage),
-        *COMMON,
-        *options,
-        *more,
-    ]
+    data = ["--features", args.features] if args.features else LENGTHS.split()
+    data += [part for file in args.data or () for part in ("--data", file)]
+    line = [sys.executable, "-m", "eyas", "train", *data, "--output", str(args.output / stage)]
+    return [*line, *COMMON.split(), *options, *more]
 
 
 def main(arguments: list[str] | None = None) -> None:

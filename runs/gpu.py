@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 import torch
-from _common import machine, run
+from _common import machine, numbers, parser, run, words
 from _gpu_lab import FULL, SMALL, Clock, Lab, OutOfTime, Plan, Results, table
 from _gpu_stages import Bench, Stage, stages
 from random_target import SHAPES
@@ -46,7 +46,7 @@ LAST_SECONDS = 15.0  # before the end a case is interrupted
 
 def chosen(every: Sequence[Stage], names: str) -> list[Stage]:
     """The stages of these names, in their own order; all without names."""
-    known, wanted = [stage.name for stage in every], [name for name in names.split(",") if name]
+    known, wanted = [stage.name for stage in every], words(names)
     if unknown := [name for name in wanted if name not in known]:
         raise OptionError(f"unknown stage {unknown[0]!r}; {near(unknown[0], known)}")
     return [stage for stage in every if not wanted or stage.name in wanted]
@@ -91,15 +91,13 @@ def attempt(case: Any, clock: Clock) -> dict[str, Any]:
         with interrupted_after(clock.left - LAST_SECONDS), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             record: dict[str, Any] = case()
-        said = list(dict.fromkeys(str(warning.message)[:300] for warning in caught if warning.category is UserWarning))
-        return {**record, "warnings": said}
+        texts = (str(warning.message)[:300] for warning in caught if warning.category is UserWarning)
+        return {**record, "warnings": list(dict.fromkeys(texts))}
     except Exception as error:
         if isinstance(error, OutOfTime):
             raise
-        return {
-            "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "traceback": traceback.format_exc()[-3000:],
-        }
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return {"error": reason, "traceback": traceback.format_exc()[-3000:]}
 
 
 class DeviceError(Exception):
@@ -139,28 +137,27 @@ def tables(content: dict[str, Any]) -> str:
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the options ask for."""
     base = SMALL if args.shape == "small" else FULL
-    numbers = {"contexts": args.contexts, "rows": args.rows}
-    given = {name: tuple(map(int, value.split(","))) for name, value in numbers.items() if value}
-    return replace(base, shape=args.shape, **given, **({"rounds": args.rounds} if args.rounds else {}))
+    sizes: dict[str, Any] = {"rounds": args.rounds} if args.rounds else {}
+    sizes |= {name: tuple(numbers(text)) for name in ("contexts", "rows") if (text := getattr(args, name))}
+    return replace(base, shape=args.shape, **sizes)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/gpu.json"), help="the record (default: %(default)s)")
-    parser.add_argument("--stages", default="", help="names, separated by commas (default: all)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: %(default)s)")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if there is one"
+    made = parser(
+        __doc__,
+        output=(Path("out/gpu.json"), "the record"),
+        stages=("", "names, separated by commas, else all"),
+        minutes=(9.0, "of the whole run"),
+        device=("cuda" if torch.cuda.is_available() else "cpu", "a GPU if there is one"),
+        contexts=(None, "tokens, separated by commas"),
+        rows=(None, "numbers of rows, separated by commas"),
+        retry=(False, "measure failed cases again"),
     )
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), help="of the target (default: llama-8b on a GPU, small on a CPU)"
-    )
-    parser.add_argument("--contexts", help="tokens, separated by commas")
-    parser.add_argument("--rows", help="numbers of rows, separated by commas")
-    parser.add_argument("--rounds", type=int, help="of cycles, of each contestant")
-    parser.add_argument("--retry", action="store_true", help="measure failed cases again")
-    parser.add_argument("--tables", type=Path, metavar="FILE.json", help="only show the tables of a record")
-    args = parser.parse_args(arguments)
+    about = "of the target (default: llama-8b on a GPU, small on a CPU)"
+    made.add_argument("--shape", choices=sorted(SHAPES), help=about)
+    made.add_argument("--rounds", type=int, help="of cycles, of each contestant")
+    made.add_argument("--tables", type=Path, metavar="FILE.json", help="only show the tables of a record")
+    args = made.parse_args(arguments)
     args.shape = args.shape or ("small" if args.device == "cpu" else "llama-8b")
     return args
 
@@ -174,14 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("torch sees no GPU: name another --device, or try the whole of it with --device cpu")
     device = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    plan, command = (
-        plan_of(args),
-        " ".join(["python", "runs/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]),
-    )
+    plan = plan_of(args)
     stage_list = chosen(stages(plan), args.stages)
-    results = Results(
-        args.output, {"command": command, "machine": machine(), "plan": vars(plan), "device": str(device)}
-    )
+    command = " ".join(["python", "runs/gpu.py", *(sys.argv[1:] if arguments is None else arguments)])
+    about = {"command": command, "machine": machine(), "plan": vars(plan), "device": str(device)}
+    results = Results(args.output, about)
     if args.retry:
         results.forget_failures()
     began = time.time() if arguments is not None else psutil.Process().create_time()
@@ -196,10 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{tables(results.content)}\n", flush=True)
     left_over = [f"{s.name} {c.name}" for s in stage_list for c in s.cases if not results.has(s.name, c.name)]
     failed = [f"{s.name} {c.name}" for s in stage_list for c in s.cases if "error" in results.get(s.name, c.name)]
-    print(
-        f"record: {args.output}; left: {', '.join(left_over) or 'nothing'}; failed: {', '.join(failed) or 'none'}",
-        flush=True,
-    )
+    ended = f"left: {', '.join(left_over) or 'nothing'}; failed: {', '.join(failed) or 'none'}"
+    print(f"record: {args.output}; {ended}", flush=True)
     if failed:
         raise EyasError(f"{len(failed)} of the cases failed; --retry measures them again")
 

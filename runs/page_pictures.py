@@ -8,13 +8,14 @@ python runs/page_pictures.py http://127.0.0.1:8000 --only live
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from _common import parser
 
 PROMPTS = (
     "I want to book a table for two in San Jose tonight.",
@@ -46,9 +47,8 @@ def best_cycle(page: Any) -> None:
 def keep_busy(url: str, stop: threading.Event) -> None:
     """A client that asks again and again."""
     body = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    place, head = f"{url}/v1/chat/completions", {"content-type": "application/json"}
+    request = urllib.request.Request(place, json.dumps(body).encode(), head)
     while not stop.is_set():
         with urllib.request.urlopen(request) as response:
             response.read()
@@ -114,11 +114,10 @@ PICTURES = {"light": light, "dark": dark, "narrow": narrow, "live": live}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
-    parser.add_argument("--output", type=Path, default=Path("docs/pictures"))
-    args = parser.parse_args()
+    made = parser(__doc__, output=(Path("docs/pictures"), "a folder"))
+    made.add_argument("url")
+    made.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
+    args = made.parse_args()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:

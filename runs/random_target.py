@@ -9,21 +9,15 @@ bfloat16. Shapes are those of the published models; `small` is for trying the co
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import run
+from _common import numbers, parser, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
+LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {**LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 4,
               "num_key_value_heads": 2, "vocab_size": 4096},
@@ -46,13 +40,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), required=True)
-    parser.add_argument("--contexts", default="1024", help="lengths of the prompts, separated by commas")
-    parser.add_argument("--prompts", type=int, default=4, help="of each length")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    contexts = ("1024", "lengths of the prompts, separated by commas")
+    made = parser(__doc__, output=None, contexts=contexts, prompts=(4, "of each length"), device=device)
+    made.add_argument("--shape", choices=list(SHAPES), required=True)
+    made.add_argument("--output", type=Path, required=True)
+    args = made.parse_args()
     config = AutoConfig.for_model(**SHAPES[args.shape])
     if not (args.output / "config.json").exists():
         torch.manual_seed(0)
@@ -63,7 +56,7 @@ def main() -> None:
         model.save_pretrained(partly)
         partly.replace(args.output)
     generator = torch.Generator().manual_seed(1)
-    for length in map(int, args.contexts.split(",")):
+    for length in numbers(args.contexts):
         ids = torch.randint(3, config.vocab_size, (args.prompts, length), generator=generator).tolist()
         lines = [json.dumps({"id": f"{length}-{i}", "prompt_ids": one}) for i, one in enumerate(ids)]
         (args.output / f"prompts-{length}.jsonl").write_text("\n".join(lines) + "\n")

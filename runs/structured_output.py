@@ -49,10 +49,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-TREES: dict[str, dict[str, int]] = {
-    "6/3/2": {"nodes": 6, "depth": 3, "branch": 2},
-    "8/4/3": {"nodes": 8, "depth": 4, "branch": 3},
-}
+TREES = {"6/3/2": {"nodes": 6, "depth": 3, "branch": 2}, "8/4/3": {"nodes": 8, "depth": 4, "branch": 3}}
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 1": {"temperature": 1.0, "seed": 3}}
 
 
@@ -72,7 +69,7 @@ def drafting(knows: str, forced: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=5, tokens=80).parse_args()
+    args = parser(__doc__, rounds=5, tokens=80).parse_args()
     torch.set_num_threads(1)
     models = {"plain": eyas.load(method="vanilla"), "suffix": eyas.load(method="suffix", tree="fixed")}
     models |= {f"eagle3 {name}": eyas.load(method="eagle3", tree=tree) for name, tree in TREES.items()}
@@ -85,18 +82,16 @@ def main() -> None:
     tasks = [(variant, sampling, prompt) for variant in variants for sampling in SAMPLINGS for prompt in PROMPTS]
     sums: dict[tuple[Any, str], dict[str, float]] = defaultdict(lambda: {"tokens": 0, "cycles": 0, "seconds": 0.0})
     ids: dict[tuple[str, str], tuple[int, ...]] = {}
-    for number in range(options.rounds + 1):
+    for number in range(args.rounds + 1):
         random.Random(number).shuffle(tasks)
         for (model, knows, forced), sampling, prompt in tasks:
             with drafting(knows, forced):
                 began = time.process_time()
-                result = models[model].generate(
-                    prompt, max_new_tokens=options.tokens, response_format=FORMAT, **SAMPLINGS[sampling]
-                )
+                limits = {"max_new_tokens": args.tokens, "response_format": FORMAT}
+                result = models[model].generate(prompt, **limits, **SAMPLINGS[sampling])
                 seconds = time.process_time() - began
-            assert ids.setdefault((sampling, prompt), result.token_ids) == result.token_ids, (
-                "the ids depend on the drafts"
-            )
+            first = ids.setdefault((sampling, prompt), result.token_ids)
+            assert first == result.token_ids, "the ids depend on the drafts"
             if number:  # the first round compiles grammars and meets their states
                 one = sums[(model, knows, forced), sampling]
                 one["tokens"] += len(result.token_ids)
@@ -110,7 +105,7 @@ def main() -> None:
         }
         for ((model, knows, forced), sampling), one in sorted(sums.items())
     ]  # fmt: skip
-    write(options.output, {"schema": SCHEMA, "results": rows})
+    write(args.output, {"schema": SCHEMA, "results": rows})
 
 
 if __name__ == "__main__":

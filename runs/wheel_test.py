@@ -35,8 +35,8 @@ HELD = {
 
 def only(pattern: str) -> Path:
     """The one file of dist/ that a pattern fits."""
-    (found,) = (ROOT / "dist").glob(pattern)
-    return found
+    (file,) = (ROOT / "dist").glob(pattern)
+    return file
 
 
 def check_contents(name: str) -> None:
@@ -68,31 +68,19 @@ def check_running(python: str, folder: Path) -> None:
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    environment = {
-        **clean,
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "hub"),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
+    clean |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "XDG_CACHE_HOME": str(folder / "cache")}
 
     def install(what: str) -> None:
         command = [
             scripts / "python",
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-cache-dir",
+            *["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"],
         ]
-        subprocess.run(
-            [*command, "-c", ROOT / "constraints.txt", "--find-links", ROOT / "dist", what], check=True, cwd=folder
-        )
+        places = ["-c", ROOT / "constraints.txt", "--find-links", ROOT / "dist"]
+        subprocess.run([*command, *places, what], check=True, cwd=folder)
 
     def eyas(*arguments: str, status: int = 0) -> str:
-        done = subprocess.run(
-            [scripts / "eyas", *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=600
-        )
+        line = [scripts / "eyas", *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=folder, env=clean, timeout=600)
         print(f"$ eyas {' '.join(arguments)}\n{done.stdout}{done.stderr}", flush=True)
         assert done.returncode == status, f"exit status {done.returncode}, not {status}"
         return done.stdout if status == 0 else done.stderr
@@ -100,9 +88,9 @@ def check_running(python: str, folder: Path) -> None:
     wheel = only("eyas-*.whl")
     install(str(wheel))
     for command in (["demo"], ["generate", "hi"]):
-        said = eyas(*command, status=2)
-        assert said.count("\n") == 1, said
-        assert "pip install 'eyas[tiny]'" in said
+        message = eyas(*command, status=2)
+        assert message.count("\n") == 1, message
+        assert "pip install 'eyas[tiny]'" in message
     assert "eyas[tiny]" in eyas("doctor")
     install(f"eyas[tiny] @ {wheel.as_uri()}")  # pip finds eyas-tiny in dist/
     assert json.loads(eyas("doctor", "--json"))["ok"]

@@ -128,15 +128,15 @@ class Drafting(Contestant):
     def describe(self) -> dict[str, Any]:
         parts = _parts(self.drafter)
         nets = [part.net for part in parts if part.net is not None]
-        about: dict[str, Any] = {
+        description: dict[str, Any] = {
             "tree": self.drafter.describe(),
             "policy": "fixed" if self.policy is None else "auto",
             "options": [options_of(part.options) for part in parts],
         }
         if nets:
-            about["parameters"] = sum(p.numel() for net in nets for p in net.parameters())
-            about["weights"] = f"{_checksum(nets):08x}"
-        return {**about, **({"head": self.head} if self.head else {})}
+            description["parameters"] = sum(p.numel() for net in nets for p in net.parameters())
+            description["weights"] = f"{_checksum(nets):08x}"
+        return {**description, **({"head": self.head} if self.head else {})}
 
 
 def _parts(drafter: Drafter) -> tuple[Drafter, ...]:

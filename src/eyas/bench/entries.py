@@ -146,9 +146,9 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     llm, entry = entrants.llm, _parsed(text)
     kind = entry.kind
     known = flags(kind.Options)
-    asked = {**{name: value for name, value in entrants.options.items() if name in known}, **entry.options}
+    values = {**{name: value for name, value in entrants.options.items() if name in known}, **entry.options}
     options = build_options(
-        kind.Options, tiny.with_small_tree(asked, known) if llm.target.name == "embedded" else asked
+        kind.Options, tiny.with_small_tree(values, known) if llm.target.name == "embedded" else values
     )
     random_head = entry.head == RANDOM and RANDOM not in heads
     head = None
@@ -162,7 +162,7 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
         drafter = kind.random(llm.target, options)
     if entry.draft_with is not None:
         drafter = Merged(drafter, _drafter(entrants, entry.draft_with, heads)[0])
-    usual = mode_of(asked)[0] if drafter.max_tree is not None and not entrants.simulated else "fixed"
+    usual = mode_of(values)[0] if drafter.max_tree is not None and not entrants.simulated else "fixed"
     return drafter, RANDOM if random_head else head, entry.tree or usual
 
 

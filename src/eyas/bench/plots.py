@@ -219,19 +219,19 @@ def _context(summary: Summary) -> Figure | None:
 
 
 def _probes(summary: Summary, part: str) -> dict[str, Mapping[str, Any]]:
-    return {name: found for name, found in summary["probes"].items() if found.get(part)}
+    return {name: probe for name, probe in summary["probes"].items() if probe.get(part)}
 
 
 def _positions(summary: Summary) -> Figure | None:
-    found = {name: probe for name, probe in _probes(summary, "positions").items() if "alpha" in probe["positions"][0]}
-    if not found:
+    probes = {name: probe for name, probe in _probes(summary, "positions").items() if "alpha" in probe["positions"][0]}
+    if not probes:
         return None
-    columns = min(3, len(found))
-    lines = -(-len(found) // columns)
+    columns = min(3, len(probes))
+    lines = -(-len(probes) // columns)
     figure = Figure(figsize=(WIDTH, 0.4 + 2.3 * lines), layout="constrained")
     every = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
     shown = {}
-    for axes, (name, probe) in zip(every, found.items(), strict=False):
+    for axes, (name, probe) in zip(every, probes.items(), strict=False):
         for rank in range(4):
             here = [p for p in probe["positions"] if p["rank"] == rank and p["depth"] <= 6]
             x, y, sd = ([p[k] + (0.1 * rank if k == "depth" else 0) for p in here] for k in ("depth", "alpha", "sd"))
@@ -242,7 +242,7 @@ def _positions(summary: Summary) -> Figure | None:
         axes.set(ylim=(0, 1.05))
         axes.set_title(_label(name), fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in every[len(found) :]:
+    for axes in every[len(probes) :]:
         axes.set_visible(False)
     figure.supxlabel("depth", fontsize=9)
     figure.supylabel("min(1, p/q)", fontsize=9)
@@ -251,15 +251,16 @@ def _positions(summary: Summary) -> Figure | None:
 
 
 def _calibration(summary: Summary) -> Figure | None:
-    found = _probes(summary, "bins")
-    if not found:
+    probes = _probes(summary, "bins")
+    if not probes:
         return None
     figure = Figure(
-        figsize=(WIDTH, max(3.6, 0.6 + 0.2 * _lines([f"{name} (error 0.123)" for name in found]))), layout="constrained"
+        figsize=(WIDTH, max(3.6, 0.6 + 0.2 * _lines([f"{name} (error 0.123)" for name in probes]))),
+        layout="constrained",
     )
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls=":")
-    for name, probe in found.items():
+    for name, probe in probes.items():
         look = _looks(summary)[name]
         bins = [b for b in probe["bins"] if b["n"] >= FEWEST]
         x, y = ([b[k] for b in bins] for k in ("confidence", "hit"))

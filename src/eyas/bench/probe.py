@@ -106,12 +106,12 @@ def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
         for contestant in bench.contestants:
             if not isinstance(contestant, Drafting) or contestant.name in bench.failed:
                 continue
-            found = Probe()
+            probe = Probe()
             for question in questions:
-                contestant.answer(question, found.watch)
-            seen = {**found.to_json(), "n_alpha": chain_alpha(contestant, questions)}
-            if found.positions or seen["n_alpha"]:
-                yield contestant.name + (f", T = {temperature:g}" if len(bench.temperatures) > 1 else ""), seen
+                contestant.answer(question, probe.watch)
+            figures = {**probe.to_json(), "n_alpha": chain_alpha(contestant, questions)}
+            if probe.positions or figures["n_alpha"]:
+                yield contestant.name + (f", T = {temperature:g}" if len(bench.temperatures) > 1 else ""), figures
 
 
 def _short(question: Question) -> Question:

@@ -64,14 +64,14 @@ def profile(
     ours = [c for c in bench.contestants if isinstance(c, Drafting) and c.name not in bench.failed]
     for contestant, trace in zip(ours, trace_names([c.name for c in ours]), strict=True):
         timed = list(islice(contestant.timed(request, timer=timer), 1 + WARM + CYCLES))
-        found = cycles_of(timed, len(request.prompt))
-        if found is None:
+        profile = cycles_of(timed, len(request.prompt))
+        if profile is None:
             continue
-        needed = cost.need(target, found["nodes"], found["context"])
-        found["levels"] = _levels(contestant.drafter, timed, round(found["context"]))
-        found["bound"] = bound(needed, bandwidth, rate, found["ms"])
+        needed = cost.need(target, profile["nodes"], profile["context"])
+        profile["levels"] = _levels(contestant.drafter, timed, round(profile["context"]))
+        profile["bound"] = bound(needed, bandwidth, rate, profile["ms"])
         _trace(contestant, request, folder / trace)
-        yield contestant.name, {**found, "trace": trace}
+        yield contestant.name, {**profile, "trace": trace}
 
 
 def _endless(request: Request, context: int) -> Request:
@@ -131,17 +131,17 @@ def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[st
 def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | None:
     """Milliseconds of a draft's levels at the shape that was drafted most often; None for a static
     tree and for one level."""
-    asked = Counter(
+    shapes = Counter(
         s.decision.shape
         for s, _ in timed
         if isinstance(s.decision, Decision) and s.decision.awake and s.decision.shape is not None
     )
-    shape = asked.most_common(1)[0][0] if asked else drafter.max_tree
+    shape = shapes.most_common(1)[0][0] if shapes else drafter.max_tree
     if shape is None or shape.depth < 2:
         return None
     depth = min(LEVELS, shape.depth)
-    found = draft_cost(drafter, [shape._replace(depth=1), shape._replace(depth=depth)], context)
-    first, whole = (1e3 * found[shape._replace(depth=d)] for d in (1, depth))
+    seconds = draft_cost(drafter, [shape._replace(depth=1), shape._replace(depth=depth)], context)
+    first, whole = (1e3 * seconds[shape._replace(depth=d)] for d in (1, depth))
     return {
         "shape": list(shape),
         "first_ms": round(first, 4),

@@ -149,11 +149,11 @@ def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]
     """Heads and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance; no
     rows where nothing was probed."""
     probes = summary["probes"]
-    depth = max((len(found["n_alpha"] or ()) for found in probes.values()), default=0)
+    depth = max((len(probe["n_alpha"] or ()) for probe in probes.values()), default=0)
     rows = []
-    for name, found in probes.items():
-        alphas = [*(found["n_alpha"] or ()), *[None] * depth][:depth]
-        rows.append((name, *(number(alpha) for alpha in alphas), number(found["calibration_error"], 3)))
+    for name, probe in probes.items():
+        alphas = [*(probe["n_alpha"] or ()), *[None] * depth][:depth]
+        rows.append((name, *(number(alpha) for alpha in alphas), number(probe["calibration_error"], 3)))
     return ("method", *(f"{n}-alpha" for n in range(depth)), "calibration error"), rows
 
 
@@ -162,7 +162,7 @@ def profile_tables(summary: Summary) -> list[Table]:
     without a profile."""
     profiles: Mapping[str, Any] = summary.get("profiles") or {}
     stages, drafts, bounds = (
-        [(name, *columns(found)) for name, found in profiles.items()]
+        [(name, *columns(profile)) for name, profile in profiles.items()]
         for columns in (_stage_cells, _draft_cells, _bound_cells)
     )
     tables: list[Table] = [
@@ -181,24 +181,24 @@ def profile_tables(summary: Summary) -> list[Table]:
     return tables if profiles else []
 
 
-def _stage_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
-    return number(found["cycle_ms"]), *(
-        f"{number(found['ms'][stage])} {found['percent'][stage]:2.0f}%" for stage in STAGES
+def _stage_cells(profile: Mapping[str, Any]) -> tuple[str, ...]:
+    return number(profile["cycle_ms"]), *(
+        f"{number(profile['ms'][stage])} {profile['percent'][stage]:2.0f}%" for stage in STAGES
     )
 
 
-def _draft_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
-    levels = found["levels"] or {"shape": ()}
+def _draft_cells(profile: Mapping[str, Any]) -> tuple[str, ...]:
+    levels = profile["levels"] or {"shape": ()}
     tree = "/".join(map(str, levels["shape"])) or "–"
     times = (number(levels.get("first_ms")), number(levels.get("further_ms")))
-    return (str(found["cycles"]), str(found["plain"]), number(found["nodes"], 1), tree, *times)
+    return (str(profile["cycles"]), str(profile["plain"]), number(profile["nodes"], 1), tree, *times)
 
 
-def _bound_cells(found: Mapping[str, Any]) -> tuple[str, ...]:
-    if (bound := found["bound"]) is None:
-        return number(found["context"], 0), *["–"] * 6
+def _bound_cells(profile: Mapping[str, Any]) -> tuple[str, ...]:
+    if (bound := profile["bound"]) is None:
+        return number(profile["context"], 0), *["–"] * 6
     return (
-        number(found["context"], 0),
+        number(profile["context"], 0),
         number(bound["bytes"] / 1e6, 1),
         number(bound["flops"] / 1e9),
         number(bound["ms"]),
@@ -352,12 +352,12 @@ def compared(a: Summary, b: Summary) -> dict[str, Any]:
 def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
     """Two summaries side by side as Markdown. The ratio of two runs includes the drift between
     them, and the text says so."""
-    found = compared(a, b)
+    both_runs = compared(a, b)
     heads = ["T", "task", "method"]
     heads += [f"{what} {name}" for what in ("tok/s", "speed-up", "tau", "c") for name in ("A", "B")]
     heads.insert(5, "B / A")
     rows = []
-    for row in found["rows"]:
+    for row in both_runs["rows"]:
         sides = (row["a"], row["b"])
         speeds = [number(side["tokens_per_second"], 1) for side in sides]
         gains = [number(side["speedup"], 2, (side["speedup_low"], side["speedup_high"])) for side in sides]
@@ -365,8 +365,10 @@ def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
         rows.append(
             [f"{row['temperature']:g}", row["task"], row["method"], *speeds, number(row["ratio"]), *gains, *others]
         )
-    lines = [f"{letter}: {name} ({title})" for letter, name, title in zip("AB", names, found["titles"], strict=True)]
-    shown = [name if both is None else f"{name} ({both[0]} / {both[1]})" for name, both in found["differ"].items()]
+    lines = [
+        f"{letter}: {name} ({title})" for letter, name, title in zip("AB", names, both_runs["titles"], strict=True)
+    ]
+    shown = [name if both is None else f"{name} ({both[0]} / {both[1]})" for name, both in both_runs["differ"].items()]
     settings = [f"Different settings: {', '.join(shown)}.", ""] if shown else []
     drift = "Tokens/s of two runs differ by the machine's drift too; speed-ups are within one run each."
     return "\n".join([*lines, "", *_table(heads, rows), "", *settings, drift])

@@ -182,13 +182,13 @@ def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
 
 def _from_anchor(merged: Mapping[str, Any]) -> bool:
     """Whether slot i predicts the next token. CheckpointError where config.json does not say it."""
-    said = {
+    settings = {
         key: flag(merged, key, False) for key in ("sample_from_anchor", "shift_label") if merged.get(key) is not None
     }
-    if len(set(said.values())) > 1:
-        raise CheckpointError(f"config.json has {said}, which contradict each other: remove the wrong one")
-    if said:
-        return next(iter(said.values()))
+    if len(set(settings.values())) > 1:
+        raise CheckpointError(f"config.json has {settings}, which contradict each other: remove the wrong one")
+    if settings:
+        return next(iter(settings.values()))
     if architecture(merged) not in FROM_ANCHOR:
         raise CheckpointError(
             "config.json does not say which token a slot of the block predicts, and no tensor shows it: add "

@@ -293,8 +293,8 @@ def assemble(
     our_tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
     if ids is not None:
         our_tensors["draft_ids"] = ids
-    kept = {key: value for key, value in record.items() if key not in SETTINGS}
-    return ({**ours, "eyas": kept} if kept else ours), our_tensors
+    other_entries = {key: value for key, value in record.items() if key not in SETTINGS}
+    return ({**ours, "eyas": other_entries} if other_entries else ours), our_tensors
 
 
 def _our_config(
@@ -417,21 +417,23 @@ def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
 def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) -> tuple[str, int]:
     """The published name of the first layer, and the number of layers, counted from the tensors:
     published num_hidden_layers are often wrong where there is one layer."""
-    found = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
-    first = [name for name in found if name in allowed]
-    later = sorted(int(match[1]) for name in found if name not in first and (match := re.fullmatch(_MORE_LAYERS, name)))
-    if len(first) != 1 or len(found) != 1 + len(later):
+    layers = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
+    first = [name for name in layers if name in allowed]
+    later = sorted(
+        int(match[1]) for name in layers if name not in first and (match := re.fullmatch(_MORE_LAYERS, name))
+    )
+    if len(first) != 1 or len(layers) != 1 + len(later):
         raise CheckpointError(
-            f"the first layer of an EAGLE-3 head of this form is {' or '.join(allowed)}; this file has {', '.join(found) or 'no layer'}"
+            f"the first layer of an EAGLE-3 head of this form is {' or '.join(allowed)}; this file has {', '.join(layers) or 'no layer'}"
         )
     if later and not several:
         raise CheckpointError(
-            f"an EAGLE-3 head of this form has one layer, {first[0]}; this file has {', '.join(found)}, which its readers compute in "
+            f"an EAGLE-3 head of this form has one layer, {first[0]}; this file has {', '.join(layers)}, which its readers compute in "
             f'different ways; if they are those of vLLM or of the speculators library, write "architectures": ["{VLLM}"]'
         )
     if later != list(range(1, 1 + len(later))):
         raise CheckpointError(
-            f"the layers of an EAGLE-3 head are numbered without gaps; this file has {', '.join(found)}"
+            f"the layers of an EAGLE-3 head are numbered without gaps; this file has {', '.join(layers)}"
         )
     return first[0], 1 + len(later)
 

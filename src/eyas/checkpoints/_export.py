@@ -22,10 +22,10 @@ __all__ = ["export", "export_formats", "usage"]
 
 def export_formats() -> dict[str, tuple[str, ...]]:
     """The formats that heads are exported to, by name, each with the methods whose heads it holds."""
-    found: dict[str, tuple[str, ...]] = {}
+    methods: dict[str, tuple[str, ...]] = {}
     for form in _exporting():
-        found[form.NAME] = (*found.get(form.NAME, ()), *form.EXPORTS)
-    return dict(sorted(found.items()))
+        methods[form.NAME] = (*methods.get(form.NAME, ()), *form.EXPORTS)
+    return dict(sorted(methods.items()))
 
 
 def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: ExportTarget) -> list[str]:

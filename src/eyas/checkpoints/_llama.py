@@ -108,10 +108,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             "config.json has a rope_scaling and rope_parameters that contradict each other: remove the wrong one"
         )
-    return {
-        "rope_theta": thetas.pop() if thetas else 10000.0,
-        "rope_scaling": scalings[0] if scalings else None,
-    }
+    return {"rope_theta": thetas.pop() if thetas else 10000.0, "rope_scaling": scalings[0] if scalings else None}
 
 
 def _read_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -46,14 +46,17 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     }
     if refused := next((name for name, value in unknown.items() if value), None):
         raise CheckpointError(f"the head has {refused}, which optimum-intel's class does not know")
-    published, named = sglang.export(method, config, tensors, target)
-    if "lm_head.weight" not in named:
+    published, their_tensors = sglang.export(method, config, tensors, target)
+    if "lm_head.weight" not in their_tensors:
         raise CheckpointError("the head uses the target's LM head, and optimum-intel's class has one of its own")
-    vocabulary, drafted = published["vocab_size"], len(named["lm_head.weight"])
-    if "d2t" not in named:
+    vocabulary, drafted = published["vocab_size"], len(their_tensors["lm_head.weight"])
+    if "d2t" not in their_tensors:
         assert drafted == vocabulary
-        named |= {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
-    return {**published, "draft_vocab_size": drafted}, named
+        their_tensors |= {
+            "d2t": torch.zeros(vocabulary, dtype=torch.int64),
+            "t2d": torch.ones(vocabulary, dtype=torch.bool),
+        }
+    return {**published, "draft_vocab_size": drafted}, their_tensors
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:

@@ -49,10 +49,10 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
     token = _mask_token(config)
     if "speculators_model_type" in config:
-        _, ours, held = speculators.read({**config, "speculators_model_type": "eagle3"}, rest)
+        _, ours, our_tensors = speculators.read({**config, "speculators_model_type": "eagle3"}, rest)
         levels = _speculative_tokens(config)
     else:
-        _, ours, held = _read_flat(config, rest)
+        _, ours, our_tensors = _read_flat(config, rest)
         record = dict(ours.pop("eyas", None) or {})
         levels = record.pop("levels", None)
         ours |= {"eyas": record} if record else {}
@@ -68,18 +68,18 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         raise CheckpointError(
             f"{MASK} is {list(mask.shape)} of {mask.dtype} and should hold {width} numbers, the features of a mask"
         )
-    return "peagle", {**ours, "mask_token": token, "levels": levels}, {**held, MASK: mask.reshape(width)}
+    return "peagle", {**ours, "mask_token": token, "levels": levels}, {**our_tensors, MASK: mask.reshape(width)}
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
-    published, named = vllm.export("eagle3", config, rest, ExportTarget())
+    published, their_tensors = vllm.export("eagle3", config, rest, ExportTarget())
     published |= {"pard_token": config["mask_token"], "mask_token_id": config["mask_token"], "parallel_drafting": True}
     if config.get("levels"):
         published["eyas"] = {**published.get("eyas", {}), "levels": config["levels"]}
-    return published, {**named, MASK: tensors[MASK][None]}
+    return published, {**their_tensors, MASK: tensors[MASK][None]}
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
@@ -117,14 +117,14 @@ def _read_flat(
 
 def _mask_token(config: Mapping[str, Any]) -> int:
     """The token of a mask. CheckpointError if none is named, or several."""
-    named = {config[key] for key in TOKENS if isinstance(config.get(key), int) and not isinstance(config[key], bool)}
+    tokens = {config[key] for key in TOKENS if isinstance(config.get(key), int) and not isinstance(config[key], bool)}
     wrong = [key for key in TOKENS if config.get(key) is not None and not isinstance(config[key], int)]
-    if len(named) != 1 or wrong or min(named) < 0:
-        said = {key: config.get(key) for key in TOKENS if config.get(key) is not None}
+    if len(tokens) != 1 or wrong or min(tokens) < 0:
+        entries = {key: config.get(key) for key in TOKENS if config.get(key) is not None}
         raise CheckpointError(
-            f'config.json must name one mask token, like "pard_token": 128255, and has {said or "none"}'
+            f'config.json must name one mask token, like "pard_token": 128255, and has {entries or "none"}'
         )
-    return int(named.pop())
+    return int(tokens.pop())
 
 
 def _speculative_tokens(config: Mapping[str, Any]) -> Any:

@@ -90,10 +90,10 @@ def write(
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
     """As `write`, for the authors' code. CheckpointError for a head that needs more than the
     published form holds."""
-    published, named = write(method, config, tensors)
+    published, their_tensors = write(method, config, tensors)
     if published["architectures"] == [EXTENDED]:
         needs = [key for key in _NEEDS if published["eyas"].get(key)] + [
-            name for name in named if name.endswith("bias")
+            name for name in their_tensors if name.endswith("bias")
         ]
         raise CheckpointError(f"SafeAILab's form has no place for what this head needs: {', '.join(needs)}")
     if config.get("window"):
@@ -101,7 +101,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
             f"the head was trained with a sliding window of {config['window']} tokens, and the authors' code has none: it would show the "
             "head more than it knows"
         )
-    return published, named
+    return published, their_tensors
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:

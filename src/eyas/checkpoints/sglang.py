@@ -63,10 +63,10 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
     """Our config and tensors -> config.json and tensors for SGLang. CheckpointError for what its
     classes do not compute."""
-    held = _without_table(tensors, target)
+    sent = _without_table(tensors, target)
     if method == "eagle1":
-        return _export_eagle1(config, held, target)
-    ours, published, named = publish(config, held, "midlayer", "SGLang")
+        return _export_eagle1(config, sent, target)
+    ours, published, their_tensors = publish(config, sent, "midlayer", "SGLang")
     if ours["layers"] > 1:
         raise CheckpointError(
             f"the head has {ours['layers']} layers, and versions of SGLang differ in how they compute those behind the first"
@@ -86,7 +86,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         settings["eagle_config"] = {IDS: [k - 1 for k in ours["feature_layers"]], "use_aux_hidden_state": True}
         settings["num_aux_hidden_states"] = ours["num_features"]
     vocabulary = ours["draft_vocab_size"] if ours["head"] == "own" else None
-    return {**published, "architectures": [SGLANG], "draft_vocab_size": vocabulary, **settings}, named
+    return {**published, "architectures": [SGLANG], "draft_vocab_size": vocabulary, **settings}, their_tensors
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
@@ -102,18 +102,20 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
 def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
     refuse_qkv_bias(config, "SGLang")
     bias_D = tensors.get("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
-    published, named = safeailab.export("eagle1", {**config, "fc_bias": True}, {**tensors, "fc.bias": bias_D}, target)
+    published, their_tensors = safeailab.export(
+        "eagle1", {**config, "fc_bias": True}, {**tensors, "fc.bias": bias_D}, target
+    )
     del published["bias"], published["qkv_bias"]
-    return {**published, "architectures": [EAGLE1]}, named
+    return {**published, "architectures": [EAGLE1]}, their_tensors
 
 
 def _without_table(tensors: Mapping[str, Tensor], target: ExportTarget) -> dict[str, Tensor]:
     """The tensors without an embedding table that is the target's, up to the rounding of storage.
     CheckpointError for another one."""
-    held = dict(tensors)
-    table = held.pop("embed.weight", None)
+    others = dict(tensors)
+    table = others.pop("embed.weight", None)
     if table is None:
-        return held
+        return others
     if target.embedding is None:
         raise CheckpointError(
             "the head has an embedding table, and SGLang drafts with the target's: name the target with --target, so that they are compared"
@@ -121,7 +123,7 @@ def _without_table(tensors: Mapping[str, Tensor], target: ExportTarget) -> dict[
     theirs = target.embedding()
     if table.shape != theirs.shape or not torch.allclose(table.float(), theirs, rtol=1e-2, atol=1e-3):
         raise CheckpointError("the head has an embedding table of its own, and SGLang drafts with the target's")
-    return held
+    return others
 
 
 def _refuse_two_meanings(config: Mapping[str, Any]) -> None:

@@ -79,10 +79,10 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         raise CheckpointError(
             "a head of this library names its target and has its embeddings: give the target's folder or hub id with --target"
         )
-    held = {name: tensor for name, tensor in tensors.items() if name != MASK}
-    if "embed.weight" not in held:
-        held["embed.weight"] = _narrow(target.embedding(), held["fc.weight"].dtype)
-    ours, layer, named = publish(config, held, "layers.0", "speculators")
+    sent = {name: tensor for name, tensor in tensors.items() if name != MASK}
+    if "embed.weight" not in sent:
+        sent["embed.weight"] = _narrow(target.embedding(), sent["fc.weight"].dtype)
+    ours, layer, their_tensors = publish(config, sent, "layers.0", "speculators")
     if ours["head"] == "target":
         raise CheckpointError("the head uses the target's lm_head, and the library's class has one of its own")
     if ours["target_hidden_size"] != ours["hidden_size"]:
@@ -114,8 +114,8 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
             "algorithm": "peagle",
             "proposal_methods": [_proposal(config.get("levels") or TOKENS)],
         }
-        named[MASK] = tensors[MASK][None, None]
-    return ({**published, "eyas": record} if record else published), named
+        their_tensors[MASK] = tensors[MASK][None, None]
+    return ({**published, "eyas": record} if record else published), their_tensors
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:

@@ -77,7 +77,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     classes do not compute."""
     if method == "eagle1":
         return _export_eagle1(config, tensors, target)
-    ours, published, named = publish(config, tensors, "layers.0", "vLLM")
+    ours, published, their_tensors = publish(config, tensors, "layers.0", "vLLM")
     settings: dict[str, Any] = {key: True for key in ("norm_before_fc", "fc_norm", "norm_before_residual") if ours[key]}
     if ours["carries"] == "normed":
         settings["norm_output"] = True
@@ -85,7 +85,12 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         settings["target_hidden_size"] = ours["target_hidden_size"]
     if ours["feature_layers"]:
         settings |= {IDS: list(ours["feature_layers"]), "num_aux_hidden_states": ours["num_features"]}
-    return {**published, "architectures": [VLLM], "draft_vocab_size": ours["draft_vocab_size"], **settings}, named
+    return {
+        **published,
+        "architectures": [VLLM],
+        "draft_vocab_size": ours["draft_vocab_size"],
+        **settings,
+    }, their_tensors
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
@@ -96,21 +101,21 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
 
 
 def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    held = dict(tensors)
-    bias = held.pop("fc.bias", None)
+    sent = dict(tensors)
+    bias = sent.pop("fc.bias", None)
     if bias is not None and bool(bias.any()):
-        table = held.get("embed.weight")
+        table = sent.get("embed.weight")
         if table is None and target.embedding is None:
             raise CheckpointError(
                 "the head has a bias of fc, which vLLM's EAGLE-1 does not compute; an embedding table of the head's own can take it: "
                 "name the target with --target, whose table that one is made from"
             )
-        dtype = held["fc.weight"].dtype
+        dtype = sent["fc.weight"].dtype
         table = target.embedding() if table is None and target.embedding else table
         assert table is not None
-        held["embed.weight"] = bias_into_embedding(table, held["fc.weight"], bias).to(dtype)
-    published, named = safeailab.export("eagle1", {**config, "fc_bias": False}, held, target)
-    return {**published, "architectures": [EAGLE1]}, named
+        sent["embed.weight"] = bias_into_embedding(table, sent["fc.weight"], bias).to(dtype)
+    published, their_tensors = safeailab.export("eagle1", {**config, "fc_bias": False}, sent, target)
+    return {**published, "architectures": [EAGLE1]}, their_tensors
 
 
 def bias_into_embedding(table_VD: Tensor, fc_weight: Tensor, bias_D: Tensor) -> Tensor:

@@ -273,9 +273,9 @@ def _is_intact(folder: Path, name: str, paths: Sequence[Path]) -> bool:
 
 def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
     """Remove what interrupted builds left, and segments that were merged into others."""
-    named = {stored.path(folder, kind) for stored in manifest.segments for kind in ("tokens", "suffixes")}
+    listed = {stored.path(folder, kind) for stored in manifest.segments for kind in ("tokens", "suffixes")}
     remove_leftovers(folder)
     for path in [*folder.glob("*.npy"), *(folder / PARTS).glob("*"), *(folder / PARTS).glob(".*.tmp")]:
-        if path not in named:
+        if path not in listed:
             path.unlink(missing_ok=True)
     (folder / PARTS).rmdir()

@@ -201,8 +201,8 @@ class BlockMethod(Drafter):
 
     def head(self, hidden: Tensor, net: Any = None) -> Tensor:
         """Normed hidden [..., D] -> logits [..., V]. `net`: the one to use, `self.net` by default."""
-        own = (net or self.net).head
-        logits: Tensor = self.target.head(hidden.to(self.target.dtype)) if own is None else own(hidden)
+        lm_head = (net or self.net).head
+        logits: Tensor = self.target.head(hidden.to(self.target.dtype)) if lm_head is None else lm_head(hidden)
         return logits
 
     def grow(self, hidden_BSD: Tensor, cycle_input: CycleInput) -> Draft:
@@ -282,9 +282,9 @@ def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> in
 
 def _without_equal_head(weights: Weights, target: Target) -> Weights:
     """The weights without an lm_head that is the target's, up to the rounding of storage."""
-    own, theirs = weights.tensors.get(HEAD), getattr(target.family.head, "weight", None)
-    if own is None or theirs is None or own.shape != theirs.shape or target.family.logit_scale != 1:
+    ours, theirs = weights.tensors.get(HEAD), getattr(target.family.head, "weight", None)
+    if ours is None or theirs is None or ours.shape != theirs.shape or target.family.logit_scale != 1:
         return weights
-    if not torch.allclose(own.to(theirs.device, theirs.dtype), theirs, rtol=1e-2, atol=1e-3):
+    if not torch.allclose(ours.to(theirs.device, theirs.dtype), theirs, rtol=1e-2, atol=1e-3):
         return weights
     return replace(weights, tensors={name: value for name, value in weights.tensors.items() if name != HEAD})

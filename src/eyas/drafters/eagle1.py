@@ -256,16 +256,16 @@ class Method(EagleMethod):
 
     def describe(self) -> dict[str, Any]:
         tree = self.options.tree
-        about = {
+        description = {
             "kind": "static",
             "choices": tree.choices,
             "nodes": len(self.choices) + 1,
             "depth": self.longest_path - 1,
+            "noise": tree.noise,
         }
-        about["noise"] = tree.noise
         if self.options.verification == "block":
-            about["verification"] = "block"
-        return {**about, **super().describe()}
+            description["verification"] = "block"
+        return {**description, **super().describe()}
 
     # --- training
 

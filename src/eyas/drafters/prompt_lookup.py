@@ -78,9 +78,9 @@ class NgramIndex(Index):
             self.tokens.pop()
 
     def guesses(self) -> list[Guess]:
-        found = next((places for ngram in self._newest() if len(places := self.places[ngram]) > 1), [])
-        end, most = len(found) - 1, self.options.matches  # the last place is the end of the text
-        picked = found[max(0, end - most) : end][::-1] if self.options.pick == "newest" else found[: min(end, most)]
+        matches = next((places for ngram in self._newest() if len(places := self.places[ngram]) > 1), [])
+        end, most = len(matches) - 1, self.options.matches  # the last place is the end of the text
+        picked = matches[max(0, end - most) : end][::-1] if self.options.pick == "newest" else matches[: min(end, most)]
         trie, guesses = dict[tuple[int, int], int](), list[Guess]()
         for place in picked:
             node, period = 0, len(self.tokens) - place

@@ -88,12 +88,12 @@ def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[
     ended_SD = np.logical_or.accumulate(following_SD == separator, axis=1)
     weight_M = np.where(ended_SD[row_M, depth_M], 0, weight_M)
     lightness_M = (S - weight_M).astype(np.min_scalar_type(S))  # of few bits: numpy sorts those by radix
-    kept = np.sort(np.argsort(lightness_M, kind="stable")[:most])
-    kept = kept[weight_M[kept] > 0]
-    parent = np.where(depth_M[kept] > 0, number_DS[depth_M[kept] - 1, row_M[kept]], -1)
-    place = np.where(parent < 0, 0, np.searchsorted(kept, parent) + 1)
-    share = weight_M[kept] / np.where(parent < 0, S, weight_M[parent])
-    columns = (place, following_SD[row_M[kept], depth_M[kept]], np.log(share))
+    heaviest = np.sort(np.argsort(lightness_M, kind="stable")[:most])
+    heaviest = heaviest[weight_M[heaviest] > 0]
+    parent = np.where(depth_M[heaviest] > 0, number_DS[depth_M[heaviest] - 1, row_M[heaviest]], -1)
+    place = np.where(parent < 0, 0, np.searchsorted(heaviest, parent) + 1)
+    share = weight_M[heaviest] / np.where(parent < 0, S, weight_M[parent])
+    columns = (place, following_SD[row_M[heaviest], depth_M[heaviest]], np.log(share))
     return [Guess(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
@@ -111,8 +111,10 @@ class Reader(Index):
 
     def guesses(self) -> list[Guess]:
         o = self.options
-        found = self.datastore.look_up(self.tokens[-o.longest :], o.shortest, o.longest, o.depth, o.samples)
-        return [] if found is None or o.nodes == 1 else trie(found.following_SD, self.datastore.separator, o.nodes - 1)
+        matches = self.datastore.look_up(self.tokens[-o.longest :], o.shortest, o.longest, o.depth, o.samples)
+        return (
+            [] if matches is None or o.nodes == 1 else trie(matches.following_SD, self.datastore.separator, o.nodes - 1)
+        )
 
 
 class Method(Drafter):

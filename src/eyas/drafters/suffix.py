@@ -110,11 +110,11 @@ class SuffixAutomaton(Index):
         new = self._state({}, 0, self.length[self.last] + 1)
         state = self._redirect(self.last, token, None, new)
         if state >= 0:
-            found = self.next[state][token]
-            # of what `found` stands for, only the shorter ones end here too
-            if self.length[state] + 1 != self.length[found]:
-                found = self._split(state, token, found)
-            self.link[new] = found
+            match = self.next[state][token]
+            # of the substrings of that state only the shorter ones end here too
+            if self.length[state] + 1 != self.length[match]:
+                match = self._split(state, token, match)
+            self.link[new] = match
         self.last = new
         for _ in range(COUNTED):
             self.count[new] += 1
@@ -138,11 +138,11 @@ class SuffixAutomaton(Index):
             state = self.link[state]
         return state
 
-    def _split(self, state: int, token: int, found: int) -> int:
-        short = self._state(dict(self.next[found]), self.link[found], self.length[state] + 1)
-        self.count[short], self.latest[short] = self.count[found], self.latest[found]
-        self._redirect(state, token, found, short)
-        self.link[found] = short
+    def _split(self, state: int, token: int, longer: int) -> int:
+        short = self._state(dict(self.next[longer]), self.link[longer], self.length[state] + 1)
+        self.count[short], self.latest[short] = self.count[longer], self.latest[longer]
+        self._redirect(state, token, longer, short)
+        self.link[longer] = short
         return short
 
     def _score(self, token: int) -> None:
@@ -156,9 +156,9 @@ class SuffixAutomaton(Index):
     def cut(self, length: int) -> None:
         """Rebuild the automaton of the shorter text."""
         if length < len(self.tokens):
-            kept = self.tokens[:length]
+            tokens = self.tokens[:length]
             self._clear()
-            for token in kept:
+            for token in tokens:
                 self.append(token)
 
     def escape(self, length: int) -> float:
@@ -179,8 +179,8 @@ class SuffixAutomaton(Index):
         while waiting and len(depths) < self.options.nodes:
             cost, _, best = heapq.heappop(waiting)
             if isinstance(best, _Match):
-                for found in self._open(best):
-                    wait(cost + best.logp - found.logp, found)
+                for continuation in self._open(best):
+                    wait(cost + best.logp - continuation.logp, continuation)
             else:
                 guesses.append(Guess(best.parent, best.token, best.logp))
                 depths.append(depths[best.parent] + 1)
@@ -197,18 +197,20 @@ class SuffixAutomaton(Index):
             for token, after in following.items()
             if token not in match.known
         ]
-        found, passed = list[_Match | _Child](), 0.0
+        continuations, passed = list[_Match | _Child](), 0.0
         if fresh:
             escape, total = self.escape(length), sum(occurs for occurs, *_ in fresh)
             passed, log_share = math.log(escape), math.log((1 - escape) / total)
             for occurs, _, token, after in heapq.nlargest(self.options.branch, fresh):
-                found.append(_Child(match.node, token, after, length + 1, match.logp + log_share + math.log(occurs)))
+                continuations.append(
+                    _Child(match.node, token, after, length + 1, match.logp + log_share + math.log(occurs))
+                )
         # what follows a match follows all that are shorter
         while state > 0 and len(self.next[state]) == len(following):
             state = self.link[state]
         if state > 0:
-            found.append(_Match(match.node, state, self.length[state], match.logp + passed, following))
-        return found
+            continuations.append(_Match(match.node, state, self.length[state], match.logp + passed, following))
+        return continuations
 
 
 class Method(Drafter):

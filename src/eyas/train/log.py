@@ -30,8 +30,8 @@ class TrainLog:
         """
         self.path = folder / LOG_FILE
         earlier = read_log(folder) if step else []
-        kept = [line for line in earlier if line["step"] <= (min(step, evaluated_step) if "heldout" in line else step)]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        valid = [line for line in earlier if line["step"] <= (min(step, evaluated_step) if "heldout" in line else step)]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in valid))
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append a line. InputError when it cannot be written."""

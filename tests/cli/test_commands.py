@@ -18,7 +18,7 @@ import processes
 from eyas import drafters, tiny
 from eyas.bench import machine
 from eyas.cli import demo, doctor
-from eyas.cli._names import names
+from eyas.cli._app import names
 from eyas.core.options import list_options
 
 Run = Callable[..., Any]

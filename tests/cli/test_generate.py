@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from eyas import kernels
+from eyas.cli._files import differences
 from eyas.kernels import _build
 from processes import accept_interrupts, environment, finish, started, wait_until
 
@@ -471,3 +472,13 @@ def test_view_without_a_tokenizer(run: Run, tmp_path: Path) -> None:
 def test_view_that_cannot_be_written(refused: Run, arguments: tuple[str, ...], says: str) -> None:
     """It is refused before anybody waits for an answer."""
     assert says in refused("generate", "--target", "llama", *arguments)
+
+
+def test_a_new_file_has_no_settings_of_another_kind() -> None:
+    """Guards rounded weights with a file of prompts: what earlier versions did not write was once
+    compared although nothing had been written at all."""
+    defaults = {"weights": "exact"}
+    assert differences({}, {"weights": "int8"}, defaults) == []
+    assert differences({"target": "a"}, {"target": "a", "weights": "int8"}, defaults) == [
+        "weights exact there, int8 now"
+    ]

@@ -1,6 +1,5 @@
 """The command line. One file of this folder is one command.
 
-    _names.py      the commands by name
     _app.py        finds the command, reads its options, runs it
     _options.py    options that several commands share, and the options of methods
     _errors.py     which exception becomes which line and which exit status

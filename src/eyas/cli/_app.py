@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import cyclopts
@@ -26,11 +28,10 @@ from rich.markup import escape
 
 from eyas import __version__
 from eyas.cli._errors import UsageError
-from eyas.cli._names import names
 from eyas.cli._options import STDIN, MethodOptions, annotated, given, placeholders
 from eyas.errors import near
 
-__all__ = ["dispatch", "parse"]
+__all__ = ["dispatch", "names", "parse"]
 
 HELP = (
     "Make a language model generate faster [bold]without changing its output[/].\n\n"
@@ -45,6 +46,11 @@ eyas doctor  # check the installation
 """
 GROUPS = {name: Group(name, sort_key=i) for i, name in enumerate(("Answers", "Heads", "Information"))}
 HELP_FLAGS = ("--help", "-h", "--help-all")
+
+
+def names() -> list[str]:
+    """The commands: the files of this folder."""
+    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_"))
 
 
 def dispatch(arguments: Sequence[str]) -> int:
@@ -127,8 +133,7 @@ def _add(app: App, name: str, tokens: Sequence[str]) -> None:
         return
     function = _complete(module.command, tokens)
     if _has_methods(module.command) and not any(t.startswith("--method") or t == "--help-all" for t in tokens):
-        more = f"\n\n[bold]Options of methods[/]: eyas {name} --method NAME --help, or eyas {name} --help-all for all of them."
-        epilogue += more
+        epilogue += f"\n\n[bold]Options of methods[/]: eyas {name} --method NAME --help, or eyas {name} --help-all for all of them."
     app.command(function, name=name, group=group, help_epilogue=epilogue)
 
 
@@ -189,12 +194,8 @@ def _explained(error: cyclopts.CycloptsError) -> str:
     """The error of cyclopts as one line in our words."""
     if isinstance(error, cyclopts.UnknownOptionError):
         name = error.token.keyword or error.token.value
-        known = [
-            known
-            for argument in error.argument_collection
-            if argument.parse and argument.show
-            for known in argument.names
-        ]
+        shown = [argument for argument in error.argument_collection if argument.parse and argument.show]
+        known = [spelling for argument in shown for spelling in argument.names]
         return f"unknown option {name}; {near(name, known)}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}: give texts with spaces in quotes"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eyas.checkpoints import Weights
 
-__all__ = ["model_card"]
+__all__ = ["HUB_ID", "model_card"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def model_card(weights: Weights, record: Mapping[str, Any], repo: str, target: str, license: str) -> str:
@@ -27,22 +27,21 @@ def model_card(weights: Weights, record: Mapping[str, Any], repo: str, target: s
         repo: the hub id that the head gets.
         target: the target's folder or hub id; empty when unknown.
     """
-    about = {
+    metadata = {
         "license": license,
-        "base_model": target if _HUB_ID.fullmatch(target) else None,
+        "base_model": target if HUB_ID.fullmatch(target) else None,
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", weights.method, "eyas", "custom_generate"],
     }
-    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in about.items() if value)
-    named = target or record.get("target", {}).get("name") or "the model that it was trained on"
-    fingerprint = (weights.config.get("eyas") or {}).get("target_fingerprint") or record.get("target", {}).get(
-        "fingerprint"
-    )
-    marked = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
+    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in metadata.items() if value)
+    recorded = record.get("target", {})
+    name = target or recorded.get("name") or "the model that it was trained on"
+    fingerprint = (weights.config.get("eyas") or {}).get("target_fingerprint") or recorded.get("fingerprint")
+    identity = f"{name} (fingerprint `{fingerprint}`)" if fingerprint else name
     parts = [
         f"---\n{front}\n---",
-        f"# {weights.method} draft head for {named}",
-        f"Drafts the next tokens of {named}{marked}, which verifies several of them in one forward pass. The text is that of the target\n"
+        f"# {weights.method} draft head for {name}",
+        f"Drafts the next tokens of {identity}, which verifies several of them in one forward pass. The text is that of the target\n"
         "alone: a head makes generation faster and changes nothing. With another target it only makes generation slower.",
         _figures(record),
         _training(record),
@@ -53,10 +52,10 @@ def model_card(weights: Weights, record: Mapping[str, Any], repo: str, target: s
 
 def _figures(record: Mapping[str, Any]) -> str:
     """The figures of the held-out examples."""
-    found = record.get("heldout") or {}
-    if not found:
+    figures = record.get("heldout") or {}
+    if not figures:
         return "## Figures\n\nNothing was held out when this head was trained, or it came without a record."
-    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in found.items())
+    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in figures.items())
     count = record.get("examples", {}).get("heldout")
     return (
         f"## Figures\n\nOn {count:,} held-out examples of the training data, greedy:\n\n| | |\n|---|---|\n{rows}\n\n"
@@ -77,17 +76,13 @@ def _training(record: Mapping[str, Any]) -> str:
         "steps": record.get("best_step"),
         "tokens": record.get("tokens"),
         "longest sequence": record.get("trained_length"),
-        "tokens that it can draft": f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}"
-        if "draft_vocab_size" in head
-        else None,
+        "tokens that it can draft": head.get("draft_vocab_size")
+        and f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}",
         "precision": record.get("precision"),
         "versions": ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()),
     }
-    rows = "\n".join(
-        f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |"
-        for name, value in facts.items()
-        if value
-    )
+    shown = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items() if value}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in shown.items())
     return f"## Training\n\n| | |\n|---|---|\n{rows}\n\nEverything else is in `training.json`."
 
 
@@ -104,9 +99,6 @@ def _uses(method: str, repo: str, target: str) -> str:
     for name, methods in checkpoints.export_formats().items():
         if method in methods:
             export = f"eyas export {repo} --format {name} --target {target} --output FOLDER"
-            lines.append(
-                f"As {name}:\n\n```\n"
-                + "\n".join([export, *checkpoints.usage(method, name, "FOLDER", target)])
-                + "\n```"
-            )
+            commands = "\n".join([export, *checkpoints.usage(method, name, "FOLDER", target)])
+            lines.append(f"As {name}:\n\n```\n{commands}\n```")
     return "\n\n".join([*lines, "What an engine would compute in another way, `eyas export` refuses with the reason."])

@@ -14,7 +14,6 @@ from eyas.errors import InputError, OptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas.drafters import Drafter
     from eyas.train.config import TrainConfig
     from eyas.train.data import Data, Report
 
@@ -69,12 +68,8 @@ def training_data(
     store.check(llm.target, llm.tokenizer)
     data, settings = store.data(), store.settings
     total, present = len(store.lengths), len(data.train) + len(data.heldout)
-    part = (
-        ""
-        if present == total
-        else f"; only {present:,} of its {total:,} examples are there: the same `eyas features` makes the rest"
-    )
-    note(f"{features} holds the features of {data.report}{part}")
+    rest = f"; only {present:,} of its {total:,} examples are there: the same `eyas features` makes the rest"
+    note(f"{features} holds the features of {data.report}{rest if present < total else ''}")
     return data, {
         "data": {
             "files": [file["name"] for file in settings.data["files"]],
@@ -88,14 +83,6 @@ def training_data(
             "target_dtype": settings.target["dtype"],
         },
     }
-
-
-def check_layers(data: Data, drafter: Drafter) -> None:
-    """InputError when the features lack layers that the method's loss reads."""
-    from eyas.train.store import StoredExamples
-
-    if isinstance(data.train, StoredExamples):
-        data.train.store.check_layers(drafter.train_feature_layers)
 
 
 @contextmanager

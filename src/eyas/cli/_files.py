@@ -21,12 +21,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
-from eyas.cli._errors import FULL
+from eyas.cli._errors import FULL, Interrupted
 from eyas.cli._options import STDIN
 from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import locked_output, parse_json
+
+if TYPE_CHECKING:
+    from eyas.api import LLM
 
 KINDS = ("prompt", "messages", "prompt_ids")
 
@@ -189,10 +192,7 @@ class Results:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.close()
 
@@ -255,18 +255,65 @@ class Results:
         self.done[json.dumps(key)] = made_for if isinstance(made_for, str) else None
 
 
+# --- a run --------------------------------------------------------------------------------------
+
+
+class FileRun:
+    """A run that answers the lines of a file, and counts what it does.
+
+    Args:
+        results: where the answers go.
+        counts: names of what is counted; the first one are the results, which messages call so.
+
+    Raises OptionError, in `refuse_others`, when the file holds results of another target or with
+    other settings.
+    """
+
+    def __init__(self, llm: LLM, results: Results, counts: Sequence[str]) -> None:
+        self.llm = llm
+        self.results = results
+        self.noun = counts[0]
+        self.counts = dict.fromkeys(counts, 0)
+        self.results_before = 0  # that were in the file already
+        self.emitted = self.cycles = 0  # tokens of draft cycles, and how many cycles
+
+    @property
+    def tau(self) -> float:
+        from eyas.metrics import tau
+
+        return tau(self.emitted, self.cycles)
+
+    def refuse_others(self, differences: Sequence[str]) -> None:
+        """OptionError when there are differences between the settings in the file and those of now."""
+        if differences:
+            raise OptionError(
+                f"{self.results.path} holds answers made otherwise: {'; '.join(differences)}; name another file"
+            )
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Turn Ctrl-C into a message that says what is kept, and how to go on."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            path = self.results.path
+            where = f"are in {path}; the same command goes on after them" if path else "are above"
+            raise Interrupted(f"{self.results_before + self.counts[self.noun]} {self.noun} {where}") from None
+
+    def print_json(self, **figures: float) -> None:
+        """Print the counts and figures as one line."""
+        print(json.dumps({**self.counts, "tau": self.tau, **figures, "output": self.results.path}))
+
+
+UNWRITTEN_FORM = {"weights": "exact", "activations": "exact"}  # the target's, which earlier versions did not write
+
+
 def differences(there: Any, now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """How settings that are written in a file differ from those of this run, for people.
 
-    there: an object that was read; `defaults` are the values of what earlier versions did not
-    write. A setting that is in neither is not compared.
+    there: an object that was read, or nothing; `defaults` are the values of what earlier versions
+    did not write. A setting that is in neither is not compared.
     """
-    recorded = {**defaults, **there} if isinstance(there, Mapping) else {}
+    recorded = {**defaults, **there} if there and isinstance(there, Mapping) else {}
     pairs = [(name, recorded[name], json.loads(json.dumps(value))) for name, value in now.items() if name in recorded]
     return [f"{name} {old} there, {new} now" for name, old, new in pairs if old != new]
-
-
-def refuse(path: str | None, other: Sequence[str]) -> None:
-    """OptionError when there are differences."""
-    if other:
-        raise OptionError(f"{path} holds answers made otherwise: {'; '.join(other)}; name another file")

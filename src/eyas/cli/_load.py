@@ -5,6 +5,7 @@ Heavy imports stand inside the functions: the help of a command must not wait fo
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,24 +144,44 @@ def structure_of(options: StructureOptions) -> dict[str, Any]:
     model is loaded."""
     from eyas import grammar
 
-    given: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}
-    given["grammar"] = None if options.grammar is None else _text_of(options.grammar)
+    structure: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}
+    if options.grammar is not None:
+        structure["grammar"] = text_of(Path(options.grammar), f"cannot read {options.grammar}")
     if options.json_object and options.json_schema:
         raise UsageError("give only one of --json-object and --json-schema")
     if options.json_object:
-        given["response_format"] = {"type": "json_object"}
+        structure["response_format"] = {"type": "json_object"}
     if options.json_schema:
-        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": _text_of(options.json_schema)}}
-    keywords = {name: value for name, value in given.items() if value is not None}
+        schema = text_of(Path(options.json_schema), f"cannot read {options.json_schema}")
+        structure["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    keywords = {name: value for name, value in structure.items() if value is not None}
     grammar.structure_of(keywords)
     return keywords
 
 
-def _text_of(path: str) -> str:
+def text_of(path: Path, failure: str) -> str:
+    """The text of a file that an option names; InputError, which begins with `failure`, when it
+    cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise InputError(f"{failure}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def training_record(folder: Path) -> dict[str, Any]:
+    """The training.json of a head's folder; empty when it is missing or broken."""
+    try:
+        record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def recorded_target(record: Mapping[str, Any]) -> str:
+    """The folder or hub id of the target in a head's record; empty when it is unknown or embedded."""
+    target = record.get("target")
+    name = str(target.get("name") or "") if isinstance(target, dict) else ""
+    return "" if name == EMBEDDED else name
 
 
 def _token_and_number(text: str) -> tuple[int, float]:
@@ -173,7 +194,7 @@ def _token_and_number(text: str) -> tuple[int, float]:
 
 def record(llm: LLM, result: Result) -> dict[str, Any]:
     """A result as the object that `--json` prints."""
-    from eyas import tiny
+    from eyas import hardware, tiny
 
     stats = result.stats
     return {
@@ -199,17 +220,10 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "device": str(llm.target.device),
         "runs_by": llm.target.run.name,
         **asdict(llm.target.run.form),
-        "versions": versions(),
+        "versions": hardware.versions(),
     }
 
 
 def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
     """Log-probabilities as objects, if they were asked for."""
     return {} if entries is None else {name: [None if entry is None else asdict(entry) for entry in entries]}
-
-
-def versions() -> dict[str, str]:
-    """The versions of eyas and of what a speed depends on."""
-    from eyas import hardware
-
-    return hardware.versions()

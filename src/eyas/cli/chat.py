@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from eyas.cli._errors import GREEN, colored, note, problem
 from eyas.cli._load import load, note_no_head, sampling_of
-from eyas.cli._options import (
-    USE_ADAPTER,
-    AnswerOptions,
-    DraftOptions,
-    MethodOptions,
-    TargetOptions,
-    option_group,
-)
+from eyas.cli._options import USE_ADAPTER, AnswerOptions, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, summary
 from eyas.errors import EyasError, InputError, near
 
@@ -52,12 +45,7 @@ class ChatOptions:
 
 
 def command(
-    *,
-    chat: ChatOptions,
-    sampling: AnswerOptions,
-    model: TargetOptions,
-    draft: DraftOptions,
-    options: MethodOptions,
+    *, chat: ChatOptions, sampling: AnswerOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions
 ) -> int:
     """Talk with a model."""
     keywords = sampling_of(sampling) | ({} if chat.use_adapter is None else {"adapter": chat.use_adapter})

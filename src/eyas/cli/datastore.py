@@ -12,7 +12,7 @@ from cyclopts.validators import Number
 
 from eyas.cli._data import check_files, note_problems, reading
 from eyas.cli._errors import Interrupted, UsageError, note
-from eyas.cli._load import quiet, versions
+from eyas.cli._load import quiet
 from eyas.cli._options import VERBOSE, option_group
 from eyas.cli._show import progress_bar
 from eyas.errors import ModelError
@@ -62,7 +62,7 @@ class BuildOptions:
 
 def build(*, options: BuildOptions) -> int:
     """Turn data into tokens, and sort them."""
-    from eyas import datastore
+    from eyas import datastore, hardware
 
     if not options.data and not options.merge:
         raise UsageError("option --data is missing")
@@ -71,7 +71,7 @@ def build(*, options: BuildOptions) -> int:
     tokenizer = _tokenizer(options)
     sources = [_source(path, tokenizer) for path in options.data]
     try:
-        settings, made_by = _settings(tokenizer, options), versions()
+        settings, made_by = _settings(tokenizer, options), hardware.versions()
         more = {"append": options.append, "merge": options.merge}
         manifest = datastore.build(folder, settings, sources, made_by, **more, on_stage=note)
     except KeyboardInterrupt:
@@ -80,14 +80,8 @@ def build(*, options: BuildOptions) -> int:
     return 0
 
 
-def verify(folder: str, /) -> int:
-    """Compare every checksum of a datastore.
-
-    Parameters
-    ----------
-    folder
-        The datastore.
-    """
+def verify(folder: Annotated[str, Parameter(help="The datastore.")], /) -> int:
+    """Compare every checksum of a datastore."""
     from eyas.datastore import Manifest
 
     path = Path(folder).expanduser()

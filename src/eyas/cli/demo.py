@@ -9,7 +9,7 @@ must give the same tokens; a difference is reported.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,7 @@ from cyclopts.validators import Number
 from eyas.cli._errors import Interrupted
 from eyas.cli._files import file_errors
 from eyas.cli._load import load, quiet
-from eyas.cli._options import (
-    TREE,
-    VERBOSE,
-    DraftOptions,
-    MethodOptions,
-    TargetOptions,
-    option_group,
-)
+from eyas.cli._options import TREE, VERBOSE, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, print_table
 from eyas.errors import FitError, InputError
 
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.panel import Panel
 
-    from eyas.api import LLM, Result
+    from eyas.api import LLM, Stats
 
 
 class Prompt(NamedTuple):
@@ -133,14 +126,19 @@ def _best(job: DemoOptions, options: dict[str, Any]) -> LLM:
     return load(TargetOptions(verbose=job.verbose), draft, options)
 
 
+class Answer(NamedTuple):
+    """One side's answer to one prompt."""
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    stats: Stats | None = None  # None: transformers' generate, which drafts nothing
+
+
 @dataclass(frozen=True)
 class Round:
     """One prompt, answered three times."""
 
-    plain: Result
-    best: Result
-    generate_ids: tuple[int, ...]  # of transformers' generate
-    generate_seconds: float
+    answers: Mapping[str, Answer]  # by side: "plain", the method, "transformers"
     difference: str  # what to report when the three differ; empty when they are equal
 
 
@@ -177,11 +175,12 @@ class Demo:
         self.console.print(f"\n[bold]{place}[/]  ", end="")
         self.console.print(prompt.text, markup=False, style="bold")
         self._race(lanes)
-        generate_ids, generate_seconds = self._generate(token_ids, length)
-        plain, best = (lane.stream.result() for lane in lanes)
-        other = {self.best.method: best.token_ids, "transformers' generate": generate_ids}
-        differences = [self._difference(name, ids, plain.token_ids, token_ids) for name, ids in other.items()]
-        return Round(plain, best, generate_ids, generate_seconds, "; ".join(filter(None, differences)))
+        transformers = Answer(*self._generate(token_ids, length))
+        plain, best = (lane.answer() for lane in lanes)
+        others = {self.best.method: best, "transformers' generate": transformers}
+        differences = [self._difference(name, answer, plain, token_ids) for name, answer in others.items()]
+        answers = {"plain": plain, self.best.method: best, "transformers": transformers}
+        return Round(answers, "; ".join(filter(None, differences)))
 
     def _race(self, lanes: Sequence[Lane]) -> None:
         """A cycle of the lane whose clock is behind, again and again; live on a terminal."""
@@ -212,15 +211,15 @@ class Demo:
             answer = self.transformers.answer(Question("", "", 0, Request(tuple(token_ids), length, eos=self.best.eos)))
         return answer.token_ids, answer.seconds
 
-    def _difference(self, name: str, ids: Sequence[int], plain_ids: Sequence[int], prompt_ids: Sequence[int]) -> str:
+    def _difference(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> str:
         """How an answer differs from plain decoding's; empty when it does not."""
         from eyas.core.engine import Request
         from eyas.metrics import first_difference, margin
 
-        place = first_difference(plain_ids, ids)
+        place = first_difference(plain.token_ids, answer.token_ids)
         if place is None:
             return ""
-        apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain_ids[:place]) or 0.0
+        apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain.token_ids[:place]) or 0.0
         return (
             f"{name} differs from plain decoding at token {place + 1}, where the two best logits are {apart:.1e} apart"
         )
@@ -235,7 +234,7 @@ class Demo:
             return
         load_of_others = busy(used(self.before), torch.get_num_threads())
         method, target = self.best.method, self.best.target
-        _print_table(rounds, method)
+        rates = _print_table(rounds)
         tree = ", ".join(f"{name} {value}" for name, value in self.best.drafter.describe().items() if name != "kind")
         setup = f"{method}{f' with tree {tree}' if tree else ''}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")
@@ -243,7 +242,7 @@ class Demo:
         if left_out:
             warnings.append(f"{left_out} prompts were left out: this machine is slow or busy.")
         warnings += [f"prompt {n}: {r.difference}" for n, r in enumerate(rounds, start=1) if r.difference]
-        if _rate([r.best for r in rounds]) < _rate([r.plain for r in rounds]):
+        if rates[method] < rates["plain"]:
             warnings.append(f"{method} was slower than plain decoding in this run.")
         for warning in warnings:
             self.console.print(f"[yellow]{warning}[/]")
@@ -266,9 +265,14 @@ class Lane:
         if piece is not None:
             self.spans += [(text, "green" if drafted else "") for text, drafted in self.painter.split(piece)]
 
-    def figures(self) -> str:
+    def answer(self) -> Answer:
+        """The answer so far."""
         result = self.stream.result()
-        return f"{len(result.token_ids)} tokens, {_rate([result]):.1f} tokens/s, tau {result.stats.tau:.2f}"
+        return Answer(result.token_ids, result.stats.seconds, result.stats)
+
+    def figures(self) -> str:
+        tokens, rate, tau = _figures([self.answer()])
+        return f"{tokens} tokens, {rate:.1f} tokens/s, tau {tau}"
 
     def panel(self) -> Panel:
         from rich.panel import Panel
@@ -280,39 +284,29 @@ class Lane:
         return Panel(Text.assemble(*self.spans), title=title, subtitle=figures, title_align="left", border_style=style)
 
 
-def _print_table(rounds: Sequence[Round], method: str) -> None:
-    """One row for each of the three, all prompts together."""
-    sides = {"plain": [r.plain for r in rounds], method: [r.best for r in rounds]}
-    tokens = {name: _tokens(results) for name, results in sides.items()}
-    speeds = {name: _rate(results) for name, results in sides.items()}
-    taus = {name: f"{_tau(results):.2f}" for name, results in sides.items()}
-    tokens["transformers"] = sum(len(r.generate_ids) for r in rounds)
-    speeds["transformers"] = tokens["transformers"] / sum(r.generate_seconds for r in rounds)
-    equal = {
-        method: sum(r.best.token_ids == r.plain.token_ids for r in rounds),
-        "transformers": sum(r.generate_ids == r.plain.token_ids for r in rounds),
-    }
+def _print_table(rounds: Sequence[Round]) -> dict[str, float]:
+    """Print one row for each side, all prompts together; returns their tokens a second."""
+    sides = {name: [r.answers[name] for r in rounds] for name in rounds[0].answers}
+    figures = {name: _figures(answers) for name, answers in sides.items()}
+    rates = {name: rate for name, (_, rate, _) in figures.items()}
     rows = []
-    for name, speed in speeds.items():
-        ratios = [f"{speed / speeds[reference]:.2f}x" for reference in ("plain", "transformers")]
-        texts = "-" if name not in equal else "yes" if equal[name] == len(rounds) else f"{equal[name]} of {len(rounds)}"
-        rows.append((name, str(tokens[name]), f"{speed:.1f}", taus.get(name, "-"), *ratios, texts))
+    for name, (tokens, rate, tau) in figures.items():
+        ratios = [f"{rate / rates[reference]:.2f}x" for reference in ("plain", "transformers")]
+        pairs = zip(sides[name], sides["plain"], strict=True)
+        equal = sum(answer.token_ids == plain.token_ids for answer, plain in pairs)
+        texts = "-" if name == "plain" else "yes" if equal == len(rounds) else f"{equal} of {len(rounds)}"
+        rows.append((name, str(tokens), f"{rate:.1f}", tau, *ratios, texts))
     heads = ("", "tokens", "tokens/s", "tau", "vs plain", "vs transformers", "equal texts")
     print_table(heads, rows, f"This run, {len(rounds)} prompt{'s' * (len(rounds) != 1)}", bold=1)
+    return rates
 
 
-def _tokens(results: Sequence[Result]) -> int:
-    return sum(len(result.token_ids) for result in results)
+def _figures(answers: Sequence[Answer]) -> tuple[int, float, str]:
+    """Tokens, tokens a second of whole answers, and tau; "-" for a side without one."""
+    from eyas.metrics import tau, tokens_per_second
 
-
-def _rate(results: Sequence[Result]) -> float:
-    """Tokens a second of whole answers."""
-    from eyas.metrics import tokens_per_second
-
-    return tokens_per_second(_tokens(results), sum(result.stats.seconds for result in results))
-
-
-def _tau(results: Sequence[Result]) -> float:
-    from eyas.metrics import tau
-
-    return tau(sum(result.stats.tokens for result in results), sum(result.stats.cycles for result in results))
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    rate = tokens_per_second(tokens, sum(answer.seconds for answer in answers))
+    stats = [answer.stats for answer in answers if answer.stats is not None]
+    emitted, cycles = sum(each.tokens for each in stats), sum(each.cycles for each in stats)
+    return tokens, rate, f"{tau(emitted, cycles):.2f}" if stats else "-"

@@ -8,14 +8,13 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eyas.cli._load import quiet, versions
+from eyas.cli._load import quiet
 from eyas.cli._options import AS_JSON
-from eyas.files import sha256_of_file
+from eyas.files import CHECKSUMS, sha256_of_file
 
 __all__ = ["CHECKSUMS", "command", "digests"]
 
 GROUP = "Information"
-CHECKSUMS = "checksums.json"  # in tiny.FOLDER: {"path in the folder": "sha256 in hex"}
 CPU_FLAGS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
@@ -39,29 +38,28 @@ class Finding(NamedTuple):
 def command(*, as_json: AS_JSON = False) -> int:
     """Check the installation, the machine and the embedded model. Exit status 1 when something is
     broken."""
-    machine, fast_paths = _machine(), _fast_paths()
+    machine = _machine()
     findings = [*_requirements(), *_bfloat16(), *_embedded()]
     broken = [finding.what for finding in findings if finding.good is False]
     if as_json:
         checks = [finding._asdict() for finding in findings]
-        report = {"ok": not broken, "versions": versions(), **machine, "fast_paths": fast_paths}
-        print(json.dumps({**report, "checks": checks, "problems": broken}))
+        print(json.dumps({"ok": not broken, **machine, "checks": checks, "problems": broken}))
     else:
-        _print([*_described(machine, fast_paths), *findings], len(broken))
+        _print([*_described(machine), *findings], len(broken))
     return 1 if broken else 0
 
 
-def _described(machine: dict[str, Any], fast_paths: dict[str, str]) -> Iterator[Finding]:
+def _described(machine: dict[str, Any]) -> Iterator[Finding]:
     """The machine as lines of the report."""
     cpu, memory = machine["cpu"], machine["memory"]
     flags = ", ".join(cpu["flags"]) or "no flags known"
     gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
     processor = f"{cpu['name']}, {cpu['usable_cores']} cores usable, {cpu['threads']} threads; {flags}"
-    yield Finding("versions", None, ", ".join(f"{name} {number}" for name, number in versions().items()))
+    yield Finding("versions", None, ", ".join(f"{name} {number}" for name, number in machine["versions"].items()))
     yield Finding("cpu", None, processor)
     yield Finding("memory", None, f"{memory['free_gb']:.1f} of {memory['total_gb']:.1f} GB free")
     yield Finding("gpu", None, "; ".join(gpus) or "none: everything runs on the CPU")
-    for name, state in fast_paths.items():
+    for name, state in machine["fast_paths"].items():
         yield Finding("fast path", None, f"{name}: {state}")
 
 
@@ -90,9 +88,11 @@ def _machine() -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(i)
         gpus.append({"name": torch.cuda.get_device_name(i), "free_gb": free / 1e9, "total_gb": total / 1e9})
     return {
+        "versions": hardware.versions(),
         "cpu": {**cpu, "flags": [name for flag, name in CPU_FLAGS.items() if flag in known]},
         "gpus": gpus,
         "memory": {"free_gb": memory.available / 1e9, "total_gb": memory.total / 1e9},
+        "fast_paths": _fast_paths(),
     }
 
 
@@ -117,32 +117,30 @@ def _requirements() -> list[Finding]:
     try:
         needed = [Requirement(line) for line in requires("eyas") or []]
     except PackageNotFoundError:
-        from_sources = "eyas is not installed but run from its sources: versions are not checked"
-        return [Finding("packages", None, from_sources)]
+        return [Finding("packages", None, "eyas is not installed but run from its sources: versions are not checked")]
     faults = []
     for need in needed:
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
-        repair = f"pip install '{need.name}{need.specifier}'"
         try:
             installed = version(need.name)
         except PackageNotFoundError:
-            faults.append(Finding("packages", False, f"{need.name} is missing; {repair}"))
-            continue
-        if not need.specifier.contains(installed, prereleases=True):
-            faults.append(Finding("packages", False, f"{need.name} {installed} is not {need.specifier}; {repair}"))
+            fault = "is missing"
+        else:
+            if need.specifier.contains(installed, prereleases=True):
+                continue
+            fault = f"{installed} is not {need.specifier}"
+        repair = f"pip install '{need.name}{need.specifier}'"
+        faults.append(Finding("packages", False, f"{need.name} {fault}; {repair}"))
     return faults or [Finding("packages", True, "every package is there and new enough")]
 
 
-def _bfloat16() -> list[Finding]:
+def _bfloat16() -> Iterator[Finding]:
     """A remark where torch cannot multiply bfloat16 matrices; nothing where it can."""
     from eyas.hardware import BFLOAT16_CURE, multiplies_bfloat16
 
-    return (
-        []
-        if multiplies_bfloat16()
-        else [Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")]
-    )
+    if not multiplies_bfloat16():
+        yield Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")
 
 
 # --- the embedded model -------------------------------------------------------------------------
@@ -164,18 +162,17 @@ def _embedded() -> list[Finding]:
 
 def _intact(folder: Path) -> Finding:
     try:
-        expected = json.loads((folder / CHECKSUMS).read_text())
-        actual = digests(folder)
+        expected, actual = json.loads((folder / CHECKSUMS).read_text()), digests(folder)
     except (OSError, ValueError, RecursionError) as error:
-        unread = f"{CHECKSUMS} cannot be read ({error.__class__.__name__}): install eyas-tiny again"
-        return Finding("embedded", False, unread)
+        reason = error.__class__.__name__
+        return Finding("embedded", False, f"{CHECKSUMS} cannot be read ({reason}): install eyas-tiny again")
     if not isinstance(expected, dict) or not expected:
         return Finding("embedded", False, f"{CHECKSUMS} lists no files: install eyas-tiny again")
-    other = [name for name, digest in expected.items() if actual.get(name) != digest]
-    if other:
-        return Finding("embedded", False, f"missing or changed: {', '.join(other)}; install eyas-tiny again")
-    shipped = f"{len(expected)} files of the embedded model and its heads are as they were shipped"
-    return Finding("embedded", True, shipped)
+    if changed := [name for name, digest in expected.items() if actual.get(name) != digest]:
+        return Finding("embedded", False, f"missing or changed: {', '.join(changed)}; install eyas-tiny again")
+    return Finding(
+        "embedded", True, f"{len(expected)} files of the embedded model and its heads are as they were shipped"
+    )
 
 
 def _self_test() -> list[Finding]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from eyas.cli._load import EMBEDDED, quiet
+from cyclopts import Parameter
+
+from eyas.cli._load import EMBEDDED, quiet, recorded_target, training_record
 from eyas.cli._options import AS_JSON, option_group
 from eyas.errors import InputError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from eyas.checkpoints import ExportTarget
@@ -49,14 +50,10 @@ class ExportOptions:
     as_json: AS_JSON = False
 
 
-def command(head: Annotated[str, "Model"], /, *, job: ExportOptions) -> None:
-    """Write a draft head in the form that another engine reads.
-
-    Parameters
-    ----------
-    head
-        The draft head: a folder or a hub id.
-    """
+def command(
+    head: Annotated[str, "Model", Parameter(help="The draft head: a folder or a hub id.")], /, *, job: ExportOptions
+) -> None:
+    """Write a draft head in the form that another engine reads."""
     from eyas import checkpoints
 
     weights = checkpoints.load(head)
@@ -66,17 +63,8 @@ def command(head: Annotated[str, "Model"], /, *, job: ExportOptions) -> None:
 
         write_custom_generate(job.output)
     if job.as_json:
-        print(
-            json.dumps(
-                {
-                    "head": weights.source,
-                    "method": weights.method,
-                    "format": job.format,
-                    "output": job.output,
-                    "usage": lines,
-                }
-            )
-        )
+        export = {"head": weights.source, "method": weights.method, "format": job.format, "output": job.output}
+        print(json.dumps({**export, "usage": lines}))
         return
     print(f"{job.output} holds the {weights.method} head in the form of {job.format}:")
     for line in lines:
@@ -85,13 +73,10 @@ def command(head: Annotated[str, "Model"], /, *, job: ExportOptions) -> None:
 
 def _target(head: str, job: ExportOptions) -> ExportTarget:
     """The target, as the options and the head's record describe it."""
-    from pathlib import Path
-
     from eyas.checkpoints import ExportTarget
 
     if job.target is None:
-        name = _recorded_target(Path(head).expanduser())
-        return ExportTarget("" if name == EMBEDDED else name)
+        return ExportTarget(recorded_target(training_record(Path(head).expanduser())))
 
     def embedding() -> Tensor:
         import torch
@@ -106,15 +91,6 @@ def _target(head: str, job: ExportOptions) -> ExportTarget:
     if job.target == EMBEDDED:
         return ExportTarget("", ("LlamaForCausalLM",), embedding)
     return ExportTarget(job.target, _architectures(job.target), embedding)
-
-
-def _recorded_target(folder: Path) -> str:
-    """The target's name in the head's training.json; empty when there is none."""
-    try:
-        record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        return str(record["target"]["name"] or "")
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def _architectures(target: str) -> tuple[str, ...]:

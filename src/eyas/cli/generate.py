@@ -9,11 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from eyas.cli._errors import Interrupted, UsageError, note, problem
-from eyas.cli._files import InvalidLine, Results, Task, differences, read_tasks, refuse
-from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of
+from eyas.cli._files import UNWRITTEN_FORM, FileRun, InvalidLine, Results, Task, differences, read_tasks
+from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of, text_of
 from eyas.cli._options import (
     AS_JSON,
     STDIN,
@@ -46,8 +47,7 @@ NOTES = (
     'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id".',
     'Lines of --output: the object of --json, and the "id" or else "line". Results that are there are not made again.',
 )
-UNWRITTEN = {"weights": "exact", "activations": "exact"}  # by earlier versions
-UNWRITTEN_KEYWORDS = {
+OLD_KEYWORD_DEFAULTS = {  # by earlier versions
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias": [],
@@ -97,7 +97,7 @@ class InputOptions:
 
 
 def command(
-    prompt: Annotated[str | None, "Prompt"] = None,
+    prompt: Annotated[str | None, "Prompt", Parameter(help="The prompt; - reads it from stdin.")] = None,
     /,
     *,
     inputs: InputOptions,
@@ -107,31 +107,26 @@ def command(
     draft: DraftOptions,
     options: MethodOptions,
 ) -> int:
-    """Answer a prompt, or a file of prompts.
-
-    Parameters
-    ----------
-    prompt
-        The prompt; - reads it from stdin.
-    """
+    """Answer a prompt, or a file of prompts."""
     _check(prompt, inputs)
-    given = {name: getattr(inputs, name) for name in ("ignore_eos", "system", "raw", "logprobs", "prompt_logprobs")}
-    keywords = {**sampling_of(sampling), **structure_of(structure), **given, **_drafts(inputs)}
+    names = ("ignore_eos", "system", "raw", "logprobs", "prompt_logprobs")
+    keywords = {**sampling_of(sampling), **structure_of(structure), **{name: getattr(inputs, name) for name in names}}
+    keywords |= _drafts(inputs)
     if inputs.use_adapter is not None:
         keywords["adapter"] = inputs.use_adapter
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
-        asked = _with_images(text, inputs.image)
+        content = _with_images(text, inputs.image)
         if inputs.n > 1:
-            _answer_several(load(model, draft, options), asked, keywords, inputs)
+            _answer_several(load(model, draft, options), content, keywords, inputs)
             return 0
         view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)
-        _answer_one(load(model, draft, options), asked, keywords, inputs.as_json, model, draft, view)
+        _answer_one(load(model, draft, options), content, keywords, inputs.as_json, model, draft, view)
         return 0
     with Results(inputs.output) as results:
         items = list(read_tasks(inputs.input))
         llm = load(model, draft, options)
-        run = _FileRun(llm, results, inputs, keywords)
+        run = _Run(llm, results, inputs, keywords)
         tasks = run.remaining(items)
         note_no_head(llm, model, draft)
         return run.answer(tasks)
@@ -174,12 +169,8 @@ def _drafts(inputs: InputOptions) -> dict[str, Any]:
     if inputs.drafting is not None:
         keywords["draft"] = as_draft(int(inputs.drafting) if inputs.drafting.isdecimal() else inputs.drafting)
     if inputs.prediction is not None:
-        try:
-            keywords["prediction"] = Path(inputs.prediction).expanduser().read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"--prediction {inputs.prediction} cannot be read: {getattr(error, 'strerror', None) or error}"
-            ) from error
+        path = Path(inputs.prediction).expanduser()
+        keywords["prediction"] = text_of(path, f"--prediction {inputs.prediction} cannot be read")
     return keywords
 
 
@@ -257,34 +248,23 @@ def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: Inp
         print(result.text if llm.tokenizer else ",".join(map(str, result.token_ids)), flush=True)
 
 
-class _FileRun:
-    """Answers the lines of a file."""
+class _Run(FileRun):
+    """Answers the prompts of a file."""
 
     def __init__(self, llm: LLM, results: Results, inputs: InputOptions, keywords: dict[str, Any]) -> None:
-        self.llm = llm
-        self.results = results
+        super().__init__(llm, results, ("results", "skipped", "bad", "tokens"))
         self.inputs = inputs
         self.keywords = keywords
-        self.settings = {
-            "target": llm.target.name,
-            "dtype": str(llm.target.dtype).removeprefix("torch."),
-            **asdict(llm.target.run.form),
-        }
-        self.bad = self.skipped = self.written = 0
-        self.tokens = self.emitted = self.cycles = 0
-
-    @property
-    def tau(self) -> float:
-        from eyas.metrics import tau
-
-        return tau(self.emitted, self.cycles)
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
         """The tasks without a result. OptionError when the results are those of other prompts or
         settings."""
-        first = self.results.first
-        other = differences(first, self.settings, UNWRITTEN)
-        refuse(self.results.path, other + differences(first.get("settings"), self.keywords, UNWRITTEN_KEYWORDS))
+        first, target = self.results.first, self.llm.target
+        settings = {"target": target.name, "dtype": str(target.dtype).removeprefix("torch."), **asdict(target.run.form)}
+        self.refuse_others(
+            differences(first, settings, UNWRITTEN_FORM)
+            + differences(first.get("settings"), self.keywords, OLD_KEYWORD_DEFAULTS)
+        )
         tasks = []
         for item in items:
             if isinstance(item, InvalidLine):
@@ -292,9 +272,9 @@ class _FileRun:
             else:
                 tasks.append(item)
         todo = [task for task in tasks if not self.results.holds(task)]
-        self.skipped = len(tasks) - len(todo)
-        if self.skipped:
-            note(f"{self.skipped} of {len(tasks)} are in {self.results.path} already")
+        self.results_before = self.counts["skipped"] = len(tasks) - len(todo)
+        if self.results_before:
+            note(f"{self.results_before} of {len(tasks)} are in {self.results.path} already")
             now = {"method": self.llm.method, "tree": self.llm.drafter.describe()}
             drafted = [f"{name} {first.get(name)}" for name, value in now.items() if first.get(name) != value]
             if drafted:
@@ -303,21 +283,16 @@ class _FileRun:
 
     def answer(self, tasks: Sequence[Task]) -> int:
         """Answer the tasks and return the exit status: 2 when a line could not be used."""
-        try:
+        with self.interruptible():
             self._generate(tasks)
-        except KeyboardInterrupt:
-            path = self.results.path
-            where = f"are in {path}; the same command goes on after them" if path else "are above"
-            raise Interrupted(f"{self.skipped + self.written} results {where}") from None
-        counts = {"results": self.written, "skipped": self.skipped, "bad": self.bad, "tokens": self.tokens}
-        shown = [f"{value} {name}" for name, value in counts.items() if value or name == "results"]
+        shown = [f"{value} {name}" for name, value in self.counts.items() if value or name == "results"]
         note(f"{', '.join(shown)}, tau {self.tau:.2f}")
         if self.inputs.as_json and self.results.path:
-            print(json.dumps({**counts, "tau": self.tau, "output": self.results.path}))
-        return 2 if self.bad else 0
+            self.print_json()
+        return 2 if self.counts["bad"] else 0
 
     def _reject(self, line: int, reason: str) -> None:
-        self.bad += 1
+        self.counts["bad"] += 1
         problem(f"{'stdin' if self.inputs.input == STDIN else self.inputs.input}:{line}: {reason}")
 
     def _generate(self, tasks: Sequence[Task]) -> None:
@@ -327,13 +302,13 @@ class _FileRun:
         with progress_bar("generating", len(valid)) as bar:
             for i, result in self.llm.generate_each(prompts, batch_size=self.inputs.batch_size, **keywords):
                 task = valid[i][0]
-                made = {"prompt_sha256": task.prompt_hash, "settings": self.keywords} if self.results.path else {}
-                self.results.write({**task.key, **record(self.llm, result), **made})
-                self.written += 1
-                self.tokens += len(result.token_ids)
+                origin = {"prompt_sha256": task.prompt_hash, "settings": self.keywords} if self.results.path else {}
+                self.results.write({**task.key, **record(self.llm, result), **origin})
+                self.counts["results"] += 1
+                self.counts["tokens"] += len(result.token_ids)
                 self.emitted += result.stats.tokens
                 self.cycles += result.stats.cycles
-                bar.show(self.written, f"tau {self.tau:.2f}")
+                bar.show(self.counts["results"], f"tau {self.tau:.2f}")
 
     def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Prompt]]:
         """The tasks that can be answered, with their prompts as token ids; a line that cannot is

@@ -7,6 +7,8 @@ import shutil
 import textwrap
 from typing import Annotated, Any
 
+from cyclopts import Parameter
+
 from eyas.cli._options import AS_JSON
 
 GROUP = "Information"
@@ -17,14 +19,13 @@ eyas methods eagle3  # one of them: what each option is for
 """
 
 
-def command(name: Annotated[str | None, "Method"] = None, /, *, as_json: AS_JSON = False) -> None:
-    """List the methods, with their options.
-
-    Parameters
-    ----------
-    name
-        Only this method, with the help of its options.
-    """
+def command(
+    name: Annotated[str | None, "Method", Parameter(help="Only this method, with the help of its options.")] = None,
+    /,
+    *,
+    as_json: AS_JSON = False,
+) -> None:
+    """List the methods, with their options."""
     from eyas import drafters
 
     described = [_describe(method) for method in ([name] if name else drafters.names())]
@@ -73,10 +74,5 @@ def _text(method: dict[str, Any], in_full: bool) -> str:
 def _folded(text: str, indent: str = "") -> str:
     width = max(30, shutil.get_terminal_size().columns)
     return textwrap.fill(
-        text,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from eyas.cli._card import model_card
+from cyclopts import Parameter
+
+from eyas.cli._card import HUB_ID, model_card
 from eyas.cli._errors import note
-from eyas.cli._load import EMBEDDED
+from eyas.cli._load import recorded_target, training_record
 from eyas.cli._options import AS_JSON, option_group
 from eyas.errors import EyasError, InputError
 
@@ -49,32 +50,29 @@ class PushOptions:
     as_json: AS_JSON = False
 
 
-def command(head: Annotated[str, "Model"], repo: Annotated[str, "Output"], /, *, job: PushOptions) -> None:
-    """Send a draft head with a model card to the hub, or show what would be sent.
-
-    Parameters
-    ----------
-    head
-        The folder of the draft head.
-    repo
-        Its hub id, OWNER/NAME; a repository that is not there yet is made.
-    """
+def command(
+    head: Annotated[str, "Model", Parameter(help="The folder of the draft head.")],
+    repo: Annotated[
+        str, "Output", Parameter(help="Its hub id, OWNER/NAME; a repository that is not there yet is made.")
+    ],
+    /,
+    *,
+    job: PushOptions,
+) -> None:
+    """Send a draft head with a model card to the hub, or show what would be sent."""
     from eyas import checkpoints
 
     folder = Path(head).expanduser()
     if not folder.is_dir():
         raise InputError(f"there is no folder {head}: name the folder of a draft head")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo):
+    if not HUB_ID.fullmatch(repo):
         raise InputError(f"{repo!r} is no hub id: give OWNER/NAME")
     weights = checkpoints.load(folder)
     with ExitStack() as stack:
         parcel = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         card = _fill(parcel, folder, weights, repo, job)
-        files = {
-            path.relative_to(parcel).as_posix(): path.stat().st_size
-            for path in sorted(parcel.rglob("*"))
-            if path.is_file()
-        }
+        paths = [path for path in sorted(parcel.rglob("*")) if path.is_file()]
+        files = {path.relative_to(parcel).as_posix(): path.stat().st_size for path in paths}
         if not job.as_json:
             _show(files, card, repo, job.yes)
         url = _send(parcel, repo, job.private, weights.method) if job.yes else None
@@ -92,21 +90,11 @@ def _fill(parcel: Path, folder: Path, weights: Weights, repo: str, job: PushOpti
         for path in folder.glob(pattern):
             shutil.copy(path, parcel / path.name)
     write_custom_generate(parcel)
-    record = _record(folder)
-    recorded = str(record.get("target", {}).get("name") or "")
-    target = job.target if job.target is not None else "" if recorded == EMBEDDED else recorded
+    record = training_record(folder)
+    target = recorded_target(record) if job.target is None else job.target
     card = model_card(weights, record, repo, target, job.license)
     (parcel / "README.md").write_text(card, encoding="utf-8")
     return card
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """The head's training.json; empty when it is missing or broken."""
-    try:
-        found = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _show(files: dict[str, int], card: str, repo: str, sending: bool) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts.types import PositiveInt
 
 from eyas.cli._data import check_files
-from eyas.cli._errors import Interrupted, UsageError, note
-from eyas.cli._files import Results, differences, refuse
+from eyas.cli._errors import UsageError, note
+from eyas.cli._files import UNWRITTEN_FORM, FileRun, Results, differences
 from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
-from eyas.cli._options import (
-    AS_JSON,
-    DraftOptions,
-    DrawOptions,
-    MethodOptions,
-    TargetOptions,
-    option_group,
-)
+from eyas.cli._options import AS_JSON, DraftOptions, DrawOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import progress_bar
 from eyas.errors import InputError
 
@@ -44,7 +36,14 @@ NOTES = (
     'Lines of --data: {"messages": [...]}, {"conversations": [...]} or {"prompt": "..."}.',
     'Lines of --output: {"messages": [...]}, their source, how each reply ended; what is there is not done again.',
 )
-UNWRITTEN = {"weights": "exact", "activations": "exact"}  # by earlier versions
+COUNTS = ("conversations", "replies", "tokens", "cut", "shortened", "dropped", "bad", "there")
+REMARKS = {
+    "cut": "replies cut at the length",
+    "shortened": "conversations cut short",
+    "dropped": "dropped",
+    "bad": "lines passed over",
+    "there": "there before",
+}
 
 
 @option_group
@@ -69,12 +68,7 @@ class RegenerateOptions:
 
 
 def command(
-    *,
-    job: RegenerateOptions,
-    sampling: DrawOptions,
-    model: TargetOptions,
-    draft: DraftOptions,
-    options: MethodOptions,
+    *, job: RegenerateOptions, sampling: DrawOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions
 ) -> None:
     """Let the target answer the data's questions itself."""
     keywords = sampling_of(sampling)
@@ -98,64 +92,21 @@ def _check(job: RegenerateOptions) -> None:
             raise UsageError("--output would write into a file that --data reads: give it another name")
 
 
-@dataclass
-class _Counts:
-    """The counts of one run."""
-
-    conversations: int = 0
-    replies: int = 0
-    tokens: int = 0
-    cut: int = 0  # replies that ended by length
-    shortened: int = 0  # conversations that end before their last turn
-    dropped: int = 0
-    bad: int = 0
-    there: int = 0  # conversations that were in the file before
-    emitted: int = 0
-    cycles: int = 0
-    problems: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def done(self) -> int:
-        return self.conversations + self.dropped + self.bad
-
-    @property
-    def tau(self) -> float:
-        from eyas.metrics import tau
-
-        return tau(self.emitted, self.cycles)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(1e-9, time.monotonic() - self.began)
-
-    def reject(self, problem: str) -> None:
-        self.bad += 1
-        if self.bad <= SHOWN_PROBLEMS:
-            note(problem)
-        self.problems = self.problems or [problem]
-
-
-class _Run:
+class _Run(FileRun):
     """One run of the command."""
 
     def __init__(
-        self,
-        llm: LLM,
-        sampling: dict[str, Any],
-        results: Results,
-        dropped: Results | None,
-        job: RegenerateOptions,
+        self, llm: LLM, sampling: dict[str, Any], results: Results, dropped: Results | None, job: RegenerateOptions
     ) -> None:
         from eyas.core.sampling import Sampling
         from eyas.train.regenerate import GenerationSettings
 
-        self.llm = llm
+        super().__init__(llm, results, COUNTS)
         self.config = GenerationSettings(Sampling(**sampling), job.max_new_tokens, job.last_only, job.drop_cut)
-        self.results = results
         self.dropped = dropped
         self.job = job
-        self.counts = _Counts()
+        self.first_problem = ""
+        self.began = time.monotonic()
         self.settings = {
             **sampling,
             "max_new_tokens": job.max_new_tokens,
@@ -165,15 +116,19 @@ class _Run:
         }
         self.target = {"target": llm.target.name, "fingerprint": llm.target.fingerprint()}
 
+    @property
+    def tokens_per_second(self) -> float:
+        return self.counts["tokens"] / max(1e-9, time.monotonic() - self.began)
+
     def check_same(self) -> None:
         """OptionError when the file holds answers of another target or with other settings."""
         there = self.results.first.get("by")
-        other = differences(there, self.settings, UNWRITTEN) if there else []
+        other = differences(there, self.settings, UNWRITTEN_FORM)
         fingerprint = there.get("fingerprint", "") if isinstance(there, dict) else ""
         if there and not self.llm.target.is_named(str(fingerprint)):
             name = there.get("target") if isinstance(there, dict) else there
             other.insert(0, f"target {name!r} there, {self.llm.target.name!r} now")
-        refuse(self.results.path, other)
+        self.refuse_others(other)
 
     def answer(self) -> None:
         from eyas.train.regenerate import Regenerated, regenerate
@@ -182,26 +137,21 @@ class _Run:
         assert llm.tokenizer is not None
         todo = self._todo()
         rows = min(self.job.rows or ROWS.get(llm.target.device.type, 16), max(1, len(todo)))
-        try:
-            with progress_bar("answering", len(todo)) as bar:
-                counts.began = time.monotonic()
+        with self.interruptible(), progress_bar("answering", len(todo)) as bar:
+            self.began = time.monotonic()
 
-                def on_step(tokens: int) -> None:
-                    counts.tokens += tokens
-                    bar.show(counts.done, f"{counts.tokens_per_second:,.0f} tokens/s, tau {counts.tau:.2f}")
+            def on_step(tokens: int) -> None:
+                counts["tokens"] += tokens
+                done = counts["conversations"] + counts["dropped"] + counts["bad"]
+                bar.show(done, f"{self.tokens_per_second:,.0f} tokens/s, tau {self.tau:.2f}")
 
-                conversations = self._conversations(todo)
-                answers = regenerate(llm.drafter, llm.tokenizer, llm.eos, conversations, self.config, rows, on_step)
-                for outcome in answers:
-                    if isinstance(outcome, Regenerated):
-                        self._write(outcome)
-                    else:
-                        self._pass_over(outcome)
-        except KeyboardInterrupt:
-            there = counts.there + counts.conversations
-            raise Interrupted(
-                f"{there} conversations are in {self.results.path}; the same command goes on after them"
-            ) from None
+            conversations = self._conversations(todo)
+            answers = regenerate(llm.drafter, llm.tokenizer, llm.eos, conversations, self.config, rows, on_step)
+            for outcome in answers:
+                if isinstance(outcome, Regenerated):
+                    self._write(outcome)
+                else:
+                    self._pass_over(outcome)
         self._report()
 
     def _todo(self) -> set[str]:
@@ -215,9 +165,9 @@ class _Run:
             keys[str(line.key["key"])] = self._is_done(line)
         if not keys:
             raise InputError(f"{', '.join(self.job.data)}: there is no line in it")
-        self.counts.there = sum(keys.values())
-        if self.counts.there:
-            note(f"{self.counts.there} of {len(keys)} conversations are in {self.results.path} already")
+        self.results_before = self.counts["there"] = sum(keys.values())
+        if self.results_before:
+            note(f"{self.results_before} of {len(keys)} conversations are in {self.results.path} already")
         return {key for key, done in keys.items() if not done}
 
     def _is_done(self, line: DataLine) -> bool:
@@ -234,7 +184,7 @@ class _Run:
             try:
                 yield parse_conversation(line, self.config)
             except InputError as error:
-                self.counts.reject(f"{line.where}: {error}")
+                self._reject(f"{line.where}: {error}")
             if not remaining:
                 return
 
@@ -252,40 +202,35 @@ class _Run:
         }
         absent = [name for name in ("id", "ended") if fields[name] in (None, "")]
         self.results.write({name: value for name, value in fields.items() if name not in absent})
-        counts.conversations += 1
-        counts.replies += len(answered.finish)
-        counts.cut += answered.finish.count("length")
-        counts.shortened += bool(answered.ended)
-        counts.emitted += answered.emitted
-        counts.cycles += answered.cycles
+        counts["conversations"] += 1
+        counts["replies"] += len(answered.finish)
+        counts["cut"] += answered.finish.count("length")
+        counts["shortened"] += bool(answered.ended)
+        self.emitted += answered.emitted
+        self.cycles += answered.cycles
 
     def _pass_over(self, unanswered: Skipped) -> None:
         line = unanswered.conversation.line
         if unanswered.dropped and self.dropped is not None:
             self.dropped.write({**line.key, "source": line.where, "reason": unanswered.reason})
-            self.counts.dropped += 1
+            self.counts["dropped"] += 1
         else:
-            self.counts.reject(f"{line.where}: {unanswered.reason}")
+            self._reject(f"{line.where}: {unanswered.reason}")
+
+    def _reject(self, problem: str) -> None:
+        self.counts["bad"] += 1
+        if self.counts["bad"] <= SHOWN_PROBLEMS:
+            note(problem)
+        self.first_problem = self.first_problem or problem
 
     def _report(self) -> None:
         counts = self.counts
-        if counts.bad > SHOWN_PROBLEMS:
-            note(f"and {counts.bad - SHOWN_PROBLEMS} lines more that cannot be answered")
-        if counts.bad and not counts.conversations + counts.there + counts.dropped:
-            raise InputError(f"none of {counts.bad} lines can be answered; the first: {counts.problems[0]}")
-        remarks = {
-            "replies cut at the length": counts.cut,
-            "conversations cut short": counts.shortened,
-            "dropped": counts.dropped,
-            "lines passed over": counts.bad,
-            "there before": counts.there,
-        }
-        note(
-            f"{counts.conversations:,} conversations, {counts.replies:,} replies, {counts.tokens:,} tokens, "
-            f"{counts.tokens_per_second:,.1f} tokens/s, tau {counts.tau:.2f}"
-            + "".join(f"; {value:,} {name}" for name, value in remarks.items() if value)
-        )
+        if counts["bad"] > SHOWN_PROBLEMS:
+            note(f"and {counts['bad'] - SHOWN_PROBLEMS} lines more that cannot be answered")
+        if counts["bad"] and not counts["conversations"] + counts["there"] + counts["dropped"]:
+            raise InputError(f"none of {counts['bad']} lines can be answered; the first: {self.first_problem}")
+        done = ", ".join(f"{counts[name]:,} {name}" for name in ("conversations", "replies", "tokens"))
+        remarks = "".join(f"; {counts[name]:,} {meaning}" for name, meaning in REMARKS.items() if counts[name])
+        note(f"{done}, {self.tokens_per_second:,.1f} tokens/s, tau {self.tau:.2f}{remarks}")
         if self.job.as_json:
-            names = "conversations replies tokens cut shortened dropped bad there tau tokens_per_second"
-            report = {name: getattr(counts, name) for name in names.split()}
-            print(json.dumps({**report, "output": self.results.path}))
+            self.print_json(tokens_per_second=self.tokens_per_second)

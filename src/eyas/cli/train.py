@@ -13,7 +13,7 @@ from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from eyas.cli._data import check_layers, check_source, training_data, training_options
+from eyas.cli._data import check_source, training_data, training_options
 from eyas.cli._errors import Interrupted, note
 from eyas.cli._load import check_exact, load_target, quiet
 from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
@@ -61,13 +61,7 @@ class HeadOptions:
     """Begin with this head instead of a new one; it keeps its draft vocabulary."""
 
 
-def command(
-    *,
-    head: HeadOptions,
-    training: TrainingOptions,
-    model: TargetOptions,
-    options: TrainMethodOptions,
-) -> int:
+def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOptions, options: TrainMethodOptions) -> int:
     """Train a draft head for a target."""
     from eyas.train.dist import world_size
 
@@ -92,6 +86,7 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
     from eyas.train.config import TrainConfig
     from eyas.train.dist import world_size
     from eyas.train.loop import train
+    from eyas.train.store import StoredExamples
     from eyas.train.trackers import check_trackers
 
     check_exact(model)
@@ -110,7 +105,8 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, head.data, head.features, config)
     drafter = _drafter(kind, llm, head.init, method_options, data, config)
-    check_layers(data, drafter)
+    if isinstance(data.train, StoredExamples):
+        data.train.store.check_layers(drafter.train_feature_layers)
     with progress.bar() as show, quiet(model.verbose):
         outcome = train(
             drafter,

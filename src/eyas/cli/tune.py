@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from eyas.cli._errors import note
 from eyas.cli._load import load
-from eyas.cli._options import (
-    AS_JSON,
-    DRAFT_WEIGHTS,
-    DraftOptions,
-    MethodOptions,
-    TargetOptions,
-    option_group,
-)
+from eyas.cli._options import AS_JSON, DRAFT_WEIGHTS, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import print_table
 from eyas.errors import OptionError
 
@@ -69,10 +62,10 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
     plans = [Plan(s, guess(s), costs.cycle(s)) for s in sizes(limit)]
     chosen, place = max(plans, key=lambda plan: plan.rate), str(cost_path(cost_key(llm.drafter)))
     if job.as_json:
-        about = {"target": llm.target.name, "method": llm.method, "measured": not known, "file": place}
+        setting = {"target": llm.target.name, "method": llm.method, "measured": not known, "file": place}
         tree = {**chosen.shape._asdict(), "accepted": chosen.accepted, "tokens_per_second": chosen.rate}
         measured = {"costs": asdict(costs), "doubtful": costs.doubtful}
-        print(json.dumps({**about, **measured, "plain": {"tokens_per_second": 1 / costs.plain()}, "tree": tree}))
+        print(json.dumps({**setting, **measured, "plain": {"tokens_per_second": 1 / costs.plain()}, "tree": tree}))
         return
     _print(llm, costs, chosen, plans)
     note(f"{'measured before; --force measures again' if known else 'measured now'}: {place}")

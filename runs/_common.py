@@ -227,8 +227,7 @@ def eagle3_drafters(target: Target, ways: Mapping[str, Way], args: argparse.Name
 
 
 def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
-    """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these
-    methods."""
+    """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these methods."""
     pairs = (argument.partition("=") for argument in named)
     return {method: head for method, _, head in pairs} or dict.fromkeys(methods)
 

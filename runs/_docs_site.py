@@ -59,14 +59,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    pages = {
-        there: (ROOT / here)
-        .read_text(encoding="utf-8")
-        .replace("](docs/", "](")
-        .replace("](tutorial.ipynb", "](tutorial.md")
-        for here, there in REPOSITORY.items()
-    }
-    pages |= {f"methods/{name}.md": method_page(name) for name in methods()}
+    pages = {f"methods/{name}.md": method_page(name) for name in methods()}
+    for here, there in REPOSITORY.items():
+        text = (ROOT / here).read_text(encoding="utf-8")
+        pages[there] = text.replace("](docs/", "](").replace("](tutorial.ipynb", "](tutorial.md")
     pages |= {
         f"reference/{name}.md": f"# eyas.{name}: {about}\n\n{reference(name)}" for name, about in REFERENCE.items()
     }
@@ -90,16 +86,8 @@ def method_page(name: str) -> str:
     parts = [f"# {name}", "\n".join(facts), method_picture(name), reference(f"drafters.{name}", members="[]")]
     # else those of its base
     if "class Options" in (ROOT / "src" / "eyas" / "drafters" / f"{name}.py").read_text(encoding="utf-8"):
-        parts += [
-            "## Options",
-            reference(
-                f"drafters.{name}.Options",
-                inherited_members="true",
-                heading_level="3",
-                show_bases="false",
-                show_if_no_docstring="true",
-            ),
-        ]
+        shown = {"inherited_members": "true", "show_bases": "false", "show_if_no_docstring": "true"}
+        parts += ["## Options", reference(f"drafters.{name}.Options", heading_level="3", **shown)]
     return "\n\n".join([*parts, "## In Python", reference(f"drafters.{name}.Method", heading_level="3")])
 
 
@@ -114,9 +102,8 @@ def method_picture(name: str) -> str:
 def reference(name: str, **options: str) -> str:
     """The directive from which mkdocstrings makes the page of a module or a class."""
     chosen = {"show_root_heading": "false", "show_root_toc_entry": "false", **options}
-    return f"::: eyas.{name}\n    options:\n" + "".join(
-        f"      {option}: {value}\n" for option, value in chosen.items()
-    )
+    lines = "".join(f"      {option}: {value}\n" for option, value in chosen.items())
+    return f"::: eyas.{name}\n    options:\n{lines}"
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:

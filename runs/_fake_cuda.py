@@ -192,8 +192,7 @@ SAME = {
 
 
 def _indexed(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None] | None]:
-    """The view that slices, numbers and None make of x, and the tensors that index it; None without
-    any."""
+    """The view that slices, numbers and None make of x, and the tensors that index it; None without any."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(item is not None and item is not Ellipsis for item in items)
     place = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))

@@ -135,8 +135,7 @@ def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
-    """A tiny random model, the same in every run; `NotTinyError` if the configuration cannot be
-    shrunk."""
+    """A tiny random model, the same in every run; `NotTinyError` if the configuration cannot be shrunk."""
     makers = {**zoo.FAMILIES, **zoo.HYBRIDS, **zoo.REFUSED}
     by_type = {maker.args[0]: maker for maker in makers.values()}  # type: ignore[attr-defined]
     try:

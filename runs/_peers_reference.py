@@ -27,8 +27,7 @@ PYTHON = Path(__file__).resolve().parents[1] / ".venv-reference/bin/python"
 
 
 def ways(workshop: Workshop) -> dict[str, dict[str, Any]]:
-    """Options of with_reference.py by the name that is shown; none where the environment is not
-    installed."""
+    """Options of with_reference.py by the name that is shown; none where the environment is not installed."""
     if not PYTHON.exists():
         workshop.left_out["SafeAILab's code"] = "not installed: make interop"
         return {}
@@ -51,8 +50,9 @@ def target_form(workshop: Workshop) -> Path:
         config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
         (place / "config.json").write_text(json.dumps(config))
         settings = json.loads((place / "tokenizer_config.json").read_text())
-        kept = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "model_max_length")}
-        (place / "tokenizer_config.json").write_text(json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}))
+        known = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "model_max_length")}
+        known["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (place / "tokenizer_config.json").write_text(json.dumps(known))
         tokenizer = json.loads((place / "tokenizer.json").read_text())
         # as tokenizers wrote them before 0.20
         tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
@@ -68,8 +68,7 @@ def head_form(workshop: Workshop, method: str, target: Path) -> Path:
         export(load(tiny.HEADS[method]), "safeailab", place, ExportTarget(str(target)))
         tensors = {name: tensor.float() for name, tensor in load_file(place / "model.safetensors").items()}
         if method == "eagle1":
-            tensors.setdefault(
-                "embed_tokens.weight", tiny.model().get_input_embeddings().weight.detach().float().clone()
-            )
+            embedding = tiny.model().get_input_embeddings().weight.detach().float().clone()
+            tensors.setdefault("embed_tokens.weight", embedding)
         torch.save(tensors, place / "pytorch_model.bin")
     return place

@@ -96,8 +96,7 @@ class Prompts:
 
 
 def points(book: list[int], count: int, longest: int, new: int) -> list[int]:
-    """Where passages end: spread evenly, however many are asked for later (multiples of the golden
-    ratio)."""
+    """Where passages end: spread evenly, however many are asked for later (multiples of the golden ratio)."""
     first, last = longest, len(book) - new
     if first >= last:
         raise InputError(f"a book has {len(book)} tokens, too few for prompts of {longest}")

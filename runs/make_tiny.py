@@ -26,17 +26,25 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.checkpoint
 from _common import open_text
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eyas import checkpoints, tiny
 from eyas.cli.doctor import CHECKSUMS, digests
-from eyas.files import write_atomically
+from eyas.core.target import Target
+from eyas.drafters.eagle3 import DRAFT_IDS, choose_draft_vocabulary
+from eyas.files import write_atomically, write_text
 
 SHAPE = dict(  # the architecture of the embedded model
     hidden_size=384, num_hidden_layers=16, num_attention_heads=6, num_key_value_heads=2, head_dim=64, intermediate_size=1024,
@@ -44,6 +52,7 @@ SHAPE = dict(  # the architecture of the embedded model
     bos_token_id=0, eos_token_id=1, pad_token_id=5,
 )  # fmt: skip
 SPECIAL = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"]
+COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CHAT_TEMPLATE = (
     "<|bos|>{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>\n"
     "{% generation %}{{ m['content'] | trim }}<|end|>{% endgeneration %}\n"
@@ -70,8 +79,6 @@ def documents(path: Path) -> Iterator[str]:
 
 def tokenizer_stage(args: argparse.Namespace) -> None:
     """A byte-level BPE of 8,192 tokens over all the training text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     def texts() -> Iterator[str]:
         for path in args.chat:
@@ -83,10 +90,8 @@ def tokenizer_stage(args: argparse.Namespace) -> None:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        texts(), trainers.BpeTrainer(vocab_size=SHAPE["vocab_size"], special_tokens=SPECIAL, initial_alphabet=alphabet)
-    )
+    limits = {"vocab_size": SHAPE["vocab_size"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    bpe.train_from_iterator(texts(), trainers.BpeTrainer(special_tokens=SPECIAL, **limits))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=SPECIAL[0], eos_token=SPECIAL[1], pad_token=SPECIAL[5],
         additional_special_tokens=SPECIAL[2:5], model_max_length=SHAPE["max_position_embeddings"],
@@ -98,8 +103,6 @@ def tokenizer_stage(args: argparse.Namespace) -> None:
 def tokens_stage(args: argparse.Namespace) -> None:
     """Tokenise once: chat.bin (conversations, shuffled), text.bin (documents), heldout.bin (every
     100th conversation)."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     args.output.mkdir(parents=True, exist_ok=True)
     conversations = [c for path in args.chat for c in chats(path)]
@@ -168,8 +171,6 @@ def pretrain_stage(args: argparse.Namespace) -> None:
     The learning rate warms up to --lr, falls linearly in time to a fifth, and to zero in the long phase.
     Long blocks come from novels and chats in equal parts, so that chatting is not forgotten.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     streams = {n: np.fromfile(args.tokens / f"{n}.bin", np.uint16) for n in ("chat", "text", "heldout")}
@@ -179,9 +180,8 @@ def pretrain_stage(args: argparse.Namespace) -> None:
         if args.init == "model"
         else LlamaForCausalLM(config)
     )
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     args.output.mkdir(parents=True, exist_ok=True)
     state_path, log = args.output / "state.pt", (args.output / "log.jsonl").open("a")
@@ -194,9 +194,10 @@ def pretrain_stage(args: argparse.Namespace) -> None:
         step, tokens, spent = state["step"], state["tokens"], state["spent"]
     total, short = 60 * (args.minutes + args.long_minutes), 60 * args.minutes
     sources = {
-        (1024, "chat"): Blocks(streams["chat"], 1025, args.seed + step), (1024, "text"): Blocks(streams["text"], 1025, args.seed + step),
-        (4096, "chat"): Blocks(streams["chat"], 4097, args.seed + step), (4096, "text"): Blocks(streams["text"], 4097, args.seed + step),
-    }  # fmt: skip
+        (length, name): Blocks(streams[name], length + 1, args.seed + step)
+        for length in (1024, 4096)
+        for name in ("chat", "text")
+    }
     picks = np.random.default_rng(args.seed + step)
 
     def report(**values: object) -> None:
@@ -219,10 +220,8 @@ def pretrain_stage(args: argparse.Namespace) -> None:
         for group in optimiser.param_groups:
             group["lr"] = lr
         share = 0.25 if length == 1024 else 0.5
-        rows = [
-            sources[length, "text" if picks.random() < share else "chat"].take()
-            for _ in range(args.batch_tokens // length)
-        ]
+        names = ["text" if picks.random() < share else "chat" for _ in range(args.batch_tokens // length)]
+        rows = [sources[length, name].take() for name in names]
         with torch.autocast("cpu", torch.bfloat16):
             loss = train_loss(model, torch.from_numpy(np.stack(rows)))
         loss.backward()
@@ -250,20 +249,10 @@ def pretrain_stage(args: argparse.Namespace) -> None:
 
 def quantise_stage(args: argparse.Namespace) -> None:
     """Pack a model for the repository: int8 matrices, its tokenizer, configuration and chat template."""
-    from safetensors.torch import load_file, save_file
-
-    from eyas import tiny
-
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / CHECKSUMS).unlink(missing_ok=True)  # those of the model before
     save_file(tiny.quantise(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-    ):
+    for name in COPIED:
         (args.output / name).write_bytes((args.model / name).read_bytes())
     exact, packed = load_file(args.model / "model.safetensors"), tiny.model(args.output).state_dict()
     error = max(float((exact[n].float() - packed[n]).abs().max() / exact[n].float().abs().max()) for n in exact)
@@ -274,11 +263,6 @@ def quantise_stage(args: argparse.Namespace) -> None:
 def head_stage(args: argparse.Namespace) -> None:
     """Copy a trained head into the package, its weights in float16; and the checksums of everything
     there, for `eyas doctor`."""
-    from safetensors.torch import load_file, save_file
-
-    from eyas import tiny
-    from eyas.core.target import Target
-
     args.output.mkdir(parents=True, exist_ok=True)
     tensors = load_file(args.model / "model.safetensors")
     tensors.pop("embed_tokens.weight", None)  # the target's
@@ -301,8 +285,6 @@ def head_stage(args: argparse.Namespace) -> None:
 def widen_stage(args: argparse.Namespace) -> None:
     """Give every head of a draft layer keys and values of its own, by repeating the shared ones:
     what the head says stays the same."""
-    from eyas import checkpoints
-
     weights = checkpoints.load(args.model)
     heads, shared, width = (weights.config[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     for name in ("layer.attention.k.weight", "layer.attention.v.weight"):
@@ -315,9 +297,6 @@ def widen_stage(args: argparse.Namespace) -> None:
 def extend_stage(args: argparse.Namespace) -> None:
     """Let an EAGLE-3 head draft every token: the new rows of its lm_head are a linear function of
     the target's, fitted to the old rows."""
-    from eyas import checkpoints, tiny
-    from eyas.drafters.eagle3 import DRAFT_IDS
-
     weights = checkpoints.load(args.model)
     ids_v, rows_vD = weights.tensors.pop(DRAFT_IDS), weights.tensors["head.weight"].float()
     target_VD = tiny.model().get_output_embeddings().weight.detach().float()
@@ -335,12 +314,8 @@ def questions_stage(args: argparse.Namespace) -> None:
     """Lines of chats in a random order, those of --without left out: what the target answers
     itself, for a head to be trained on."""
     held = {json.dumps(turns) for path in args.without for turns in chats(path)}
-    lines = [
-        line
-        for path in args.chat
-        for line in read_lines(path)
-        if json.dumps(json.loads(line)["conversations"]) not in held
-    ]
+    every = [line for path in args.chat for line in read_lines(path)]
+    lines = [line for line in every if json.dumps(json.loads(line)["conversations"]) not in held]
     random.Random(args.seed).shuffle(lines)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text("".join(lines[args.skip : args.skip + args.limit]))
@@ -349,18 +324,14 @@ def questions_stage(args: argparse.Namespace) -> None:
 def narrow_stage(args: argparse.Namespace) -> None:
     """Keep the --size most frequent tokens of the assistant's replies in --chat of those that an
     EAGLE-3 head drafts, in its lm_head."""
-    from eyas import checkpoints, tiny
-    from eyas.drafters.eagle3 import DRAFT_IDS, choose_draft_vocabulary
-
     weights, tokenizer = checkpoints.load(args.model), tiny.tokenizer()
     if DRAFT_IDS in weights.tensors:
         raise SystemExit(f"{args.model} drafts a part of the vocabulary already: give a head that drafts every token")
     counts_V = torch.zeros(weights.config["vocab_size"], dtype=torch.long)
     for path in args.chat:
         for line in read_lines(path):
-            replies = [
-                turn["content"] + "<|end|>" for turn in json.loads(line)["messages"] if turn["role"] == "assistant"
-            ]
+            turns = json.loads(line)["messages"]
+            replies = [turn["content"] + "<|end|>" for turn in turns if turn["role"] == "assistant"]
             for ids in tokenizer(replies, add_special_tokens=False)["input_ids"]:
                 counts_V += torch.tensor(ids).bincount(minlength=len(counts_V))
     ids_v = choose_draft_vocabulary(counts_V, args.size)
@@ -375,80 +346,86 @@ def narrow_stage(args: argparse.Namespace) -> None:
 @torch.no_grad()
 def report_stage(args: argparse.Namespace) -> None:
     """Held-out perplexity by position, distinct-3 and samples of the embedded model."""
-    from eyas import tiny
-
     model, tokenizer = tiny.model(), tiny.tokenizer()
-    turns = [c for path in args.chat for c in chats(path)]
-    ids = [
-        tokenizer(tokenizer.apply_chat_template(c, tokenize=False), add_special_tokens=False)["input_ids"]
-        for c in turns
-    ]
-    nats = [float(loss_of(model, torch.tensor([row[:4096]])) * (len(row[:4096]) - 1)) for row in ids]
-    chat_loss = sum(nats) / sum(len(row[:4096]) - 1 for row in ids)
-    by_position: dict[str, float] = {}
-    if args.book:
-        book = tokenizer("<|bos|>" + "".join(read_lines(args.book)), add_special_tokens=False)["input_ids"]
-        blocks = torch.tensor(book[: 8 * 4097]).view(8, 4097)
-        logits = [model(row[None, :-1]).logits[0] for row in blocks]
-        losses = torch.stack(
-            [
-                torch.nn.functional.cross_entropy(x, row[1:], reduction="none")
-                for x, row in zip(logits, blocks, strict=True)
-            ]
-        )
-        cuts = [0, 256, 1024, 2048, 3072, 4096]
-        by_position = {f"{a}-{b}": round(float(losses[:, a:b].mean()), 3) for a, b in pairwise(cuts)}
+    conversations = [turns for path in args.chat for turns in chats(path)]
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in conversations]
+    ids = [row[:4096] for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    nats = [float(loss_of(model, torch.tensor([row])) * (len(row) - 1)) for row in ids]
+    chat_loss = sum(nats) / sum(len(row) - 1 for row in ids)
     grams, samples = [], []
-    for c in turns[:60]:
-        last = max(i for i, t in enumerate(c) if t["role"] == "user")
-        prompt = tokenizer.apply_chat_template(
-            c[: last + 1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    for turns in conversations[:60]:
+        last = max(i for i, turn in enumerate(turns) if turn["role"] == "user")
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        prompt = tokenizer.apply_chat_template(turns[: last + 1], **options)
         out = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
         grams += [tuple(out[i : i + 3]) for i in range(len(out) - 2)]
-        samples.append({"user": c[last]["content"], "answer": tokenizer.decode(out, skip_special_tokens=True)})
+        samples.append({"user": turns[last]["content"], "answer": tokenizer.decode(out, skip_special_tokens=True)})
     result = {
-        "chats": len(turns), "heldout_loss_nats": round(chat_loss, 4), "heldout_perplexity": round(math.exp(chat_loss), 2),
-        "book_loss_by_position": by_position, "distinct_3": round(len(set(grams)) / len(grams), 3), "samples": samples,
-    }  # fmt: skip
+        "chats": len(conversations),
+        "heldout_loss_nats": round(chat_loss, 4),
+        "heldout_perplexity": round(math.exp(chat_loss), 2),
+        "book_loss_by_position": loss_by_position(args.book) if args.book else {},
+        "distinct_3": round(len(set(grams)) / len(grams), 3),
+    }
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
+    write_text(args.output, json.dumps({**result, "samples": samples}, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def loss_by_position(book: Path) -> dict[str, float]:
+    """The embedded model's loss on a book, by spans of positions."""
+    model, text = tiny.model(), "<|bos|>" + "".join(read_lines(book))
+    ids = tiny.tokenizer()(text, add_special_tokens=False)["input_ids"]
+    blocks = torch.tensor(ids[: 8 * 4097]).view(8, 4097)
+    loss = partial(torch.nn.functional.cross_entropy, reduction="none")
+    losses = torch.stack([loss(model(row[None, :-1]).logits[0], row[1:]) for row in blocks])
+    cuts = [0, 256, 1024, 2048, 3072, 4096]
+    return {f"{a}-{b}": round(float(losses[:, a:b].mean()), 3) for a, b in pairwise(cuts)}
+
+
+FILES: dict[str, Any] = {"type": Path, "nargs": "+", "default": []}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": {"type": Path},
+    "--output": {"type": Path, "required": True},
+    "--chat": FILES,
+    "--text": FILES,
+    "--without": FILES,
+    "--book": {"type": Path},
+    "--size": {"type": int, "required": True},
+    "--tokens": {"type": Path, "required": True},
+    "--init": {"choices": ["random", "model"], "default": "random"},
+    "--compile": {"action": "store_true"},
+}
+NUMBERS = {
+    "--seed": 0, "--skip": 0, "--limit": 3000, "--minutes": 75.0, "--long-minutes": 15.0, "--lr": 2e-3, "--warmup": 60,
+    "--batch-tokens": 8192, "--threads": os.cpu_count() or 1,
+}  # fmt: skip
+STAGES: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
+    "tokenizer": (tokenizer_stage, "--output --chat --text"),
+    "tokens": (tokens_stage, "--model --output --chat --text"),
+    "quantise": (quantise_stage, "--model --output"),
+    "head": (head_stage, "--model --output"),
+    "widen": (widen_stage, "--model --output"),
+    "extend": (extend_stage, "--model --output"),
+    "questions": (questions_stage, "--output --chat --without --skip --limit"),
+    "narrow": (narrow_stage, "--model --output --chat --size"),
+    "report": (report_stage, "--output --chat --book"),
+    "pretrain": (
+        pretrain_stage,
+        "--model --output --tokens --init --minutes --long-minutes --lr --warmup --batch-tokens --threads --compile",
+    ),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = parser.add_subparsers(required=True)
-
-    def stage(name: str, run: object, *options: tuple) -> None:
-        sub = stages.add_parser(name)
-        sub.set_defaults(run=run)
-        sub.add_argument("--seed", type=int, default=0)
-        for flag, settings in options:
-            sub.add_argument(flag, **settings)
-
-    model, output = ("--model", dict(type=Path)), ("--output", dict(type=Path, required=True))
-    data = (("--chat", dict(type=Path, nargs="+", default=[])), ("--text", dict(type=Path, nargs="+", default=[])))
-    stage("tokenizer", tokenizer_stage, output, *data)
-    stage("tokens", tokens_stage, model, output, *data)
-    stage("quantise", quantise_stage, model, output)
-    stage("head", head_stage, model, output)
-    stage("widen", widen_stage, model, output)
-    stage("extend", extend_stage, model, output)
-    stage(
-        "questions", questions_stage, output, data[0], ("--without", dict(type=Path, nargs="+", default=[])),
-        ("--skip", dict(type=int, default=0)), ("--limit", dict(type=int, default=3000)),
-    )  # fmt: skip
-    stage("narrow", narrow_stage, model, output, data[0], ("--size", dict(type=int, required=True)))
-    stage("report", report_stage, output, data[0], ("--book", dict(type=Path)))
-    stage(
-        "pretrain", pretrain_stage, model, output, ("--tokens", dict(type=Path, required=True)),
-        ("--init", dict(choices=["random", "model"], default="random")), ("--minutes", dict(type=float, default=75)),
-        ("--long-minutes", dict(type=float, default=15)), ("--lr", dict(type=float, default=2e-3)),
-        ("--warmup", dict(type=int, default=60)),
-        ("--batch-tokens", dict(type=int, default=8192)), ("--threads", dict(type=int, default=os.cpu_count())),
-        ("--compile", dict(action="store_true")),
-    )  # fmt: skip
+    for name, (run, flags) in STAGES.items():
+        stage = stages.add_parser(name)
+        stage.set_defaults(run=run)
+        for flag in ("--seed", *flags.split()):
+            default = NUMBERS.get(flag)
+            stage.add_argument(flag, **OPTIONS.get(flag, {"type": type(default), "default": default}))
     args = parser.parse_args()
     args.run(args)
 

@@ -68,8 +68,7 @@ SPEC_BENCH = {
     "Medusa": (None,) * 6 + (2.32,), "Lookahead": (None,) * 6 + (1.64,), "REST": (None,) * 6 + (1.63,), "Hydra": (None,) * 6 + (3.26,),
     "EAGLE-1": (2.31, 1.72, 2.00, 1.91, 2.38, 1.75, 3.57), "EAGLE-2": (2.56, 1.78, 2.09, 2.07, 2.66, 1.86, 4.35),
 }  # fmt: skip
-# n-alpha of EAGLE-1's chain and tau of its tree on MT-bench, Vicuna-7B (EAGLE-1, table 1), by
-# temperature.
+# n-alpha of EAGLE-1's chain and tau of its tree on MT-bench, Vicuna-7B (EAGLE-1, table 1), by temperature.
 ALPHA = {0.0: ((0.79, 0.74, 0.72, 0.73, 0.67), 3.94), 1.0: ((0.71, 0.68, 0.66, 0.66, 0.65), 3.17)}
 
 

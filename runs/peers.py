@@ -73,8 +73,7 @@ def measure(
 
 
 def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
-    """By engine: speeds with intervals over prompts (medians over the rounds), equal ids, prompts,
-    passes."""
+    """By engine: speeds with intervals over prompts (medians over the rounds), equal ids, prompts, passes."""
 
     def of(kind: str, name: str) -> list[Figures]:
         return [row for row in rows.of(kind) if row["key"][2] == name]
@@ -115,8 +114,7 @@ def last_counts(rows: Sequence[Figures]) -> Figures:
 
 
 def by_prompt(answers: Sequence[Figures], columns: Any) -> list[list[float]]:
-    """Two columns by prompt, each the median over the rounds, so that one disturbed round weighs
-    little."""
+    """Two columns by prompt, each the median over the rounds, so that one disturbed round weighs little."""
     values: dict[str, list[tuple[float, float]]] = {}
     for row in answers:
         values.setdefault(row["key"][3], []).append(columns(row))

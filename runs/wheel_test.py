@@ -20,6 +20,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+QUIET = ("--quiet", "--disable-pip-version-check", "--no-cache-dir")
 LARGEST_MB = {"eyas": 2, "eyas_tiny": 45}
 HELD = {
     "eyas": [
@@ -71,10 +72,7 @@ def check_running(python: str, folder: Path) -> None:
     clean |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "XDG_CACHE_HOME": str(folder / "cache")}
 
     def install(what: str) -> None:
-        command = [
-            scripts / "python",
-            *["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"],
-        ]
+        command = [scripts / "python", "-m", "pip", "install", *QUIET]
         places = ["-c", ROOT / "constraints.txt", "--find-links", ROOT / "dist"]
         subprocess.run([*command, *places, what], check=True, cwd=folder)
 

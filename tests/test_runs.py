@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -32,24 +33,9 @@ from fp8_support import MULTIPLIES
 pytestmark = pytest.mark.slow  # processes of their own
 
 RUNS = Path(__file__).parents[1] / "runs"
-TINY = [
-    "--seeds",
-    1,
-    "--limit",
-    3,
-    "--max-new-tokens",
-    8,
-    "--tree",
-    "5/3/2",
-    "--ttt",
-    2,
-    "--batch-tokens",
-    64,
-    "--max-length",
-    48,
-    "--draft-vocab",
-    12,
-]
+TINY = shlex.split(
+    "--seeds 1 --limit 3 --max-new-tokens 8 --tree 5/3/2 --ttt 2 --batch-tokens 64 --max-length 48 --draft-vocab 12"
+)
 SCRIPTS = sorted(path.stem for path in RUNS.glob("*.py") if not path.stem.startswith("_"))
 
 
@@ -208,9 +194,9 @@ def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(speed, "verify_cost", verify_cost)
     base = speed.eyas.load(method="vanilla")
     curves = speed.costs(base)
-    assert {target.run.name for target in timed} == ({"model", "kernels"} if kernels.available() else {"model"})
+    assert {target.runner.name for target in timed} == ({"model", "kernels"} if kernels.available() else {"model"})
     assert timed[1] is base.target
-    rounded = {target.run.form for target in timed if not target.run.form.exact}
+    rounded = {target.runner.weight_format for target in timed if not target.runner.weight_format.exact}
     assert len(rounded) == (kernels.has_avx512_bf16() + 3 * kernels.has_vnni() if kernels.available() else 0)
     assert {len(rows) for name, rows in curves.items() if name.endswith("by context")} == {len(speed.CONTEXTS)}
 
@@ -388,22 +374,8 @@ def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys
     go; texts are equal by every runner; each case is in the record; a second run measures nothing
     again."""
     gpu, output = command("gpu"), tmp_path / "gpu.json"
-    given = [
-        "--device",
-        "cpu",
-        "--shape",
-        "small",
-        "--contexts",
-        "64",
-        "--rows",
-        "2",
-        "--rounds",
-        "1",
-        "--minutes",
-        "30",
-        "--output",
-        str(output),
-    ]
+    options = "--device cpu --shape small --contexts 64 --rows 2 --rounds 1 --minutes 30"
+    given = [*options.split(), "--output", str(output)]
     with nullcontext() if MULTIPLIES else pytest.raises(EyasError):
         gpu.main(given)
     assert f"left: nothing; failed: {'none' if MULTIPLIES else 'fp8 64 tokens, sampled fp8'}" in capsys.readouterr().out

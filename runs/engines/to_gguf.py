@@ -19,12 +19,12 @@ def main() -> None:
     def missing(self: object, *_: object, **__: object) -> None:
         raise FileNotFoundError("no sentencepiece model")
 
-    for found in [one for one in vars(base).values() if isinstance(one, type)]:
-        if "get_vocab_base_pre" in vars(found):
-            found.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    for converter in [one for one in vars(base).values() if isinstance(one, type)]:
+        if "get_vocab_base_pre" in vars(converter):
+            converter.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
         for name in ("_set_vocab_sentencepiece", "_set_vocab_llama_hf"):
-            if name in vars(found):
-                setattr(found, name, missing)
+            if name in vars(converter):
+                setattr(converter, name, missing)
     sys.argv = ["convert_hf_to_gguf.py", model, "--outtype", kind, "--outfile", output]
     if target:
         sys.argv += ["--target-model-dir", target[0]]

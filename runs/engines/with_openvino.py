@@ -33,15 +33,15 @@ def main() -> None:
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
         nonlocal accepted, cycles
         limits.max_new_tokens = max_tokens
-        given = openvino.Tensor(np.array([ids], dtype=np.int64))
+        prompt = openvino.Tensor(np.array([ids], dtype=np.int64))
         start = time.perf_counter()
-        found = pipeline.generate(given, limits)
+        result = pipeline.generate(prompt, limits)
         seconds = time.perf_counter() - start
         if drafted:  # its own count of accepted tokens leaves some of the last cycle out
-            # without the prompt's pass
-            own = len(found.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) - 1
-            accepted, cycles = accepted + len(found.tokens[0]) - 1 - own, cycles + own
-        return {"ids": list(found.tokens[0]), "first": found.perf_metrics.get_ttft().mean / 1000, "seconds": seconds}
+            # the target's passes without the prompt's
+            steps = len(result.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) - 1
+            accepted, cycles = accepted + len(result.tokens[0]) - 1 - steps, cycles + steps
+        return {"ids": list(result.tokens[0]), "first": result.perf_metrics.get_ttft().mean / 1000, "seconds": seconds}
 
     def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
         model = openvino.Core().compile_model(Path(options["target"]) / "openvino_model.xml", "CPU", settings)

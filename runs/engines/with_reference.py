@@ -42,9 +42,9 @@ def main() -> None:
         ends.clear()
         start = time.perf_counter()
         # they end behind more than that
-        found = generate(torch.tensor([ids]), temperature=0.0, max_new_tokens=max_tokens - 1)
+        text = generate(torch.tensor([ids]), temperature=0.0, max_new_tokens=max_tokens - 1)
         seconds = time.perf_counter() - start
-        new = found[0, len(ids) :].tolist()
+        new = text[0, len(ids) :].tolist()
         cycles, accepted = cycles + len(ends) - 1, accepted + len(new) - len(ends) + 1
         if end_of_text in new:
             new = new[: new.index(end_of_text) + 1]
@@ -53,9 +53,8 @@ def main() -> None:
     @torch.no_grad()
     def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
         cache, length = model.past_key_values, model.current_length_data  # made by the first answer
-        ids = torch.randint(
-            base.config.vocab_size, (1, context + max(tokens)), generator=torch.Generator().manual_seed(0)
-        )
+        dice = torch.Generator().manual_seed(0)
+        ids = torch.randint(base.config.vocab_size, (1, context + max(tokens)), generator=dice)
         base.model.tree_mask = None
         length.zero_()
         base(ids[:, :context], past_key_values=cache)
@@ -99,11 +98,8 @@ def plain(model: Any) -> Any:
 
     def generate(ids: torch.Tensor, temperature: float, max_new_tokens: int) -> torch.Tensor:
         steps: Iterator[torch.Tensor] = model.naive_generate(ids, temperature=temperature)
-        return next(
-            found
-            for n, found in enumerate(steps, 1)
-            if n > max_new_tokens or found[0, -1] == model.tokenizer.eos_token_id
-        )
+        end = model.tokenizer.eos_token_id
+        return next(text for n, text in enumerate(steps, 1) if n > max_new_tokens or text[0, -1] == end)
 
     return generate
 

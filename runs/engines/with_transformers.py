@@ -41,20 +41,19 @@ def main() -> None:
 
     @torch.no_grad()
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
-        clock, given = Clock(), torch.tensor([ids])
+        clock, prompt = Clock(), torch.tensor([ids])
         if static is not None:
             static.reset()
         start = time.perf_counter()
         limits: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": False}
-        found = model.generate(given, attention_mask=torch.ones_like(given), streamer=clock, **limits, **more)
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **limits, **more)
         end = time.perf_counter()
-        return {"ids": found[0, len(ids) :].tolist(), "first": clock.times[1] - start, "seconds": end - start}
+        return {"ids": text[0, len(ids) :].tolist(), "first": clock.times[1] - start, "seconds": end - start}
 
     @torch.no_grad()
     def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
-        ids = torch.randint(
-            model.config.vocab_size, (1, context + max(tokens)), generator=torch.Generator().manual_seed(0)
-        )
+        dice = torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (1, context + max(tokens)), generator=dice)
         cache = DynamicCache(config=model.config)
         model(ids[:, :context], past_key_values=cache)
 

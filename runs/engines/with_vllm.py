@@ -40,17 +40,15 @@ def main() -> None:
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
         start = time.perf_counter()
         limits = vllm.SamplingParams(temperature=0, max_tokens=max_tokens)
-        (found,) = llm.generate([{"prompt_token_ids": ids}], limits, use_tqdm=False)
-        seconds, times = time.perf_counter() - start, found.metrics
+        (result,) = llm.generate([{"prompt_token_ids": ids}], limits, use_tqdm=False)
+        seconds, times = time.perf_counter() - start, result.metrics
         decoding = times.last_token_ts - times.first_token_ts
-        return {"ids": list(found.outputs[0].token_ids), "first": seconds - decoding, "seconds": seconds}
+        return {"ids": list(result.outputs[0].token_ids), "first": seconds - decoding, "seconds": seconds}
 
     def counts() -> dict[str, Any]:
-        found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        return {
-            "drafts": found.get("vllm:spec_decode_num_drafts", 0),
-            "accepted": found.get("vllm:spec_decode_num_accepted_tokens", 0),
-        }
+        values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        names = {"drafts": "num_drafts", "accepted": "num_accepted_tokens"}
+        return {count: values.get(f"vllm:spec_decode_{name}", 0) for count, name in names.items()}
 
     talk({"vllm": vllm.__version__, "torch": torch.__version__}, {"answer": answer, "counts": counts})
 

@@ -220,17 +220,17 @@ def trial(model_type: str) -> dict[str, Any]:
         model = tiny_model(model_type)
     except NotTinyError as error:
         return {"verdict": "not made", "why": str(error)}
-    found: dict[str, Any] = {"parameters": sum(weight.numel() for weight in model.parameters())}
+    size: dict[str, Any] = {"parameters": sum(weight.numel() for weight in model.parameters())}
     try:
         target = Target(model)
     except ModelError as error:
-        return {**found, "verdict": "refused", "why": str(error).partition(" cannot be served: ")[2] or str(error)}
+        return {**size, "verdict": "refused", "why": str(error).partition(" cannot be served: ")[2] or str(error)}
     except Exception as error:
-        return {**found, "verdict": "fails", "why": f"when it is loaded: {_one_line(error)}"}
+        return {**size, "verdict": "fails", "why": f"when it is loaded: {_one_line(error)}"}
     try:
-        return {**found, **_decoded(target)}
+        return {**size, **_decoded(target)}
     except Exception as error:
-        return {**found, "verdict": "fails", "why": f"in decoding: {_one_line(error)}"}
+        return {**size, "verdict": "fails", "why": f"in decoding: {_one_line(error)}"}
 
 
 def _decoded(target: Target) -> dict[str, Any]:

@@ -104,11 +104,11 @@ def draw_pass_cost(figure: Figure) -> None:
 def draw_long_context(figure: Figure) -> None:
     """Acceptance and the draft's time against the context."""
     left, right = figure.subplots(1, 2)
-    found, cost = record("long_context"), record("draft_cost")
-    for (task, entry), style in zip(found["tasks"].items(), ("-", "--"), strict=True):
+    passages, cost = record("long_context"), record("draft_cost")
+    for (task, entry), style in zip(passages["tasks"].items(), ("-", "--"), strict=True):
         for name, colour in HEADS.items():
             taus = [tau[0] for tau in entry["all"][name]["tau"]]
-            lengths = found["settings"]["lengths"]
+            lengths = passages["settings"]["lengths"]
             left.plot(lengths, taus, marker="o", ms=4, color=colour, ls=style, label=f"{name}, {task}")
     left.set(ylim=(1, 3), xlabel="prompt, tokens", ylabel="tau", title="Acceptance (head trained on 512)")
     left.legend(fontsize=8, loc="lower right")
@@ -125,8 +125,8 @@ def draw_long_context(figure: Figure) -> None:
 
 def draw_heads(name: str, figure: Figure) -> None:
     """n-alpha by n, where chains were measured; tau by kind."""
-    found = record(name)
-    kinds = found["kinds"]
+    content = record(name)
+    kinds = content["kinds"]
     with_chains = "n-alpha" in next(iter(kinds.values()))
     axes = figure.subplots(1, 2 if with_chains else 1, squeeze=False)[0]
     if with_chains:
@@ -145,7 +145,7 @@ def draw_heads(name: str, figure: Figure) -> None:
         axes[-1].errorbar(values, heights, xerr=reach(taus), marker="o", ms=5, ls="none", capsize=2, label=shape)
     axes[-1].set_yticks(range(len(kinds)), list(kinds))
     axes[-1].invert_yaxis()
-    axes[-1].set(xlabel="tau", title=found["caption"].split(";")[1].strip())
+    axes[-1].set(xlabel="tau", title=content["caption"].split(";")[1].strip())
     axes[-1].legend(fontsize=7)
 
 

@@ -27,41 +27,26 @@ from eyas.core.tree import Tree, Verdict
 
 SCHEMA = "eyas.hybrid/1"
 COMMON = {"vocab_size": 16_384, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+LAYERS = 12
 SHAPES: dict[str, dict[str, Any]] = {
-    "lfm2": {
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "layer_types": (["conv"] * 2 + ["full_attention"]) * 4,
-    },
+    "lfm2": {"intermediate_size": 2048, "layer_types": ["conv", "conv", "full_attention"] * 4},
     "qwen3_next": {
-        "num_hidden_layers": 12,
         "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "linear_num_value_heads": 8,
-        "linear_num_key_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     },
     "falcon_h1": {
-        "intermediate_size": 1536,
-        "num_hidden_layers": 12,
-        "mamba_d_ssm": 1024,
-        "mamba_n_heads": 16,
-        "mamba_d_head": 64,
-        "mamba_d_state": 64,
+        "intermediate_size": 1536, "mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64,
         "mamba_n_groups": 1,
     },
-}
+}  # fmt: skip
 # Parents of the nodes of each pass. The tree has the nodes of chain 8 and the depth of chain 4.
 CHAIN = {f"chain of {drafts}": list(range(-1, drafts)) for drafts in (4, 8)}
 PASSES = {"one token": [-1], **CHAIN, "tree of 8, depth 4": [-1, 0, 0, 1, 1, 2, 3, 4, 6]}
 
 
 def random_model(model_type: str) -> PreTrainedModel:
-    config = AutoConfig.for_model(model_type, **COMMON, **SHAPES[model_type])
+    config = AutoConfig.for_model(model_type, num_hidden_layers=LAYERS, **COMMON, **SHAPES[model_type])
     torch.manual_seed(0)
     build: Any = AutoModelForCausalLM
     model: PreTrainedModel = build.from_config(config, dtype=torch.float32)

@@ -108,7 +108,7 @@ def aims() -> str:
 # --- the appendix --------------------------------------------------------------------------------------
 
 
-def speed_table(found: Record) -> str:
+def speed_table(content: Record) -> str:
     """The table of a speed record."""
     makers = {
         "tokens/s": lambda row: cell(row["tokens_per_second"], 1),
@@ -118,14 +118,14 @@ def speed_table(found: Record) -> str:
         "c": lambda row: cell(row.get("c")),
         "equal texts": lambda row: row["equal"],
     }
-    return columns(found["table"], makers)
+    return columns(content["table"], makers)
 
 
-def cost_tables(found: Record) -> Iterator[str]:
+def cost_tables(content: Record) -> Iterator[str]:
     """Milliseconds of passes, by nodes and by context."""
     for by in ("nodes", "context"):
         suffix = f", by {by}"
-        curves = {key.removesuffix(suffix): rows for key, rows in found["cost"].items() if key.endswith(suffix)}
+        curves = {key.removesuffix(suffix): rows for key, rows in content["cost"].items() if key.endswith(suffix)}
         heads = [f"ms of a pass{suffix}", *(str(row[by]) for row in next(iter(curves.values())))]
         yield table(heads, ([key, *(cell(row["ms"], 1) for row in rows)] for key, rows in curves.items()))
 
@@ -159,7 +159,7 @@ def speed() -> Iterator[str]:
         the prompt's pass included. *Plain* is plain decoding by the compiled kernels. A tree is
         given as nodes/depth/branch. c leaves the prompt's pass out. Trust ratios more than tokens
         per second: clocks and neighbours change.""")
-    yield from subsections(SPEEDS, lambda found: [speed_table(found)])
+    yield from subsections(SPEEDS, lambda content: [speed_table(content)])
     for name, title in (("speed", "Intel Xeon with AMX"), ("speed_amd", "AMD EPYC")):
         yield f"### Cost of a pass: {title}"
         yield from cost_tables(record(name))
@@ -195,7 +195,7 @@ def rounded() -> Iterator[str]:
             share = f"{100 * row['same_token']:.1f} %"
             lines[number] += [f"{row['bytes'] / 1e6:.0f}", cell(row["over_exact"], 4), share]
     yield table(heads, lines)
-    yield from subsections(ROUNDED_SPEEDS, lambda found: [speed_table(found)])
+    yield from subsections(ROUNDED_SPEEDS, lambda content: [speed_table(content)])
 
 
 SIMULATED = {
@@ -246,13 +246,13 @@ def alphas(row: Record) -> str:
     return " ".join(cell(alpha[0]) for alpha in row.get("n-alpha", ()))
 
 
-def acceptance_tables(found: Record) -> Iterator[str]:
+def acceptance_tables(content: Record) -> Iterator[str]:
     """n-alpha and tau of every method of a record, and differences of tau."""
-    yield f"{found['chats']} chats, {found['loops']} of them loops."
-    chats, loops = found["without_loops"], found["loops_only"] or {}
+    yield f"{content['chats']} chats, {content['loops']} of them loops."
+    chats, loops = content["without_loops"], content["loops_only"] or {}
     lines = [
         [method, cell(chats[method]["tau"]), cell(loops.get(method, {}).get("tau")), alphas(chats[method]),
-         f"{found['equal_to_vanilla'][method]} of {found['chats']}"]
+         f"{content['equal_to_vanilla'][method]} of {content['chats']}"]
         for method in METHODS if method in chats
     ]  # fmt: skip
     yield table(["", "tau", "tau of loops", "n-alpha, n = 0..4", EQUAL_IDS], lines)
@@ -295,13 +295,13 @@ def sharpness() -> Iterator[str]:
 
 def noise() -> Iterator[str]:
     """Sampling: coupled noise, drawn trees, blocks."""
-    found = record("noise")
+    sampling = record("noise")
     yield prose("""
         25 held-in chats, embedded model. *Shared*: the draft looks at the target's noise
         (`--tree.noise shared`); *drawn*: it samples.""")
-    equal = {EQUAL_IDS: lambda row: f"{row['equal_to_plain']} of {found['chats']}"}
-    yield columns(found["tau"], {"tau": lambda row: cell(row["tau"]), **equal})
-    yield columns(found["ratios of tau"], {"": cell}, "tau over tau, paired")
+    equal = {EQUAL_IDS: lambda row: f"{row['equal_to_plain']} of {sampling['chats']}"}
+    yield columns(sampling["tau"], {"tau": lambda row: cell(row["tau"]), **equal})
+    yield columns(sampling["ratios of tau"], {"": cell}, "tau over tau, paired")
     yield source("noise")
 
 
@@ -311,9 +311,9 @@ def long_context() -> Iterator[str]:
         An EAGLE-3 head trained on 512 tokens drafts behind prompts of 256 to 4,032 tokens, 20
         passages of five books for each task, tree 16/5/4. All prompts of a passage are followed by
         the same 64 tokens. `eagle3 float16 table`: the rotations of the reference code.""")
-    found = record("long_context")
-    lengths = found["settings"]["lengths"]
-    for task, entry in found["tasks"].items():
+    passages = record("long_context")
+    lengths = passages["settings"]["lengths"]
+    for task, entry in passages["tasks"].items():
         lines = [
             [name, *(cell(tau[0]) for tau in row["tau"]), cell(row["ratio"][-1])] for name, row in entry["all"].items()
         ]
@@ -349,14 +349,14 @@ def flips() -> Iterator[str]:
     yield source(*titles)
 
 
-def training_tables(found: Record) -> Iterator[str]:
+def training_tables(content: Record) -> Iterator[str]:
     """tau and n-alpha of the kinds of heads of a record, and differences of tau."""
-    yield found["caption"]
-    shapes = next(iter(found["kinds"].values()))["tau"]
+    yield content["caption"]
+    shapes = next(iter(content["kinds"].values()))["tau"]
     makers = {f"tau, {shape}": lambda row, shape=shape: cell(row["tau"][shape]) for shape in shapes}
-    yield columns(found["kinds"], {**makers, "n-alpha": alphas})
+    yield columns(content["kinds"], {**makers, "n-alpha": alphas})
     gaps = {"": lambda gap: cell(gap["tau"]["tree"], 2, "+")}
-    yield columns(found["differences"], gaps, "difference of tau of the tree")
+    yield columns(content["differences"], gaps, "difference of tau of the tree")
 
 
 def training() -> Iterator[str]:
@@ -392,13 +392,13 @@ def bundled() -> Iterator[str]:
 def batches() -> Iterator[str]:
     """Several rows, and a mixture of experts."""
     yield prose("Speed-up over plain decoding in as many rows (EAGLE-1, table 7), by the model's own forward.")
-    found, experts = record("batch"), record("experts")
-    sizes = [str(n) for n in found["settings"]["rows"]]
+    batch, experts = record("batch"), record("experts")
+    sizes = [str(n) for n in batch["settings"]["rows"]]
     lines = [
-        [name, *(cell(row[n]["speedup"]) for n in sizes), cell(found["throughput"][name])]
-        for name, row in found["table"].items()
+        [name, *(cell(row[n]["speedup"]) for n in sizes), cell(batch["throughput"][name])]
+        for name, row in batch["table"].items()
     ]
-    lines.append(["published, Vicuna-7B", *(cell(found["published_speedup"].get(n)) for n in sizes), "1.97"])
+    lines.append(["published, Vicuna-7B", *(cell(batch["published_speedup"].get(n)) for n in sizes), "1.97"])
     yield table(["rows", *sizes, "throughput"], lines)
     yield source("batch")
     yield prose("""
@@ -486,36 +486,36 @@ def servers() -> Iterator[str]:
         loads = record(name)["open"]
         yield load_table(loads, f"{model}, load", [f"{100 * float(load):.0f} %" for load in loads])
         yield source(name)
-    found = record("serve_load_long")
+    long = record("serve_load_long")
     yield prose(f"""
-        4 clients, without and with prompts of {int(found["settings"]["prompt_tokens"]):,} tokens that come one after
+        4 clients, without and with prompts of {int(long["settings"]["prompt_tokens"]):,} tokens that come one after
         the other (a context of that length, beyond what the model was trained for: only the time
         matters here):""")
-    yield load_table(found["long"], "embedded, long prompts")
+    yield load_table(long["long"], "embedded, long prompts")
     yield source("serve_load_long")
 
 
 def embedded() -> Iterator[str]:
     """The embedded model's own figures."""
-    found = record("tiny")
-    losses = ", ".join(f"{span}: {loss:.2f}" for span, loss in found["book_loss_by_position"].items())
+    figures = record("tiny")
+    losses = ", ".join(f"{span}: {loss:.2f}" for span, loss in figures["book_loss_by_position"].items())
     yield prose(f"""
-        Held-out chats: {found["chats"]}, {found["heldout_loss_nats"]:.4f} nats a token, perplexity
-        {found["heldout_perplexity"]:.2f}. distinct-3 of 60 greedy answers: {found["distinct_3"]:.3f}.
+        Held-out chats: {figures["chats"]}, {figures["heldout_loss_nats"]:.4f} nats a token, perplexity
+        {figures["heldout_perplexity"]:.2f}. distinct-3 of 60 greedy answers: {figures["distinct_3"]:.3f}.
         Loss on an unseen book by position: {losses}.""")
-    samples = ((" ".join(s["user"].split()), " ".join(s["answer"].split())) for s in found["samples"][:6])
+    samples = ((" ".join(s["user"].split()), " ".join(s["answer"].split())) for s in figures["samples"][:6])
     yield "\n".join(f"- *{user[:120]}* -> {answer[:160]}" for user, answer in samples)
 
 
-def by_tree(found: Record, speed: bool = False) -> Iterator[tuple[str, str, Record]]:
+def by_tree(content: Record, speed: bool = False) -> Iterator[tuple[str, str, Record]]:
     """(temperature, tree, row) of a comparison of heads; with `speed` the rows of their speed."""
-    for temperature, entry in found.items():
+    for temperature, entry in content.items():
         if temperature.startswith("T = "):
             rows = entry["speed"] if speed else entry
             yield from ((temperature, tree, row) for tree, row in rows.items() if "/" in tree)
 
 
-def heads_table(found: Record, figure: str, pairs: str) -> str:
+def heads_table(content: Record, figure: str, pairs: str) -> str:
     """A line for each temperature and tree; the last head beside every other one.
 
     Args:
@@ -524,7 +524,7 @@ def heads_table(found: Record, figure: str, pairs: str) -> str:
     """
     speed, sign = figure != "tau", {"difference": " - ", "ratio": " / "}[pairs]
     lines = []
-    for temperature, tree, row in by_tree(found, speed):
+    for temperature, tree, row in by_tree(content, speed):
         *others, last = row[figure]
         beside = [f"{last}{sign}{name}" for name in others]
         figures = [cell(value, 1 if speed else 2) for value in row[figure].values()]
@@ -577,9 +577,9 @@ DRAFTERS = {
 
 def drafters() -> Iterator[str]:
     """Heads of today's methods after equally many training tokens."""
-    found, mtp = record("drafters_deep"), record("drafters_mtp")
+    deep, mtp = record("drafters_deep"), record("drafters_mtp")
     yield prose(f"""
-        Heads of the embedded model after {found["heads"]["eagle3"]["trained"]["tokens"]:,} training tokens each, one
+        Heads of the embedded model after {deep["heads"]["eagle3"]["trained"]["tokens"]:,} training tokens each, one
         run each, on held-in chats; those whose greedy answers loop are left out of tau. The papers
         of block drafters train on hundreds of times as many tokens, so this is a comparison at
         equal tokens and no verdict about them. The draft of EAGLE-3 with one layer is one call of a
@@ -588,7 +588,7 @@ def drafters() -> Iterator[str]:
         [temperature, tree, title, cell(row["tau"][name]), cell(speed["median_draft_ms"][name], 1),
          cell(speed["median_cycle_ms"][name], 1), cell(speed["tokens_per_second"][name], 0),
          cell(speed["over_plain"][name])]
-        for (temperature, tree, row), (_, _, speed) in zip(by_tree(found), by_tree(found, speed=True), strict=True)
+        for (temperature, tree, row), (_, _, speed) in zip(by_tree(deep), by_tree(deep, speed=True), strict=True)
         for name, title in DRAFTERS.items()
     ]  # fmt: skip
     yield table(["", "tree", "head", "tau", "ms of a draft", "ms of a cycle", "tokens/s", "over plain"], lines)

@@ -78,7 +78,7 @@ class Client:
             self.wrong += text_of(response, stream) != self.right[prompt, tokens]
         return response.status_code
 
-    async def set_host_lengths(self) -> dict[str, Any]:
+    async def settle(self) -> dict[str, Any]:
         """Wait until the engine is empty; the state that it is in then."""
         began = time.monotonic()
         while True:
@@ -223,7 +223,7 @@ async def all_of_it(server: Server, right: Texts, args: Any) -> dict[str, Any]:
     """Everything, one thing after the other."""
     client, record = Client(server, right), dict[str, Any]()
     await soak(client, 500, args.at_once)  # caches of allocators and connections fill
-    record["at the beginning"] = await client.set_host_lengths()
+    record["at the beginning"] = await client.settle()
     for name, work in {
         "hang-ups": hang_ups(client, args.clients),
         "malformed bodies": bodies(client, args.bodies),
@@ -231,7 +231,7 @@ async def all_of_it(server: Server, right: Texts, args: Any) -> dict[str, Any]:
         "overflow": overflow(client, 400),
         "soak": soak(client, args.requests, args.at_once),
     }.items():
-        record[name] = {"found": await work, **await client.set_host_lengths()}
+        record[name] = {"found": await work, **await client.settle()}
         print(name, record[name], flush=True)
     record["SIGTERM"] = await sigterm(client, 60)
     record["texts of another request"] = client.wrong

@@ -21,7 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import _markdown
 import torch
+from _common import tree_of
 from random_target import SHAPES
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -37,21 +39,6 @@ from eyas.files import write_text
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.graphs import GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
-
-__all__ = [
-    "FULL",
-    "SMALL",
-    "Clock",
-    "Entry",
-    "Lab",
-    "OutOfTime",
-    "Plan",
-    "Results",
-    "Timing",
-    "elapsed_ms",
-    "table",
-    "timed_cycles",
-]
 
 T = TypeVar("T")
 POSITIONS = 65_536  # of every shape: contexts of 32k and their answers fit
@@ -147,7 +134,7 @@ class Results:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as Markdown; the columns are all keys in the order in which they come."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    heads = list(dict.fromkeys(key for row in rows for key in row))
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
@@ -156,8 +143,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             return f"{cell(value[0])} [{', '.join(map(cell, value[1:]))}]"
         return "" if value is None else str(value)
 
-    lines = [columns, ["---"] * len(columns), *([cell(row.get(name)) for name in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _markdown.table(heads, ([cell(row.get(name)) for name in heads] for row in rows))
 
 
 # --- the device, its model, its drafters -------------------------------------------------------------------------------------------------
@@ -221,7 +207,7 @@ class Lab:
         """The model with this runner."""
         model = self.model(shape)
         if kernels not in self._targets:
-            self._targets[kernels] = prepared(Target(model, shape), kernels)
+            self._targets[kernels] = with_fastest_runner(Target(model, shape), kernels)
         target = copy(self._targets[kernels])
         target.draft_weights = draft_weights
         return target
@@ -229,18 +215,15 @@ class Lab:
     def drafter(self, entry: Entry, shape: str = "") -> Drafter:
         """The method, with random weights."""
         kind, options = find(entry.method), dict(entry.options)
-        if entry.tree:
-            options |= dict(
-                zip(("tree.nodes", "tree.depth", "tree.branch"), map(int, entry.tree.split("/")), strict=True)
-            )
+        options |= tree_of(entry.tree) if entry.tree else {}
         target = self.target(shape or self.plan.shape, entry.kernels, entry.draft_weights)
         return kind.random(target, build_options(kind.Options, options))
 
 
-def prepared(target: Target, kernels: str) -> Target:
+def with_fastest_runner(target: Target, kernels: str) -> Target:
     """The target with a runner: "off", "on" or "compile", as `--kernels`."""
     if target.device.type == "cuda":
-        return runners.prepared(target, kernels)
+        return runners.with_fastest_runner(target, kernels)
     if kernels == "off":
         return target
     layers = CompiledLayers(target.family.layers, "eager") if kernels == "compile" else None
@@ -299,8 +282,8 @@ def timed_cycles(
     decoders, timings = dict[str, Decoder](), {name: Timing() for name in drafters}
     for name, drafter in drafters.items():
         decoder = Decoder(drafter.target, drafter, rows, verify=simulated(rates))
-        if isinstance(decoder.cycle, CycleReplay):
-            decoder.cycle.runs_ahead = ahead
+        if isinstance(decoder.cycle_runner, CycleReplay):
+            decoder.cycle_runner.runs_ahead = ahead
         for row in range(rows):
             prompt = torch.randint(3, drafter.target.vocab_size, (context,), generator=generator).tolist()
             decoder.add(Request(tuple(prompt), 12 * (count + rows), Sampling(temperature, seed=row)))

@@ -41,26 +41,15 @@ def attention_rows(lab: Lab, context: int) -> Record:
     for nodes in NODES:
         q = random_like(1, H, nodes, h, device=device, dtype=dtype)
         for name, attend in _contestants(q, context, W).items():
-            turn = iter(range(10**9))
+            turn, what = iter(range(10**9)), {"nodes": nodes, "slots": W, "by": name}
             try:
                 ms = elapsed_ms(lambda: attend(*stores[next(turn) % layers]), device, lab.plan.repeats)  # noqa: B023 - called at once
                 error = _error(attend(*stores[0]), _exact(q, stores[0][0], stores[0][1], context))
             except RuntimeError as reason:
-                rows.append(
-                    {"nodes": nodes, "slots": W, "by": name, "us": None, "why": str(reason).splitlines()[0][:60]}
-                )
+                rows.append({**what, "us": None, "why": str(reason).splitlines()[0][:60]})
                 continue
             read = stores[0].numel() * stores[0].element_size()
-            rows.append(
-                {
-                    "nodes": nodes,
-                    "slots": W,
-                    "by": name,
-                    "us": [1e3 * x for x in ms],
-                    "TB/s": read / ms[0] / 1e9,
-                    "error": error,
-                }
-            )
+            rows.append({**what, "us": [1e3 * x for x in ms], "TB/s": read / ms[0] / 1e9, "error": error})
     return {"rows": rows}
 
 
@@ -76,13 +65,9 @@ def _contestants(q: Tensor, context: int, width: int) -> dict[str, Callable[[Ten
 
         return attend
 
-    backends = {
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cuDNN": SDPBackend.CUDNN_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-    chosen = backends if q.device.type == "cuda" else {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
-    found = {name: by(backend) for name, backend in chosen.items()}
+    backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    chosen = backends if q.device.type == "cuda" else {"flash": SDPBackend.FLASH_ATTENTION}
+    others = {name: by(backend) for name, backend in {**chosen, "math": SDPBackend.MATH}.items()}
     nodes = q.shape[2]
     length_1 = torch.full((1,), context, device=q.device)
     visible = mask[0, :, :, context : context + nodes]
@@ -92,12 +77,11 @@ def _contestants(q: Tensor, context: int, width: int) -> dict[str, Callable[[Ten
     def ours(key: Tensor, value: Tensor) -> Tensor:
         return gpu.attention(q_RQHh, key, value, length_1, visible, position, scale).transpose(1, 2)
 
-    return {**found, "eyas": ours}
+    return {**others, "eyas": ours}
 
 
 def _mask(q: Tensor, context: int, width: int) -> Tensor:
-    """bool [1, 1, N, W]: the committed slots, and the node itself and the root among those behind
-    them."""
+    """bool [1, 1, N, W]: the committed slots, and the node itself and the root among those behind them."""
     mask = torch.zeros(1, 1, q.shape[2], width, dtype=torch.bool, device=q.device)
     mask[..., : context + 1] = True
     nodes = torch.arange(q.shape[2], device=q.device)
@@ -128,22 +112,11 @@ def draft_ms(lab: Lab, entry: Entry, context: int) -> list[float]:
     session.begin(0, 0, context)
     for begin in range(0, context, 512):
         count = min(512, context - begin)
-        session.prefill(
-            0,
-            torch.full((count,), 7, device=device),
-            random_like(count, width, device=device, dtype=target.dtype),
-            begin,
-        )
+        features = random_like(count, width, device=device, dtype=target.dtype)
+        session.prefill(0, torch.full((count,), 7, device=device), features, begin)
     one_1 = torch.ones(1, dtype=torch.long, device=device)
-    cycle_input = CycleInput(
-        7 * one_1,
-        context * one_1,
-        one_1 > 0,
-        (Sampling(),),
-        GumbelNoise.of([Sampling()], device),
-        context,
-        active_rows=(0,),
-    )
+    noise, sampling = GumbelNoise.of([Sampling()], device), (Sampling(),)
+    cycle_input = CycleInput(7 * one_1, context * one_1, one_1 > 0, sampling, noise, context, active_rows=(0,))
     capturable = session.capturable(cycle_input)
     assert capturable is not None
     state = {name: getattr(session, name).clone() for name in capturable.state}
@@ -153,7 +126,7 @@ def draft_ms(lab: Lab, entry: Entry, context: int) -> list[float]:
             setattr(session, name, value)
         return session.draft(cycle_input)
 
-    _, replay = target.run.capture(work, lambda: None)  # type: ignore[attr-defined]
+    _, replay = target.runner.capture(work, lambda: None)  # type: ignore[attr-defined]
     return elapsed_ms(replay, device, lab.plan.repeats)
 
 
@@ -161,16 +134,14 @@ def kernel_rows(lab: Lab, entry: Entry, context: int) -> Record:
     """The kernels of recorded cycles by their names: how often, how long; and the device's idle time."""
     drafter = lab.drafter(entry)
     decoder = Decoder(drafter.target, drafter, verify=simulated((0.8, 0.7)))
-    prompt = torch.randint(
-        3, drafter.target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    dice = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, drafter.target.vocab_size, (context,), generator=dice).tolist()
     decoder.add(Request(tuple(prompt), 12 * (TRACED + lab.plan.warm + 2)))
     for _ in range(1 + lab.plan.warm):
         decoder.step()
     on_gpu = lab.device.type == "cuda"
-    with torch.profiler.profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    ) as profiler:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
         traced_ms = elapsed_ms(decoder.step, lab.device, TRACED - 3)
     count, micros = Counter[str](), Counter[str]()
     for event in profiler.key_averages():
@@ -189,38 +160,20 @@ def kernel_rows(lab: Lab, entry: Entry, context: int) -> Record:
 
 
 def reference_rows(lab: Lab, how: str, context: int) -> Record:
-    """Milliseconds a token of transformers' generate: answers of two lengths, whose difference is
-    timed."""
+    """Milliseconds a token of transformers' generate: answers of two lengths, whose difference is timed."""
     model: Any = lab.model(lab.plan.shape)
     few, many = lab.plan.reference_tokens
     ids = torch.randint(3, model.config.vocab_size, (1, context), device=lab.device)
-    cache = {} if how == "dynamic" else {"cache_implementation": "static"}
-    if how == "static":
-        cache["disable_compile"] = True
+    options: dict[str, Any] = {} if how == "dynamic" else {"cache_implementation": "static"}
+    options |= {"disable_compile": True} if how == "static" else {}
+    options |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
 
-    def answer(new: int) -> float:
+    def answer_ms(new: int) -> float:
         def work() -> None:
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-                pad_token_id=0,
-                **cache,
-            )
+            model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)
 
         return elapsed_ms(work, lab.device, 3)[0]
 
-    short, long = answer(few), answer(many)
-    return {
-        "rows": [
-            {
-                "generate": how,
-                "context": context,
-                "ms a token": (long - short) / (many - few),
-                f"ms of {few}": short,
-                f"ms of {many}": long,
-            }
-        ]
-    }
+    short, long = answer_ms(few), answer_ms(many)
+    row = {"generate": how, "context": context, "ms a token": (long - short) / (many - few)}
+    return {"rows": [{**row, f"ms of {few}": short, f"ms of {many}": long}]}

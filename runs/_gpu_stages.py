@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from _common import bundled_prompts
 from _common import drafter as pretrained
-from _gpu_lab import DENSE, EXPERTS, Entry, Lab, Plan, Results, Timing, prepared, timed_cycles
+from _gpu_lab import DENSE, EXPERTS, Entry, Lab, Plan, Results, Timing, timed_cycles, with_fastest_runner
 from _gpu_pieces import attention_rows, draft_ms, kernel_rows, reference_rows
 
 import eyas
@@ -73,15 +73,10 @@ def _machine(bench: Bench) -> Record:
     """Name, versions, and the two ceilings: bytes read and operations per second."""
     device, plan = bench.lab.device, bench.plan
     card = machine.card(dtype=plan.dtype, device=str(device))
-    found = {"bandwidth": cost.bandwidth(device), "flops": cost.flop_rate(bench.lab.target(plan.shape, "off"))}
+    bandwidth, flops = cost.bandwidth(device), cost.flop_rate(bench.lab.target(plan.shape, "off"))
     gpu = card["gpus"][0]["name"] if card["gpus"] else card["cpu"]
-    row = {
-        "device": gpu,
-        "TB/s read": (found["bandwidth"] or 0) / 1e12,
-        "TFLOP/s": (found["flops"] or 0) / 1e12,
-        **card["versions"],
-    }
-    return {"rows": [row], "card": card, **found}
+    row = {"device": gpu, "TB/s read": (bandwidth or 0) / 1e12, "TFLOP/s": (flops or 0) / 1e12, **card["versions"]}
+    return {"rows": [row], "card": card, "bandwidth": bandwidth, "flops": flops}
 
 
 def _texts(bench: Bench, dtype: str, kernels: Sequence[str]) -> Record:
@@ -91,28 +86,24 @@ def _texts(bench: Bench, dtype: str, kernels: Sequence[str]) -> Record:
     A text that differs is judged by the float32 logits behind the common prefix: in float32 a
     margin above 1e-4 is a bug.
     """
-    llm = eyas.load(device=str(bench.lab.device), dtype=dtype, method="vanilla", kernels="off")
-    exact = (
-        llm
-        if dtype == "float32"
-        else eyas.load(device=str(bench.lab.device), dtype="float32", method="vanilla", kernels="off")
-    )
+    where = {"device": str(bench.lab.device), "method": "vanilla", "kernels": "off"}
+    llm = eyas.load(**where, dtype=dtype)
+    exact = llm if dtype == "float32" else eyas.load(**where, dtype="float32")
     prompts = [llm.request(p.turns[0], raw=p.raw)[0].prompt for p in bundled_prompts(bench.plan.prompts)]
     rows, plain = list[Record](), dict[tuple[float, int], list[int]]()
     for runner in ("off", *kernels):
-        target = prepared(Target(llm.target.model, "embedded"), runner)
+        target = with_fastest_runner(Target(llm.target.model, "embedded"), runner)
         for method, tree, temperature in TEXTS if runner != "compile" else TEXTS[:2]:
             drafting = pretrained(target, method, tree)
             decoder, margins = Decoder(drafting.target, drafting), list[float]()
             for number, prompt in enumerate(prompts):
-                text = _decoded(
-                    decoder, Request(prompt, bench.plan.new_tokens, Sampling(temperature, seed=number), llm.eos)
-                )
+                sampling = Sampling(temperature, seed=number)
+                text = _decoded(decoder, Request(prompt, bench.plan.new_tokens, sampling, llm.eos))
                 true = plain.setdefault((temperature, number), text)
                 if (at := first_difference(text, true)) is not None:
                     margins.append(_margin(exact.target, [*prompt, *true[:at]], text[at:], true[at:]))
-            found = {"dtype": dtype, "kernels": runner, "method": method, "T": temperature, "texts": len(prompts)}
-            rows.append({**found, "differ": len(margins), "largest margin": max(margins, default=None)})
+            row = {"dtype": dtype, "kernels": runner, "method": method, "T": temperature, "texts": len(prompts)}
+            rows.append({**row, "differ": len(margins), "largest margin": max(margins, default=None)})
     return {"rows": rows}
 
 
@@ -156,17 +147,10 @@ def _cycles(
     drafters = {name: bench.lab.drafter(entry, shape) for name, entry in entered.items()}
     timings = timed_cycles(bench.lab, drafters, context, rows, rates, temperature, ahead)
     base = timings[plain.name]
-    run: Any = drafters[plain.name].target.run
+    run: Any = drafters[plain.name].target.runner
     runner = f"{run.name}, layers by kernels" if getattr(run, "fused", None) else run.name
-    about = {
-        "shape": shape,
-        "kernels": plain.kernels,
-        "runner": runner,
-        "context": context,
-        "rows": rows,
-        "T": temperature,
-        "ahead": ahead,
-    }
+    about = {"shape": shape, "kernels": plain.kernels, "runner": runner}
+    about |= {"context": context, "rows": rows, "T": temperature, "ahead": ahead}
     target = drafters[plain.name].target
     bound_ms = _bound_ms(bench, target, context, rows)
     lines = [{**about, **_line(name, timing, base, rows, bound_ms)} for name, timing in timings.items()]
@@ -200,6 +184,16 @@ def _memory(bench: Bench) -> int:
     return torch.cuda.max_memory_allocated(bench.lab.device) if bench.lab.device.type == "cuda" else 0
 
 
+def _attention(bench: Bench, context: int) -> Record:
+    """Attention of one layer, by torch and by eyas' kernel."""
+    return attention_rows(bench.lab, context)
+
+
+def _reference(bench: Bench, how: str) -> Record:
+    """The same model by transformers' generate."""
+    return reference_rows(bench.lab, how, bench.plan.contexts[0])
+
+
 def _profile(bench: Bench, entry: Entry) -> Record:
     """Which kernels a cycle consists of, and how long the device is busy with them."""
     return kernel_rows(bench.lab, entry, bench.plan.contexts[0])
@@ -208,10 +202,10 @@ def _profile(bench: Bench, entry: Entry) -> Record:
 def _draft(bench: Bench, method: str, options: tuple[tuple[str, Any], ...]) -> Record:
     """A draft alone, recorded, at a short and at a long context."""
     (_, short, long), entry = bench.plan.window, Entry(method, bench.plan.trees[0], options=options)
-    found = {context: draft_ms(bench.lab, entry, context) for context in (short, long)}
+    drafts = {context: draft_ms(bench.lab, entry, context) for context in (short, long)}
+    base = drafts[short][0]
     rows = [
-        {"method": entry.name, "context": n, "draft ms": ms, "over short": ms[0] / found[short][0]}
-        for n, ms in found.items()
+        {"method": entry.name, "context": n, "draft ms": ms, "over short": ms[0] / base} for n, ms in drafts.items()
     ]
     return {"rows": rows}
 
@@ -272,11 +266,3 @@ def stages(plan: Plan) -> list[Stage]:
             cycles(f"{short} tokens", [tree, small], short, 90, shape=shape, rates=EXPERTS if "mixtral" in shape else DENSE)
         ]) for shape in plan.others),
     ]  # fmt: skip
-
-
-def _attention(bench: Bench, context: int) -> Record:
-    return attention_rows(bench.lab, context)
-
-
-def _reference(bench: Bench, how: str) -> Record:
-    return reference_rows(bench.lab, how, bench.plan.contexts[0])

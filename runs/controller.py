@@ -11,7 +11,6 @@ than that. docs/controller.md shows the table. Needs no model and no quiet machi
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -23,14 +22,17 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+from _common import parser
+from _markdown import table
+
 from curves import curve
 from eyas.adaptive.cost import Costs
 from eyas.core.dormant import Policy
-from eyas.core.drafter import Shape
+from eyas.core.drafter import TreeSize
 from simulated import FALLBACK, FLAT, FixedPolicy, SimulatedMachine, controller
 
 TREES = [
-    Shape(nodes, depth, branch)
+    TreeSize(nodes, depth, branch)
     for nodes in (2, 3, 4, 6, 8, 12, 16, 32)
     for depth in (1, 2, 3, 4, 5)
     for branch in (1, 2, 4)
@@ -141,16 +143,16 @@ def measure(chosen: dict[str, Scenario], seeds: int, policy: Callable[[Scenario]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios whose name contains it")
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
-    args = parser.parse_args()
-    print("| scenario | best fixed over plain | auto over best fixed, mean | least of the seeds |\n|---|---|---|---|")
+    args = parser(
+        __doc__, output=(None, "the record, JSON"), seeds=10, only=("", "scenarios whose name contains it")
+    ).parse_args()
+    print(
+        table(("scenario", "best fixed over plain", "auto over best fixed, mean", "least of the seeds"), ()), flush=True
+    )
     chosen = {name: each for name, each in SCENARIOS.items() if args.only in name}
     rows = measure(chosen, args.seeds, Scenario.policy)
     if args.output:
-        args.output.write_text(json.dumps({"seeds": args.seeds, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        Path(args.output).write_text(json.dumps({"seeds": args.seeds, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""Draw one cycle's draft tree and what the target made of it: as text, or as the SVG of the README.
+"""Draw one cycle's draft tree and what the target made of it: as text, or as an SVG.
 
-python runs/draw_tree.py "I want to book a table for two in San Jose tonight." --nodes 14
-python runs/draw_tree.py "I want to book a table for two in San Jose tonight." --nodes 14 --svg docs/pictures/tree.svg
+    python runs/draw_tree.py --nodes 14                                  the tree of the README, as text
+    python runs/draw_tree.py --nodes 14 --svg docs/pictures/tree.svg     and its picture
+    python runs/draw_tree.py --methods --heads out/drafters              a picture for each method's page
+
+The pictures of methods show the cycle that accepted most draft tokens among the first of an answer
+of the embedded model. Methods without a head in the package take theirs from --heads, as
+runs/drafters.sh trains them; a method whose head is not there keeps the picture that it has.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import Any
+
+from _common import drafter, run, tree
 
 import eyas
-from eyas.bench.trees import Node, draw, tree_lines, tree_nodes
+from eyas import tiny
+from eyas.bench.trees import Node, deepest_cycle, draw, tree_lines, tree_nodes
 from eyas.core.engine import Decoder, Step
 
 CHARACTER, PADDING, HEIGHT, ROW, COLUMN = 7.8, 11, 26, 36, 34  # pixels
@@ -33,6 +43,29 @@ STYLE = """
       path.bonus { stroke: #58a6ff }
     }
 """
+
+
+PROMPT = "I want to book a table for two in San Jose tonight."
+REPEATED = (
+    "Repeat this: I would like to book a table for two at seven in San Jose. "
+    "I would like to book a table for two at"
+)  # for methods that look up what followed earlier
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "methods"
+DYNAMIC = tree(14, 5, 4)
+# Method -> (options, prompt)
+METHODS: dict[str, tuple[dict[str, Any], str]] = {
+    "vanilla": ({}, PROMPT),
+    "eagle1": ({}, PROMPT),
+    **{name: (DYNAMIC, PROMPT) for name in ("eagle2", "eagle3", "seagle", "mtp", "peagle", "dflash", "dspark")},
+    "small_model": ({"depth": 4}, PROMPT),
+    "medusa": ({"tree.choices": "dynamic", "tree.nodes": 14}, PROMPT),
+    "hydra": ({"tree.choices": "dynamic", "tree.nodes": 14}, PROMPT),
+    "prompt_lookup": ({}, REPEATED),
+    "suffix": ({"suffix.nodes": 12}, REPEATED),
+    "rest": ({"rest.nodes": 14}, PROMPT),
+    "lookahead": ({"lookahead.guesses": 5}, REPEATED),
+    "self_speculative": ({"depth": 4, "skip": "3,6,9,12"}, PROMPT),
+}
 
 
 def draw_svg(nodes: list[Node]) -> str:
@@ -81,26 +114,60 @@ def draw_svg(nodes: list[Node]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt")
-    parser.add_argument("--cycle", type=int, default=1)
-    parser.add_argument("--nodes", type=int, default=10)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of text")
-    args = parser.parse_args()
-    llm = eyas.load(tree={"nodes": args.nodes, "depth": 5, "branch": 4})
-    request, _ = llm.request(args.prompt)
+def one_tree(llm: eyas.LLM, prompt: str, cycle: int) -> Step:
+    """One cycle of an answer, by its number; 0 is the prompt's."""
+    request, _ = llm.request(prompt)
     decoder = Decoder(llm.target, llm.drafter)
     decoder.add(request)
     steps: list[Step] = []
-    while not decoder.finished and len(steps) <= args.cycle:
+    while not decoder.finished and len(steps) <= cycle:
         steps += decoder.step()
-    step = steps[args.cycle]
+    return steps[cycle]
+
+
+def draw_methods(llm: eyas.LLM, heads: Path, text: Callable[[int], str]) -> None:
+    """Write the picture of every method that needs no head, or whose head is there."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for method, (options, prompt) in METHODS.items():
+        reads = eyas.drafters.find(method).reads
+        trained = heads / ("datastore" if method == "rest" else method)
+        head = trained if reads and reads not in tiny.HEADS else None
+        if method == "rest":
+            options, head = {**options, "datastore": str(trained)}, None
+        if (head or method == "rest") and not trained.exists():
+            print(f"{method}: there is no {trained}")
+            continue
+        request, _ = llm.request(prompt)
+        step = deepest_cycle(drafter(llm.target, method, options, head), request)
+        if step is None and method != "vanilla":
+            print(f"{method}: nothing was drafted")
+            continue
+        nodes = tree_nodes(step or one_tree(llm, prompt, 1), text)
+        (PICTURES / f"{method}.svg").write_text(draw_svg(nodes))
+        print(f"{method}: {len(nodes)} nodes, {sum(node.kind == 'accepted' for node in nodes) - 1} accepted")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompt", nargs="?", default=PROMPT)
+    parser.add_argument("--cycle", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=10)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of text")
+    parser.add_argument("--methods", action="store_true", help="write the picture of every method")
+    parser.add_argument("--heads", type=Path, default=Path("out/drafters"), metavar="FOLDER")
+    args = parser.parse_args()
+    llm = (
+        eyas.load(method="vanilla") if args.methods else eyas.load(tree={"nodes": args.nodes, "depth": 5, "branch": 4})
+    )
 
     def shown(token: int) -> str:
         text = llm.tokenizer.decode([token])
-        return (text.strip() or repr(text)) if args.svg else repr(text)
+        return (text.strip() or repr(text)) if args.svg or args.methods else repr(text)
 
+    if args.methods:
+        draw_methods(llm, args.heads, shown)
+        return
+    step = one_tree(llm, args.prompt, args.cycle)
     nodes = tree_nodes(step, shown)
     if args.svg:
         args.svg.parent.mkdir(parents=True, exist_ok=True)
@@ -111,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,17 +14,16 @@ as those of the others.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _markdown
 import torch
+from _common import parser, words
 from _fake_cuda import CUDA, LaunchLog, fake_cuda, logged_by_stage
 from random_target import SHAPES
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -89,7 +88,6 @@ class Counts:
 
     layers: int
     launches: dict[str, int]  # by stage
-    products: dict[str, int]  # matrix products and attention among them
     bytes: dict[str, int]
     faults: tuple[str, ...] = ()
 
@@ -107,7 +105,6 @@ class Counts:
         return Counts(
             layers,
             launches=line(self.launches, more.launches),
-            products=line(self.products, more.products),
             bytes=line(self.bytes, more.bytes),
             faults=tuple(dict.fromkeys((*self.faults, *more.faults))),
         )
@@ -145,11 +142,8 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
         base = ShapedTarget(model)
         base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
-        runner = (
-            GraphRunner(base, capture, fused=FusedLayers(base, joins=True))
-            if case.kernels
-            else GraphRunner(base, capture, ops=REFERENCE)
-        )
+        how: Any = {"fused": FusedLayers(base, joins=True)} if case.kernels else {"ops": REFERENCE}
+        runner = GraphRunner(base, capture, **how)
         target = base.run_with(runner)
         kind = find(case.method)
         drafter = kind.random(target, build_options(kind.Options, dict(case.options)))
@@ -167,7 +161,7 @@ def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
     rows, sampling = case.rows, (Sampling(case.temperature, top_p=case.top_p),) * case.rows
     session, draft_session = target.open(rows, drafter.feature_layers), drafter.open(rows)
     decide = simulated((0.8, 0.7)) if case.verify == "simulated" else verify
-    cycle = target.run.wrap_cycle(CycleRunner(session, draft_session, decide))
+    cycle = target.runner.wrap_cycle(CycleRunner(session, draft_session, decide))
     session.reserve(case.context + NEW + cycle.extra_slots)
     session.lengths, session.length_B = [case.context] * rows, torch.full((rows,), case.context, device=CUDA)
     noise = GumbelNoise(
@@ -190,9 +184,11 @@ def _counts(log: LaunchLog, layers: int) -> Counts:
     def summed(value: Any) -> dict[str, int]:
         return {stage: sum(value(launch) for launch in log.launches if launch.stage == stage) for stage in STAGES}
 
-    faults = tuple(f"{fault} (x{count})" for fault, count in log.faults.items())
     return Counts(
-        layers, summed(lambda x: x.kernels), summed(lambda x: x.kernels * x.product), summed(lambda x: x.bytes), faults
+        layers,
+        launches=summed(lambda launch: launch.kernels),
+        bytes=summed(lambda launch: launch.bytes),
+        faults=tuple(f"{fault} (x{count})" for fault, count in log.faults.items()),
     )
 
 
@@ -204,18 +200,8 @@ def counted(case: Case, layers: int = 32) -> tuple[Counts, float]:
 
 KEYS = 4  # leading cells that name a row
 HEADER = (
-    "method",
-    "T",
-    "draft",
-    "by",
-    "draft: launches",
-    "target: a layer",
-    "target: rest",
-    "verify",
-    "commit",
-    "all, 32 layers",
-    "GB",
-)
+    "method", "T", "draft", "by", "draft: launches", "target: a layer", "target: rest", "verify", "commit", "all, 32 layers", "GB",
+)  # fmt: skip
 
 
 def row(case: Case) -> list[str]:
@@ -230,9 +216,7 @@ def row(case: Case) -> list[str]:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """The rows as Markdown."""
-    return "\n".join(
-        f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * KEYS + ("---:",) * (len(HEADER) - KEYS), *rows)
-    )
+    return _markdown.table(HEADER, rows, numbers=len(HEADER) - KEYS)
 
 
 def written(page: str) -> dict[tuple[str, ...], list[float]]:
@@ -252,32 +236,28 @@ def difference(counted_row: Sequence[str], page: dict[tuple[str, ...], list[floa
         if now > before:
             return f"{', '.join(key)}: {name} is {now:g}, the page says {before:g}"
     now, before = numbers[-2], page[key][-2]
-    return (
-        f"{', '.join(key)}: {now:g} launches, the page says {before:g}: renew it"
-        if now < (1 - SLACK) * before
-        else None
-    )
+    if now < (1 - SLACK) * before:
+        return f"{', '.join(key)}: {now:g} launches, the page says {before:g}: renew it"
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with docs/gpu.md")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/gpu.md")
-    parser.add_argument("--methods", default="", help="some of the methods, separated by commas")
-    args = parser.parse_args(arguments)
-    cases = [case for case in CASES if not args.methods or case.method in args.methods.split(",")]
+    args = parser(
+        __doc__,
+        output=None,
+        check=(False, "compare with docs/gpu.md"),
+        write=(False, "write the table into docs/gpu.md"),
+        methods=("", "some of the methods, separated by commas"),
+    ).parse_args(arguments)
+    cases = [case for case in CASES if not args.methods or case.method in words(args.methods)]
     rows = list(map(row, cases))
+    page = PAGE.read_text(encoding="utf-8")
     if args.check:
-        differences = list(filter(None, map(partial(difference, page=written(PAGE.read_text(encoding="utf-8"))), rows)))
+        differences = [why for counted_row in rows if (why := difference(counted_row, written(page)))]
         sys.exit("\n".join(differences) or 0)
     if args.write:
-        page = re.sub(
-            f"{re.escape(BEGIN)}.*?{re.escape(END)}",
-            f"{BEGIN}\n{table(rows)}\n{END}",
-            PAGE.read_text(encoding="utf-8"),
-            flags=re.S,
-        )
-        write_text(PAGE, page)
+        head, _, rest = page.partition(BEGIN)
+        write_text(PAGE, f"{head}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
     print(table(rows))
 
 

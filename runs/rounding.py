@@ -66,16 +66,16 @@ def main() -> None:
         llm = eyas.load(
             args.target, method="vanilla", dtype="float32", kernels="on", weights=weights, activations=activations
         )
-        runner = llm.target.run
+        runner = llm.target.runner
         if not isinstance(runner, CpuRunner):
             raise OptionError(
                 "only the compiled kernels round numbers, and they do not run this model: `eyas doctor` says why"
             )
         asked = texts(llm, args.chats, args.limit, args.length, args.given)
-        found = [read(llm, ids, args.given) for ids in track(asked, f"weights {weights}, activations {activations}")]
-        exact, counts = exact or found, [len(ids) - args.given - 1 for ids in asked]
-        nats = [total for total, _ in found]
-        same = sum(int((ours == theirs).sum()) for (_, ours), (_, theirs) in zip(found, exact, strict=True))
+        results = [read(llm, ids, args.given) for ids in track(asked, f"weights {weights}, activations {activations}")]
+        exact, counts = exact or results, [len(ids) - args.given - 1 for ids in asked]
+        nats = [total for total, _ in results]
+        same = sum(int((ours == true).sum()) for (_, ours), (_, true) in zip(results, exact, strict=True))
         rows.append(
             {
                 "weights": weights,
@@ -84,7 +84,7 @@ def main() -> None:
                 "tokens": sum(counts),
                 "perplexity": round(math.exp(sum(nats) / sum(counts)), 3),
                 "over_exact": interval(perplexity_ratio, nats, [total for total, _ in exact], counts),
-                "same_token": round(same / sum(len(tokens) for _, tokens in found), 4),
+                "same_token": round(same / sum(len(tokens) for _, tokens in results), 4),
             }
         )
     write(args.output, {"rows": rows}, before)

@@ -132,12 +132,12 @@ def costs(base: LLM) -> dict[str, Any]:
             other = AutoModelForCausalLM.from_config(target.model.config).eval()
             for weight in other.parameters():
                 weight.copy_(weight.to(getattr(torch, form)).float())
-        curves[f"kernels, {form} weights (random), by nodes"] = verify_cost(runners.prepared(Target(other)))
-    exact = target.run.name == "kernels" and target.run.form.exact
+        curves[f"kernels, {form} weights (random), by nodes"] = verify_cost(runners.with_fastest_runner(Target(other)))
+    exact = target.runner.name == "kernels" and target.runner.weight_format.exact
     forms = [("bfloat16", "bfloat16")] if exact and kernels.has_avx512_bf16() else []
     forms += [("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if exact and kernels.has_vnni() else []
     for weights, activations in forms:
-        less_exact = runners.prepared(Target(target.model), weights=weights, activations=activations)
+        less_exact = runners.with_fastest_runner(Target(target.model), weights=weights, activations=activations)
         curves[f"kernels, rounded: {weights} weights, {activations} activations, by nodes"] = verify_cost(less_exact)
     contexts = [c for c in CONTEXTS if c < target.context - 64]
     for nodes, label in ((1, "one node"), (8, "8 nodes")):
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = machine()
     base = eyas.load(args.target, method="vanilla", weights=args.weights, activations=args.activations)
     target = base.target
-    record: dict[str, Any] = {"target": target.name, "runs_by": target.run.name, "threads": target.run.threads}
+    record: dict[str, Any] = {"target": target.name, "runs_by": target.runner.name, "threads": target.runner.threads}
     record |= {"temperature": args.temperature, "machine_before": before}
     if "cost" in args.parts:
         record["cost"] = costs(base)

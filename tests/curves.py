@@ -7,9 +7,9 @@ import random
 import numpy as np
 
 from eyas.adaptive.cost import Costs
-from eyas.drafters import Shape
+from eyas.drafters import TreeSize
 
-LIMIT = Shape(32, 5, 4)
+LIMIT = TreeSize(32, 5, 4)
 
 
 def curve(node: float, level: float) -> Costs:
@@ -18,7 +18,7 @@ def curve(node: float, level: float) -> Costs:
     return Costs(256, nodes, tuple(1 + node * (n - 1) for n in nodes), (1, 4), (level, level), (level, level), 0.0, 0.0)
 
 
-def drafted(seed: int, limit: Shape = LIMIT) -> tuple[list[int], list[float]]:
+def drafted(seed: int, limit: TreeSize = LIMIT) -> tuple[list[int], list[float]]:
     """A tree as `grow_dynamic` grows it at that limit, from chances that are drawn: (parents, values)."""
     dice = random.Random(seed)
     everything: list[tuple[int, float, int]] = []  # (place of the parent, value, depth)

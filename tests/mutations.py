@@ -240,7 +240,7 @@ MUTATIONS = (
         "raw logits for the first token",
         ids("vanilla"),
         rewrite(
-            "core.rows:prompt_end",
+            "core.rows:first_token_cycle",
             "RowSettings.of([ROW], TARGET)",
             "__import__('dataclasses').replace(RowSettings.of([ROW], TARGET), sampling=(Sampling(1.0),))",
         ),
@@ -375,7 +375,7 @@ MUTATIONS = (
         chosen("scouts"),
         patch(
             "core.ops:accepted_nodes",
-            with_other_tree(lambda tree, *_: {"candidate_BN": torch.ones_like(tree.candidate_BN)}),
+            with_other_tree(lambda tree, *_: {"acceptable_BN": torch.ones_like(tree.acceptable_BN)}),
         ),
         words=LAW,
     ),
@@ -511,7 +511,7 @@ MUTATIONS = (
     mutation(
         "a block goes on behind what is no candidate",
         ("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
-        rewrite("core.verify:_verify_block", "HERE & TREE.candidate_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE"),
+        rewrite("core.verify:_verify_block", "HERE & TREE.acceptable_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE"),
     ),
     mutation(
         "one uniform number for a whole block",

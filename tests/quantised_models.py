@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 import zoo
 
-__all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf"]
+__all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf", "write_packed"]
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+GROUP = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @contextmanager
@@ -94,6 +97,55 @@ def write_compressed(folder: Path, preset: str, **scheme_inputs: Any) -> None:
         compressor.update_config(str(folder))
 
 
+def _gptqmodel(method: str) -> Callable[[Path], PreTrainedModel]:
+    def made(folder: Path) -> PreTrainedModel:
+        with quiet():
+            pytest.importorskip("gptqmodel", reason="needs GPTQModel")
+            pytest.importorskip("optimum", reason="transformers reads GPTQ with optimum")
+            return load(write_packed(folder, method))
+
+    return made
+
+
+def write_packed(folder: Path, method: str) -> Path:
+    """A checkpoint of 4 bits, float16 where it is not packed, in the format of "gptq" or "awq",
+    rounded to nearest. GPTQ has the same zero everywhere, and neighbouring inputs lie in different
+    groups, as `desc_act` leaves them."""
+    model, gptq = zoo.tiny("llama", **SIZES).half(), method == "gptq"
+    state = model.state_dict()
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        weight_KN = state.pop(name).T.float()
+        place_K = torch.arange(len(weight_KN))
+        group_K = place_K % (len(weight_KN) // GROUP) if gptq else place_K // GROUP
+        grouped = weight_KN[group_K.argsort(stable=True)].unflatten(0, (-1, GROUP))
+        low_GN, high_GN = grouped.amin(1), grouped.amax(1)
+        if gptq:
+            high_GN = grouped.abs().amax(1)
+            low_GN = -high_GN
+        scale_GN = ((high_GN - low_GN) / 15).half()
+        zero_GN = torch.full_like(scale_GN, 8) if gptq else (-low_GN / scale_GN).round()
+        code_KN = (weight_KN / scale_GN[group_K] + zero_GN[group_K]).round().clamp(0, 15)
+        packed = {
+            "scales": scale_GN,
+            "qweight": _packed(code_KN.T).T if gptq else _packed(code_KN, AWQ_ORDER),
+            "qzeros": _packed(zero_GN - 1) if gptq else _packed(zero_GN, AWQ_ORDER),
+            **({"g_idx": group_K.int()} if gptq else {}),
+        }
+        state |= {f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in packed.items()}
+    settings: dict[str, Any] = {"desc_act": True, "sym": True} if gptq else {"version": "gemm", "zero_point": True}
+    model.config.dtype = torch.float16
+    model.config.quantization_config = {"quant_method": method, "bits": 4, "group_size": GROUP, **settings}
+    model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight neighbours of the last dimension in each integer, the first of them in its lowest bits."""
+    words = codes.long().unflatten(-1, (-1, 8))[..., order] << 4 * torch.arange(8)
+    return words.sum(-1).to(torch.int32)
+
+
 def write_gguf(path: Path, kind: str = "Q8_0") -> None:
     """The small llama as a file in GGUF format, without a tokenizer."""
     gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
@@ -151,6 +203,8 @@ KINDS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "bitsandbytes fp4": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
     "compressed-tensors W4A16": _compressed("W4A16"),
     "compressed-tensors W8A16": _compressed("W8A16"),
+    "GPTQ 4 bit": _gptqmodel("gptq"),
+    "AWQ 4 bit": _gptqmodel("awq"),
     "compressed-tensors W8A8, inputs by token": _compressed("W8A8"),
     "compressed-tensors FP8, inputs by token": _compressed("FP8_DYNAMIC"),
 }

@@ -1,5 +1,4 @@
-"""Plain decoding by full forwards, without cache, tree or drafter; and a drafter that knows the
-answers."""
+"""Plain decoding by full forwards, without cache, tree or drafter; and a drafter that knows the answers."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ class OracleSession(DraftSession):
         self.drafter, self.random = drafter, random.Random(drafter.seed)
         self.prompt: list[list[int]] = [[] for _ in range(rows)]
 
-    def begin(self, row: int, kept: int, total: int) -> None:
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
         self.prompt[row] = []
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:

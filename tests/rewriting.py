@@ -180,8 +180,7 @@ class _Replaced(ast.NodeTransformer):
 
 
 def install(changes: Sequence[Change]) -> None:
-    """From now on the modules of these changes are imported with them; none may have been imported
-    yet."""
+    """From now on the modules of these changes are imported with them; none may have been imported yet."""
     imported = sorted({module_of(change) for change in changes} & sys.modules.keys())
     assert not imported, f"{imported} imported already"
     sys.meta_path.insert(0, _Finder(changes))

@@ -36,8 +36,7 @@ def prefill(text: str) -> Cycle:
 def cycle(
     number: int, root: str, drafted: Sequence[str], own: str, refused: Sequence[str] = (), plan: str = "16/5/4"
 ) -> Cycle:
-    """A cycle that accepted the chain `drafted`. The draft also offered `refused` after the last of
-    them."""
+    """A cycle that accepted the chain `drafted`. The draft also offered `refused` after the last of them."""
     nodes = [node(-1, root, 0, None, 1.0, True)]
     nodes += [node(depth - 1, text, depth, 0.9, 0.8, True) for depth, text in enumerate(drafted, 1)]
     nodes += [node(len(drafted), text, len(drafted) + 1, 0.25, 0.125) for text in refused]

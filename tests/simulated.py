@@ -16,12 +16,12 @@ from curves import LIMIT, curve, drafted
 from eyas.adaptive import AdaptiveController
 from eyas.adaptive.cost import Costs
 from eyas.core.dormant import Decision, Policy
-from eyas.core.drafter import CycleInput, Shape
+from eyas.core.drafter import CycleInput, TreeSize
 from eyas.core.requests import Step
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.tree import Draft, Tree
 
-OWN_TREE = Shape(8, 3, 2)  # of methods whose trees do not grow
+OWN_TREE = TreeSize(8, 3, 2)  # of methods whose trees do not grow
 FLAT = curve(0.02, 0.05)  # large trees pay, if the head is any good
 GREEDY = Sampling()
 FALLBACK: Any = object()  # drafts chains of eight tokens, by `SimulatedMachine`
@@ -41,7 +41,7 @@ def cycle_of(rows: int = 1, sampling: Sampling = GREEDY) -> CycleInput:
 
 
 @cache
-def tree_of(seed: int, shape: Shape) -> tuple[dict[int, list[tuple[int, float]]], Draft]:
+def tree_of(seed: int, shape: TreeSize) -> tuple[dict[int, list[tuple[int, float]]], Draft]:
     """A drafted tree: by node, its children with their confidences; and the draft."""
     parents, values = drafted(seed, shape)
     tree = Tree.build(torch.tensor([parents]), shape.depth)
@@ -118,13 +118,13 @@ class SimulatedMachine:
 
     def _seconds(self, decision: Decision, any_guess: bool) -> float:
         if decision.awake:
-            return self.costs.cycle(decision.shape or OWN_TREE, self.rows) + self.waking * self.missed
+            return self.costs.cycle(decision.tree_size or OWN_TREE, self.rows) + self.waking * self.missed
         return self.costs.plain(9 * self.rows if any_guess else self.rows)
 
     def _step(self, row: int, decision: Decision, seconds: float, guessed: Sequence[bool]) -> Step:
         t, length, draft = len(self.decisions) - 1, 1, None
         if decision.awake:
-            path, draft = self._accept(tree_of(self.rng.randrange(40), decision.shape or OWN_TREE), t)
+            path, draft = self._accept(tree_of(self.rng.randrange(40), decision.tree_size or OWN_TREE), t)
             return Step(0, (0,), 0, False, None, path, draft, 0, seconds, decision=decision)
         if decision.fallback is not None:
             draft = GUESS if any(guessed) else NO_GUESS
@@ -155,13 +155,13 @@ class SimulatedMachine:
     def share(self, why: str, since: int = 0, until: int | None = None) -> float:
         """The share of cycles that were decided so: plain, fallback, draft, explore."""
         decisions = self.decisions[since:until]
-        return sum(decision.why == why for decision in decisions) / len(decisions)
+        return sum(decision.arm == why for decision in decisions) / len(decisions)
 
 
 class FixedPolicy(Policy):
     """The same decision for every cycle."""
 
-    def __init__(self, shape: Shape | None, fallback: Any = None) -> None:
+    def __init__(self, shape: TreeSize | None, fallback: Any = None) -> None:
         self.decision = Decision(shape, fallback=fallback)
 
     def decide(self, cycle: CycleInput) -> Decision:

@@ -1,5 +1,4 @@
-"""Programs of tests/core/test_tensor_parallel.py, each run by two processes that share a target's
-layers."""
+"""Programs of tests/core/test_tensor_parallel.py, each run by two processes that share a target's layers."""
 
 from __future__ import annotations
 

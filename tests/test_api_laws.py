@@ -1,5 +1,4 @@
-"""The keywords of `generate` by which OpenAI's and vLLM's interfaces ask for laws and
-log-probabilities."""
+"""The keywords of `generate` by which OpenAI's and vLLM's interfaces ask for laws and log-probabilities."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def test_what_cannot_be_gets_one_line(llm: eyas.LLM, keywords: dict[str, Any], m
 
 
 def test_a_processor_that_raises_names_itself(llm: eyas.LLM) -> None:
-    """Guards `generate` and `stream` alike: one line, the exception behind it; the next request is
-    served."""
+    """Guards `generate` and `stream` alike: one line, the exception behind it; the next request is served."""
 
     def fails(ids: Tensor, scores: Tensor) -> Tensor:
         raise KeyError("x") if ids.shape[1] > len(PROMPT) + 1 else ValueError("y")

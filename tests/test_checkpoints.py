@@ -90,8 +90,7 @@ def refused(folder: Any, says: str, error: type[Exception] = CheckpointError) ->
     ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours", "unshifted", "feature"],
 )
 def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and
-    writing."""
+    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing."""
     config, tensors = published(**changes)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     first = load(put(tmp_path / "a", config, tensors))
@@ -325,8 +324,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> N
 
 
 def test_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against asking the hub for what lies here, and against a revision that is silently not
-    used."""
+    """Guards against asking the hub for what lies here, and against a revision that is silently not used."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "someone" / "some-head")
@@ -344,8 +342,7 @@ def test_hub_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the hub client's many kinds of error, some of several lines, ending as a
-    traceback."""
+    """Guards against the hub client's many kinds of error, some of several lines, ending as a traceback."""
 
     def failing(*_: Any, **__: Any) -> str:
         raise RuntimeError("the line broke\nin the middle")
@@ -489,8 +486,7 @@ def test_llama3_rope_is_handed_on(key: str) -> None:
     ],
 )
 def test_impossible_configs(changes: dict[str, Any], says: str) -> None:
-    """Guards against a wrong setting that shows only as bad acceptance, or as a shape error deep in
-    a net."""
+    """Guards against a wrong setting that shows only as bad acceptance, or as a shape error deep in a net."""
     with pytest.raises(CheckpointError, match=says):
         safeailab.read_config(CONFIG | changes)
 
@@ -576,8 +572,7 @@ def test_interrupted_save_leaves_the_older_head(tmp_path: Path, head: Weights, m
 
 @pytest.mark.parametrize("number", ["ENOSPC", "os error 28"])
 def test_no_space_left(tmp_path: Path, head: Weights, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
-    """Guards against a traceback when the disk is full, whether Python or the safetensors library
-    notices."""
+    """Guards against a traceback when the disk is full, whether Python or the safetensors library notices."""
 
     def full(*_: Any, **__: Any) -> None:
         raise (

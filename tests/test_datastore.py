@@ -115,8 +115,7 @@ def test_segments_are_one_store() -> None:
 
 
 def test_few_stand_for_many() -> None:
-    """Guards the sample of a frequent match: its shares are those of all matches, to within one in
-    `most`."""
+    """Guards the sample of a frequent match: its shares are those of all matches, to within one in `most`."""
     dice = random.Random(2)
     documents = [[1, 2, dice.choices((3, 4, 5), (6, 3, 1))[0]] for _ in range(5000)]
     everything = Counter(document[2] for document in documents)

@@ -189,8 +189,7 @@ def test_the_pipeline_keeps_the_distribution(name: str, tmp_path: Path) -> None:
 
 
 def check_ids(name: str, folder: Path) -> None:
-    """Rows of many samplings and ages in one batch: each returns what a plain loop with its seed
-    returns."""
+    """Rows of many samplings and ages in one batch: each returns what a plain loop with its seed returns."""
     samplings = [
         *SAMPLINGS,
         {"temperature": 0.4, "top_p": 0.8},

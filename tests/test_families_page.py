@@ -41,8 +41,7 @@ def test_the_page_is_made_from_the_record(command: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", QUICK)
 def test_types_that_work(command: Any, model_type: str) -> None:
-    """Bug: the page says "trees", and the type's trees, prompt lookup or EAGLE-3 give other tokens
-    now."""
+    """Bug: the page says "trees", and the type's trees, prompt lookup or EAGLE-3 give other tokens now."""
     found = command("_families").trial(model_type)
     recorded = json.loads(command("families").RECORD.read_text(encoding="utf-8"))["families"][model_type]
     assert found["verdict"] == recorded["verdict"] == "trees", found

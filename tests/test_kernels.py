@@ -341,11 +341,11 @@ def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
             scores_BNV[torch.rand(scores_BNV.shape, generator=generator) < 0.9] = -torch.inf
             scores_BNV[..., -1] = 0.0
         depth_BN = torch.tensor([0, 1, 1, 2, 2, 3]).expand(3, 6)
-        drawn_BN, broken_B = kernels.draw(scores_BNV, depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
+        drawn_BN, has_nan_B = kernels.draw(scores_BNV, depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
         gumbel_BNV = noise.gumbel(position_B[:, None] + depth_BN + 1, vocab)
         key_BNV = (scores_BNV - scores_BNV.amax(-1, keepdim=True)) + gumbel_BNV
         assert torch.equal(drawn_BN, key_BNV.argmax(-1))
-        assert not broken_B.any()
+        assert not has_nan_B.any()
 
 
 @needs
@@ -354,11 +354,11 @@ def test_a_draw_from_no_number_is_said() -> None:
     for at in (0, 15, 16, 36):
         scores_BNV = torch.zeros(2, 3, 37)
         scores_BNV[1, 2, at] = torch.nan
-        _, broken_B = kernels.draw(
+        _, has_nan_B = kernels.draw(
             scores_BNV, torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long),
             torch.zeros(2, dtype=torch.bool), 0,
         )  # fmt: skip
-        assert broken_B.tolist() == [False, True]
+        assert has_nan_B.tolist() == [False, True]
 
 
 @needs
@@ -369,8 +369,8 @@ def test_nothing_at_all() -> None:
     for rows, nodes in ((0, 3), (2, 0)):
         row = {dtype: torch.zeros(rows, dtype=dtype) for dtype in (L, B)}
         node = {dtype: torch.zeros(rows, nodes, dtype=dtype) for dtype in (L, B)}
-        drawn_BN, broken_B = kernels.draw(torch.zeros(rows, nodes, 37), node[L], row[L], row[L], row[B], 0)
-        assert (drawn_BN.shape, broken_B.tolist()) == ((rows, nodes), [False] * rows)
+        drawn_BN, has_nan_B = kernels.draw(torch.zeros(rows, nodes, 37), node[L], row[L], row[L], row[B], 0)
+        assert (drawn_BN.shape, has_nan_B.tolist()) == ((rows, nodes), [False] * rows)
         assert kernels.gumbel(row[L], ~row[B], 0, node[L], 11).shape == (rows, nodes, 11)
     assert kernels.gumbel(row[L], ~row[B], 0, torch.zeros(2, 3, dtype=L), torch.zeros(0, dtype=L)).shape == (2, 3, 0)
     none_03 = torch.zeros(0, 3, dtype=L)

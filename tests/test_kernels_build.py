@@ -169,8 +169,7 @@ def test_a_compiler_that_does_not_work(
 def test_a_failure_is_forgotten_after_a_day(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Guards the way back: on the next day, with another compiler, or without the file, it is tried
-    again."""
+    """Guards the way back: on the next day, with another compiler, or without the file, it is tried again."""
     compiler("exit 1")
     assert reason()
     failure = folder(tmp_path) / "failure.json"

@@ -316,8 +316,7 @@ def test_the_target_itself_is_the_best_draft(objective: str) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_distributions_that_do_not_overlap(objective: str) -> None:
-    """Logits so far apart that no probability is shared in float32: every loss and gradient stays
-    finite."""
+    """Logits so far apart that no probability is shared in float32: every loss and gradient stays finite."""
     true, logits = torch.tensor([[0.0, -400.0, -400.0]]), torch.tensor([[-400.0, 0.0, -1.0]])
     loss, gradient = draft_of(logits, true, objective)
     assert loss.isfinite().all()

@@ -191,8 +191,7 @@ def test_eagle1_shapes(choices: str) -> None:
     ("nodes", "depth", "branch"), [(1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6)]
 )
 def test_eagle2_shapes(nodes: int, depth: int, branch: int) -> None:
-    """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were
-    drafted."""
+    """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted."""
     drafter = make(
         "eagle2", Target(model("llama")), **{"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch}
     )

@@ -88,8 +88,8 @@ def test_n_alpha_by_hand() -> None:
 def test_only_what_was_drafted() -> None:
     """Bug: a token that nobody drafted, or a padding that could not be accepted, counts as refused."""
     tree = Tree.chain(2, 4)
-    candidate_BN = torch.tensor([[True, True, False, False], [True, True, True, True]])
-    draft = Draft(Tree.build(tree.parents_BN, 3, candidate_BN), torch.zeros(2, 4, dtype=torch.long))
+    acceptable_BN = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    draft = Draft(Tree.build(tree.parents_BN, 3, acceptable_BN), torch.zeros(2, 4, dtype=torch.long))
     steps = [
         Step(1, tuple(range(accepted + 1)), accepted, False, None, tuple(range(accepted + 1)), draft, row)
         for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))

@@ -53,8 +53,7 @@ def _byte_level() -> Tokenizer:
 
 
 def _byte_fallback(decoder: Any) -> Tokenizer:
-    """Like Llama's: SentencePiece BPE with ▁ for the space and <0x00> ... <0xFF> for what has no
-    token."""
+    """Like Llama's: SentencePiece BPE with ▁ for the space and <0x00> ... <0xFF> for what has no token."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     latin = [sentence for sentence in SENTENCES if sentence.isascii()]
@@ -254,8 +253,7 @@ def test_end_of_word_inside_a_token() -> None:
 
 
 def test_each_kind_has_its_engine() -> None:
-    """Guards against a tokenizer that silently falls back to the window, whose exactness is not
-    proven."""
+    """Guards against a tokenizer that silently falls back to the window, whose exactness is not proven."""
     engines = {name: type(Detokeniser(tokenizer)._engine) for name, tokenizer in TOKENIZERS.items()}
     assert engines.pop("byte_level") is room._Bytes
     assert set(engines.values()) == {room._Pieces}

@@ -18,13 +18,16 @@ class WeightFormat:
     """The number formats in which linear layers are stored and multiplied; all other operations are
     in float32.
 
-    weights: exact: the narrowest format without loss, which is int8 with a scale per output,
-    bfloat16 or float32. int8, bfloat16:
-        rounded to that. int4: rounded, with a scale for every 32 inputs of an output (int8 where inputs are no multiple of 32).
-    activations: the inputs of linear layers, where the processor multiplies them (elsewhere they
-    stay float32). exact: as exact
-        as float32. For bfloat16 weights: bfloat16, with a third to a half of the arithmetic. For int8 and int4 weights: int16 or
-        int8, which are multiples of 1/32,639 or 1/127 of each token's largest value, with two thirds or a third of the arithmetic.
+    Attributes:
+        weights: "exact": the narrowest format that holds them without loss, which is int8 with a scale
+            per output, bfloat16 or float32. "int8", "bfloat16": rounded to that. "int4": rounded,
+            with a scale for every 32 inputs of an output (int8 where the number of inputs is no
+            multiple of 32).
+        activations: the inputs of linear layers. "exact": as exact as float32. "bfloat16" (bfloat16
+            weights only) takes a third to a half of the arithmetic. "int16" and "int8" (int8 and
+            int4 weights only) are multiples of 1/32,639 or 1/127 of each token's largest value and
+            take two thirds or a third of it. Where the processor lacks the instructions, they
+            stay float32.
     """
 
     weights: Literal["exact", "bfloat16", "int8", "int4"] = "exact"

@@ -111,7 +111,7 @@ class StepTotals:
         else:
             self.accepted_lengths.append(step.accepted)
             self.emitted += len(step.tokens)
-            self.decisions[step.plan] += 1
+            self.decisions[step.drafted_by] += 1
 
     @property
     def cycles(self) -> int:
@@ -155,7 +155,7 @@ def cycle_of(step: Step, seconds: float | None = None) -> Cycle:
     """
     assert step.draft is not None
     tree = step.draft.tree
-    candidate_N, parent_N = tree.candidate_BN[step.row], tree.parents_BN[step.row]
+    candidate_N, parent_N = tree.acceptable_BN[step.row], tree.parents_BN[step.row]
     has_child = bool((candidate_N & (parent_N == step.path[step.accepted])).any())
     refused = has_child and len(step.tokens) > step.accepted
     return Cycle(
@@ -166,7 +166,7 @@ def cycle_of(step: Step, seconds: float | None = None) -> Cycle:
         candidates=int(candidate_N.sum()) - 1,
         tested=step.accepted + refused,
         accepted_uncut=len(step.path) - 1,
-        **{name: step.parts.get(name) for name in STAGES},
+        **{name: step.stage_seconds.get(name) for name in STAGES},
     )
 
 

@@ -15,18 +15,17 @@ class StageTimer:
 
     Attributes:
         began: when the cycle began, `time.perf_counter` seconds.
-        parts: seconds of each stage so far, added up if a stage comes again. On a GPU a stage ends
+        stage_seconds: seconds of each stage so far, added up if a stage comes again. On a GPU a stage ends
             when its work was handed over, not when it is done.
     """
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
-        self.parts: dict[str, float] = {}
+        self.stage_seconds: dict[str, float] = {}
         self._stage, self._since = "", 0.0
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Everything inside the `with` belongs to this stage. Stages follow each other, they do not
-        nest."""
+        """Everything inside the `with` belongs to this stage. Stages follow each other, they do not nest."""
         self._stage = name
         return self
 
@@ -34,7 +33,7 @@ class StageTimer:
         self._since = time.perf_counter()
 
     def __exit__(self, *raised: object) -> None:
-        self.parts[self._stage] = self.parts.get(self._stage, 0.0) + time.perf_counter() - self._since
+        self.stage_seconds[self._stage] = self.stage_seconds.get(self._stage, 0.0) + time.perf_counter() - self._since
 
     def now(self) -> float:
         return time.perf_counter()

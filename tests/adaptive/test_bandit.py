@@ -75,7 +75,7 @@ def test_trials_cost_no_more_than_the_budget(tokens: float, seconds: float) -> N
     trial is a debt that is paid back."""
     played = play(arms(), 5000, tokens, seconds)
     lost = played.count("draft") * (seconds - tokens)
-    assert lost < bandit.BUDGET * 5000 + 8 * seconds
+    assert lost < bandit.MAX_TRIAL_SHARE * 5000 + 8 * seconds
     assert "draft" in played[1000:]
 
 
@@ -99,7 +99,7 @@ def test_a_cycle_that_the_machine_held_up_does_not_close_an_arm() -> None:
     while choice.playing == "plain":
         play(choice, 1, tokens=1.0)
     choice.observe("draft", "draft", 1.0, 1e6)
-    assert choice.arms["draft"].trial_tokens <= bandit.HELD_UP
+    assert choice.arms["draft"].trial_tokens <= bandit.MAX_CYCLE_SECONDS
 
 
 def test_failures_double_the_wait_and_success_forgets_them() -> None:
@@ -112,7 +112,7 @@ def test_failures_double_the_wait_and_success_forgets_them() -> None:
     while choice.playing != "draft":
         play(choice, 1, tokens=1.0)
     assert (draft.trial_cycles, draft.trial_tokens) == (0, 0.0)
-    play(choice, 3 * bandit.TRUSTED, tokens=4.0)
+    play(choice, 3 * bandit.FORGIVE_AFTER, tokens=4.0)
     assert choice.best == "draft"
     assert draft.failures == 0
     assert (draft.trial_cycles, draft.trial_tokens) == (0, 0.0)
@@ -120,7 +120,7 @@ def test_failures_double_the_wait_and_success_forgets_them() -> None:
         play(choice, 1, tokens=1.0)
     assert draft.failures == 1
     assert draft.best_cycles == 0
-    assert 0 < draft.debt <= bandit.PATIENCE + 8
+    assert 0 < draft.debt <= bandit.MAX_TRIAL_LOSS + 8
 
 
 def test_trust_is_earned_in_a_row() -> None:
@@ -130,7 +130,7 @@ def test_trust_is_earned_in_a_row() -> None:
     play(choice, 100, tokens=1.0)
     failures = draft.failures
     assert failures > 0
-    draft.best_cycles = bandit.TRUSTED - 1
+    draft.best_cycles = bandit.FORGIVE_AFTER - 1
     choice.observe("draft", "draft", 1.0, 2.0)
     assert draft.best_cycles == 0
     assert draft.failures == failures

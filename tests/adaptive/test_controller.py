@@ -11,10 +11,10 @@ import pytest
 
 from curves import LIMIT, curve
 from eyas.adaptive import AdaptiveController
-from eyas.adaptive.controller import EXPLORE, SETTLE
+from eyas.adaptive.controller import CYCLES_BEFORE_EXPLORING, EXPLORE
 from eyas.adaptive.cost import Costs
 from eyas.core.dormant import Decision
-from eyas.core.drafter import Shape
+from eyas.core.drafter import TreeSize
 from eyas.core.sampling import Sampling
 from simulated import FALLBACK, FLAT, Course, FixedPolicy, SimulatedMachine, controller, cycle_of
 
@@ -124,7 +124,11 @@ def test_the_head_is_compared_with_the_fallback_of_today() -> None:
 def test_a_good_heads_tree_is_nearly_the_best(costs: Costs) -> None:
     """Bug: what is learnt leads to a worse tree than the best of a grid, or trials eat the gain."""
     grid = [
-        Shape(n, d, b) for n in (4, 8, 16, 32) for d in (2, 3, 5) for b in (1, 2, 4) if d < n <= 1 + b + (d - 1) * b * b
+        TreeSize(n, d, b)
+        for n in (4, 8, 16, 32)
+        for d in (2, 3, 5)
+        for b in (1, 2, 4)
+        if d < n <= 1 + b + (d - 1) * b * b
     ]
     best = max(SimulatedMachine(costs).run(FixedPolicy(shape), 400).speedup() for shape in grid)
     machine = SimulatedMachine(costs).run(controller(costs), 1500)
@@ -152,8 +156,7 @@ def test_it_returns_when_drafts_pay_again() -> None:
 
 @pytest.mark.slow
 def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
-    """Bugs: trials that come as often as ever eat what plain decoding saves; or the next one never
-    comes."""
+    """Bugs: trials that come as often as ever eat what plain decoding saves; or the next one never comes."""
     machine = SimulatedMachine(skill=useless).run(controller(), 12_000)
     starts = [t for t, (one, two) in enumerate(pairwise(machine.decisions)) if two.awake and not one.awake]
     waits = [b - a for a, b in pairwise(starts)]
@@ -189,11 +192,11 @@ def test_a_smaller_tree_comes_before_none() -> None:
     but the head becomes dormant."""
     costs = curve(0.12, 0.02)
     machine = SimulatedMachine(costs, skill=half).run(controller(costs), 1500)
-    small = (Shape(2, 1, 1), Shape(3, 1, 2), Shape(4, 2, 2))
+    small = (TreeSize(2, 1, 1), TreeSize(3, 1, 2), TreeSize(4, 2, 2))
     best = max(SimulatedMachine(costs, skill=half).run(FixedPolicy(shape), 500).speedup() for shape in small)
     assert best > 1.1
     assert machine.speedup(300) > 0.95 * best
-    used = Counter(decision.shape for decision in machine.decisions if decision.shape)
+    used = Counter(decision.tree_size for decision in machine.decisions if decision.tree_size)
     assert used.most_common(1)[0][0].nodes <= 6
 
 
@@ -202,7 +205,7 @@ def test_a_method_whose_trees_do_not_grow() -> None:
     good, bad = (SimulatedMachine(skill=lambda t, s=s: s).run(controller(grows=False), 800) for s in (1.0, 0.0))
     assert good.share("plain") < 0.1
     assert bad.share("plain") > 0.9
-    assert {decision.shape for decision in good.decisions + bad.decisions} == {None}
+    assert {decision.tree_size for decision in good.decisions + bad.decisions} == {None}
 
 
 def test_each_number_of_rows_is_judged_for_itself() -> None:
@@ -222,7 +225,7 @@ def test_each_number_of_rows_is_judged_for_itself() -> None:
 def test_sampled_children_are_left_alone() -> None:
     """Bug: what a seed gives depends on the clock where children are sampled."""
     policy = AdaptiveController(samples_children=True)
-    assert policy.decide(cycle_of(2, Sampling(1.0))) == Decision(why="sampled children")
+    assert policy.decide(cycle_of(2, Sampling(1.0))) == Decision(arm="sampled children")
     assert policy.decide(cycle_of(2)).plain == {0, 1}
     assert AdaptiveController().decide(cycle_of(2, Sampling(1.0))).plain == {0, 1}
 
@@ -248,9 +251,9 @@ def test_larger_trees_are_explored_within_their_budget() -> None:
     so the plan never learns of it."""
     machine = SimulatedMachine().run(controller(), 2000)
     further = [
-        FLAT.cycle(explored.shape) / FLAT.cycle(before.shape) - 1
+        FLAT.cycle(explored.tree_size) / FLAT.cycle(before.tree_size) - 1
         for before, explored in pairwise(machine.decisions)
-        if explored.why == "explore" and before.shape is not None and explored.shape is not None
+        if explored.arm == "explore" and before.tree_size is not None and explored.tree_size is not None
     ]
     assert len(further) >= 5
     assert sum(further) < 1.5 * EXPLORE * 2000
@@ -286,8 +289,8 @@ def test_a_waking_head_starts_planning_afresh() -> None:
         machine.run(policy, 1)
     assert (state.drafted, state.explore_debt) == (0, 0.0)
     assert state.learn_interval == 1
-    explored = machine.run(policy, SETTLE + 1).decisions[-SETTLE - 1 :]
-    assert [decision.why for decision in explored] == ["draft"] * SETTLE + ["explore"]
+    explored = machine.run(policy, CYCLES_BEFORE_EXPLORING + 1).decisions[-CYCLES_BEFORE_EXPLORING - 1 :]
+    assert [decision.arm for decision in explored] == ["draft"] * CYCLES_BEFORE_EXPLORING + ["explore"]
 
 
 def test_another_tree_begins_with_what_is_expected_of_it() -> None:

@@ -17,7 +17,7 @@ from eyas.adaptive import auto, cost, mode_of
 from eyas.adaptive.cost import Costs, cost_key, cost_path, load_costs
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
-from eyas.drafters import Drafter, Shape
+from eyas.drafters import Drafter, TreeSize
 from eyas.drafters._merge import Merged
 from eyas.runners.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
@@ -45,10 +45,10 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     assert costs.plain(4) == pytest.approx(1.725)
     assert costs.draft(1, 1) == pytest.approx(0.5)
     assert costs.draft(3, 2) == pytest.approx(0.6 + 2 * 0.3)
-    assert costs.cycle(Shape(2, 3, 2)) == pytest.approx(1.2 + 1.2 + 0.375)
-    assert costs.cycle(Shape(16, 1, 1)) == pytest.approx(1.4 + 0.5 + 0.375)  # never falling past the end
+    assert costs.cycle(TreeSize(2, 3, 2)) == pytest.approx(1.2 + 1.2 + 0.375)
+    assert costs.cycle(TreeSize(16, 1, 1)) == pytest.approx(1.4 + 0.5 + 0.375)  # never falling past the end
     assert costs.draft(1, 8) == pytest.approx(0.8 + 0.4)
-    assert curve(0.1, 0.1).cycle(Shape(128, 1, 1)) == pytest.approx(1 + 0.1 * 127 + 0.1)
+    assert curve(0.1, 0.1).cycle(TreeSize(128, 1, 1)) == pytest.approx(1 + 0.1 * 127 + 0.1)
 
 
 def test_a_small_size_that_was_held_up() -> None:
@@ -63,7 +63,7 @@ def test_which_methods_grow(target: Target) -> None:
     assert {name for name in drafters.names() if make(name, target).max_tree is not None} == set(GROWING)
     kind = drafters.find("small_model")
     grown = kind.random(target, build_options(kind.Options, {"depth": 3, "dynamic.nodes": 9}))
-    assert grown.max_tree == Shape(9, 3, 4)
+    assert grown.max_tree == TreeSize(9, 3, 4)
     assert auto(make("vanilla", target)) is None
     assert all(auto(make(name, target)) is not None for name in drafters.names() if name != "vanilla")
 
@@ -99,7 +99,7 @@ def test_measuring(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -
     assert found.nodes == cost.NODES
     assert found.branches[-1] == drafter.max_tree.branch
     assert Costs.from_json(json.loads(json.dumps(vars(found)))) == found
-    assert found.cycle(Shape(8, 2, 2)) > 0
+    assert found.cycle(TreeSize(8, 2, 2)) > 0
 
 
 class Maker:
@@ -143,8 +143,7 @@ def test_measured_once(target: Target, cache: Path) -> None:
     "damage", ["", "{", "[]", "null", '{"key": 1}', "negative", "short", "nan", "foreign", "text", "empty", "extra"]
 )
 def test_a_broken_file_is_measured_anew(damage: str, target: Target, cache: Path) -> None:
-    """Bug: a file that was cut off, edited, or copied from elsewhere stops the program, or is
-    believed."""
+    """Bug: a file that was cut off, edited, or copied from elsewhere stops the program, or is believed."""
     make_costs, drafter = Maker(), make("eagle2", target)
     load_costs(drafter, make=make_costs)
     path = cost_path(cost_key(drafter))
@@ -227,14 +226,14 @@ def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
     monkeypatch.setattr(cost.load_costs, "__defaults__", (False, lambda drafter: costs.pop(0)))
     caplog.set_level("WARNING", "eyas")
     monkeypatch.setattr(logging.getLogger("eyas"), "propagate", True)
-    auto(make("eagle2", target))._times(1)
+    auto(make("eagle2", target))._seconds_by_size(1)
     assert not caplog.messages
-    auto(make("eagle2", target), compared=True)._times(1)
+    auto(make("eagle2", target), compared=True)._seconds_by_size(1)
     assert "costs of eagle2 are doubtful: load 2.00 a core" in caplog.text
     caplog.clear()
-    auto(make("eagle2", target), compared=True)._times(1)
+    auto(make("eagle2", target), compared=True)._seconds_by_size(1)
     assert not costs
-    auto(make("eagle2", target), compared=True)._times(1)
+    auto(make("eagle2", target), compared=True)._seconds_by_size(1)
     assert not caplog.messages
 
 

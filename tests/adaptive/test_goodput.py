@@ -16,10 +16,10 @@ from eyas.core.drafter import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft
-from eyas.drafters import CycleInput, Shape, find
+from eyas.drafters import CycleInput, TreeSize, find
 
 
-def worth(parents: list[int], values: list[float], shape: Shape) -> float:
+def worth(parents: list[int], values: list[float], shape: TreeSize) -> float:
     """Returns the tokens that a tree of that shape would have yielded, by growing it again within
     the larger one."""
     depth = [0]
@@ -38,19 +38,19 @@ def test_a_smaller_trees_yield_is_read_from_a_larger_one() -> None:
     """Bug: nodes are counted that a smaller tree would not have drafted, or by another order than
     its own; or an unseen size changes."""
     acceptance = Acceptance(LIMIT)
-    trees = [drafted(seed, Shape(24, 4, 3)) for seed in range(60)]
+    trees = [drafted(seed, TreeSize(24, 4, 3)) for seed in range(60)]
     for parents, values in trees:
-        acceptance._add(parents, values, Shape(24, 4, 3))
+        acceptance._add(parents, values, TreeSize(24, 4, 3))
     found = dict(zip(acceptance.shapes, acceptance._mean_ADGE.sum(-1)[acceptance._cell_S], strict=True))
     for shape in acceptance.shapes:
         expected = 0.0
-        if shape.within(Shape(24, 4, 3)) == shape:
+        if shape.within(TreeSize(24, 4, 3)) == shape:
             for i, tree in enumerate(trees, start=1):
                 expected += (worth(*tree, shape) - expected) / min(i, MEMORY)
         assert found[shape] == pytest.approx(expected, abs=1e-9), shape
 
 
-def grown(shape: Shape, law: Sampling) -> Draft:
+def grown(shape: TreeSize, law: Sampling) -> Draft:
     """By a net, of one row."""
     target = Target(zoo.FAMILIES["llama"]())
     kind = find("eagle2")
@@ -62,7 +62,7 @@ def grown(shape: Shape, law: Sampling) -> Draft:
     target.open(1, drafter.feature_layers).prefill(0, text, lambda *chunk: session.prefill(0, *chunk))
     one_1, noise = torch.ones(1, dtype=torch.long), GumbelNoise.of((law,), target.device)
     roots = CycleInput(
-        7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_shape=shape
+        7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_size=shape
     )
     with torch.inference_mode():
         return session.draft(roots)
@@ -70,12 +70,12 @@ def grown(shape: Shape, law: Sampling) -> Draft:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [Shape(4, 3, 3), Shape(12, 5, 4), Shape(64, 4, 2)])
-def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: Shape, law: Sampling) -> None:
+@pytest.mark.parametrize("shape", [TreeSize(4, 3, 3), TreeSize(12, 5, 4), TreeSize(64, 4, 2)])
+def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: TreeSize, law: Sampling) -> None:
     """Bug: a tree of as many nodes, but fewer levels, seems worse than it is, because nodes that it
     would have kept were not; what a larger number of nodes would have held is not learnt. Against
     trees of every size that the same net grows there."""
-    draft, acceptance = grown(shape, law), Acceptance(Shape(64, 5, 4))
+    draft, acceptance = grown(shape, law), Acceptance(TreeSize(64, 5, 4))
     assert draft.drafted is not None
     everything = draft.drafted.parents_BX[0].tolist(), draft.drafted.value_BX[0].tolist()
     kept = draft.tree.parents_BN[0].tolist(), draft.value_BN[0].tolist()  # type: ignore[index]
@@ -106,7 +106,7 @@ def test_the_plan_is_the_best_of_all() -> None:
         assert rates[found.shape] == pytest.approx(found.rate)
 
 
-def planned(costs: Costs, acceptance: Acceptance) -> tuple[Shape, float]:
+def planned(costs: Costs, acceptance: Acceptance) -> tuple[TreeSize, float]:
     found = best(acceptance.shapes, acceptance.accepted_S, np.array([costs.cycle(s) for s in acceptance.shapes]))
     return found.shape, found.rate * costs.plain()
 
@@ -133,10 +133,10 @@ def test_confidences_are_held_to_what_came() -> None:
     for seed in range(40):
         useless.learn(*drafted(seed), LIMIT, 0)
         shallow.learn(*drafted(seed), LIMIT, 1)
-    assert useless(Shape(32, 5, 4)) < 0.3
+    assert useless(TreeSize(32, 5, 4)) < 0.3
     assert planned(curve(0.05, 0.1), useless)[1] < 1
-    assert shallow(Shape(5, 1, 4)) == pytest.approx(1, abs=0.3)
-    assert shallow(Shape(32, 5, 4)) - shallow(Shape(5, 1, 4)) < 0.3
+    assert shallow(TreeSize(5, 1, 4)) == pytest.approx(1, abs=0.3)
+    assert shallow(TreeSize(32, 5, 4)) - shallow(TreeSize(5, 1, 4)) < 0.3
     assert planned(curve(0.02, 0.2), shallow)[0].depth == 1
 
 
@@ -145,20 +145,19 @@ def test_heads_that_are_too_modest_or_too_bold(truth: float, says: float) -> Non
     """Bug: a head that is right more often than it says is held to be right more than always, so
     that every node seems worth its while; one that is bolder is believed. Chains whose tokens are
     right with one chance and said to be with another."""
-    acceptance, dice, limit = Acceptance(Shape(6, 5, 1)), random.Random(0), Shape(4, 3, 1)
+    acceptance, dice, limit = Acceptance(TreeSize(6, 5, 1)), random.Random(0), TreeSize(4, 3, 1)
     for _ in range(300):
         accepted = next((d for d in range(3) if dice.random() > truth), 3)
         acceptance.learn([-1, 0, 1, 2], [0.0, *(d * float(np.log(says)) for d in (1, 2, 3))], limit, accepted)
     assert acceptance(limit) == pytest.approx(truth + truth**2 + truth**3, abs=0.25)
-    assert acceptance(limit) <= acceptance(Shape(6, 5, 1)) <= 5
+    assert acceptance(limit) <= acceptance(TreeSize(6, 5, 1)) <= 5
 
 
 def test_nothing_larger_yields_less() -> None:
-    """Bug: sizes that were not seen for long look worse than what they hold, and are never tried
-    again."""
+    """Bug: sizes that were not seen for long look worse than what they hold, and are never tried again."""
     acceptance = Acceptance(LIMIT)
     for seed in range(30):
-        acceptance.learn(*drafted(seed, Shape(8, 3, 2)), Shape(8, 3, 2), 3)
+        acceptance.learn(*drafted(seed, TreeSize(8, 3, 2)), TreeSize(8, 3, 2), 3)
     for small in acceptance.shapes:
         for large in acceptance.shapes:
             if small.within(large) == small:
@@ -166,9 +165,17 @@ def test_nothing_larger_yields_less() -> None:
 
 
 @pytest.mark.parametrize(
-    "limit", [Shape(1, 1, 1), Shape(2, 1, 1), Shape(60, 8, 10), Shape(300, 3, 6), Shape(9, 1, 4), Shape(5, 12, 1)]
+    "limit",
+    [
+        TreeSize(1, 1, 1),
+        TreeSize(2, 1, 1),
+        TreeSize(60, 8, 10),
+        TreeSize(300, 3, 6),
+        TreeSize(9, 1, 4),
+        TreeSize(5, 12, 1),
+    ],
 )
-def test_every_limit_has_sizes(limit: Shape) -> None:
+def test_every_limit_has_sizes(limit: TreeSize) -> None:
     """Bug: a limit of the user's leaves no size, or one that exceeds it."""
     found = sizes(limit)
     assert found

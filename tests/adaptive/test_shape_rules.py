@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.test_verify import TOLERANCE, Cut, ToyModels, check_exact, drawn_cycle, law_of
 from eyas.core.dormant import _without_drafts
-from eyas.core.row_drafts import limited
+from eyas.core.row_drafts import limit_candidates
 from eyas.core.tree import Draft, Tree
 
 
@@ -29,7 +29,7 @@ def by_its_own_token(world: ToyModels) -> Cut:
         q_BNV = draft.q_BNV.gather(1, tree.parents_BN.clamp(min=0)[..., None].expand_as(draft.q_BNV))
         kept_BN = (q_BNV.gather(2, draft.tokens_BN[..., None])[..., 0] > 0.4) | (tree.parents_BN < 0)
         kept_BN = (kept_BN[:, None] | ~tree.mask_BNN).all(-1)
-        return replace(draft, tree=replace(tree, candidate_BN=tree.candidate_BN & kept_BN))
+        return replace(draft, tree=replace(tree, acceptable_BN=tree.acceptable_BN & kept_BN))
 
     return cut
 
@@ -46,7 +46,7 @@ def by_the_past(world: ToyModels) -> Cut:
 
 def by_its_place(world: ToyModels) -> Cut:
     """The limit of a request (`Request.draft`), of about every other prefix: at most two nodes."""
-    return lambda start_B, draft: limited(draft, [2 if start % 2 else None for start in start_B.tolist()])
+    return lambda start_B, draft: limit_candidates(draft, [2 if start % 2 else None for start in start_B.tolist()])
 
 
 @pytest.mark.quick("chain")
@@ -77,5 +77,5 @@ def test_sleeping_rows_alone_lose_their_nodes() -> None:
     """Bug: the padding of one row's nodes falls on another's, or takes the root with it."""
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1]]).repeat(3, 1), 2)
     cut = _without_drafts(Draft(tree, torch.arange(12).view(3, 4)), frozenset({1}))
-    assert cut.tree.candidate_BN.tolist() == [[True] * 4, [True, False, False, False], [True] * 4]
-    assert tree.candidate_BN.all(), "the draft itself was changed"
+    assert cut.tree.acceptable_BN.tolist() == [[True] * 4, [True, False, False, False], [True] * 4]
+    assert tree.acceptable_BN.all(), "the draft itself was changed"

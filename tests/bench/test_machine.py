@@ -73,8 +73,7 @@ def test_a_system_that_hides_its_counters(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_a_snapshot_counts_us_and_our_children() -> None:
-    """Bug: the work of a worker process counts as somebody else's, while it runs or after it has
-    ended."""
+    """Bug: the work of a worker process counts as somebody else's, while it runs or after it has ended."""
     burn = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.5: pass\nprint(flush=True); input()"
     first = snapshot()
     with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -110,8 +109,7 @@ def test_idle_time_and_waiting_are_not_work() -> None:
 
 
 def test_the_card_is_json_and_whole() -> None:
-    """Bug: a figure on the card cannot be written down, or is missing where this system surely
-    tells it."""
+    """Bug: a figure on the card cannot be written down, or is missing where this system surely tells it."""
     found = json.loads(json.dumps(card(BEFORE, dtype="float32", device="cpu")))
     assert found["cpu"]
     assert 1 <= found["cores"] <= (os.cpu_count() or 1)

@@ -17,7 +17,7 @@ from eyas.core.dormant import Decision
 from eyas.core.engine import Step
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-from eyas.runners import prepared
+from eyas.runners import with_fastest_runner
 
 PARTS = {"draft": 0.001, "target": 0.004, "verify": 0.002, "commit": 0.001}
 
@@ -28,7 +28,15 @@ def cycle(emitted: int, nodes: int = 4, plain: bool = False, slower: float = 1.0
     parts = {name: slower * seconds for name, seconds in PARTS.items()}
     decision = Decision(plain=frozenset({0}) if plain else frozenset())
     return Step(
-        1, (5,) * emitted, emitted - 1, False, None, tuple(range(emitted)), draft, parts=parts, decision=decision
+        1,
+        (5,) * emitted,
+        emitted - 1,
+        False,
+        None,
+        tuple(range(emitted)),
+        draft,
+        stage_seconds=parts,
+        decision=decision,
     )
 
 
@@ -111,8 +119,7 @@ def test_a_window_is_all_that_is_needed() -> None:
 
 
 def test_traces_have_names_of_their_own() -> None:
-    """Bug: two variants write into one file, or a path in a method's options leads into another
-    folder."""
+    """Bug: two variants write into one file, or a path in a method's options leads into another folder."""
     names = trace_names(["eagle2", "eagle2:tree.nodes=26:head=a/b", "eagle2:tree.nodes=26:head=a_b", "x" * 300])
     assert names[:2] == ["trace-eagle2.json", "trace-eagle2_tree.nodes=26_head=a_b.json"]
     assert len(set(names)) == 4
@@ -128,8 +135,8 @@ def test_a_rate_is_measured(by: str) -> None:
     )
     if by == "on" and not kernels.available():
         pytest.skip(f"no kernels here: {kernels.why_not()}")
-    target = prepared(Target(model), kernels=by)
-    assert (target.run.name == "kernels") == (by == "on")
+    target = with_fastest_runner(Target(model), kernels=by)
+    assert (target.runner.name == "kernels") == (by == "on")
     rate = cost.flop_rate(target)
     assert rate is not None
     assert rate > 0

@@ -98,8 +98,7 @@ def test_intervals_are_paired() -> None:
 
 
 def test_prompts_without_a_cycle() -> None:
-    """Bug: answers of one token make a resample's fraction 0 / 0, and the interval NaN, which is no
-    JSON."""
+    """Bug: answers of one token make a resample's fraction 0 / 0, and the interval NaN, which is no JSON."""
     empty = [answer(m, f"e{i}", []) for m in ("fast", "vanilla") for i in range(6)]
     fast, plain = [*FAST, *empty[:6]], [*PLAIN, *empty[6:]]
     assert table_of.tau_of(fast) == table_of.tau_of(FAST)
@@ -180,8 +179,7 @@ def test_rows() -> None:
 
 
 def test_pooling_is_over_prompts() -> None:
-    """Bug: tasks or temperatures leak into each other, or a task's mean is pooled instead of its
-    prompts."""
+    """Bug: tasks or temperatures leak into each other, or a task's mean is pooled instead of its prompts."""
     slow = answer("fast", "c", [(1, 0, 3.0)] * 4, task="maths")
     warm = Answer(**{**vars(slow), "temperature": 1.0})
     rows = {(r["temperature"], r["task"]): r for r in table_of.rows([*FAST, slow, warm], 1)}
@@ -191,8 +189,7 @@ def test_pooling_is_over_prompts() -> None:
 
 
 def test_lines_go_round() -> None:
-    """Guards the file: what is written is what is read; a line of another version is an error of
-    its own."""
+    """Guards the file: what is written is what is read; a line of another version is an error of its own."""
     full = FAST[1].replace(differs=Differs(1, None), memory=Memory(5, None), around=Used(3.0, None), turns=2)
     for one in (FAST[0], full):
         assert Answer.from_json(one.to_json()) == one

@@ -101,8 +101,7 @@ def test_an_interrupted_bench_goes_on(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_another_bench_in_the_folder_is_refused(llm: LLM, tmp_path: Path) -> None:
-    """Guards answers against being mixed: other settings, another run at the same time, another
-    version."""
+    """Guards answers against being mixed: other settings, another run at the same time, another version."""
     bench(llm, prompts=PROMPTS[:1]).run(tmp_path)
     with pytest.raises(InputError, match="max_new_tokens differ"):
         bench(llm, prompts=PROMPTS[:1], max_new_tokens=7).run(tmp_path)
@@ -320,7 +319,7 @@ def test_simulated_acceptance(llm: LLM) -> None:
     assert tau(tree, (0.0,), 5) == tau(chain, (0.0,), 5) == 1.0
     for made in (cycles(tree, (1.0,), 40), cycles(kind(llm.target), (1.0,), 20)):
         for s in made:
-            deepest = int((s.draft.tree.depth_BN * s.draft.tree.candidate_BN).max())  # type: ignore[union-attr]
+            deepest = int((s.draft.tree.depth_BN * s.draft.tree.acceptable_BN).max())  # type: ignore[union-attr]
             assert len(s.tokens) == 1 + deepest
             assert all(s.draft.tree.parents_BN[0, b] == a for a, b in zip(s.path, s.path[1:], strict=False))  # type: ignore[union-attr]
     assert expected_tau((0.5, 0.25), 2) == 1 + 0.5 + 0.125
@@ -470,7 +469,7 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
             return steps
 
     monkeypatch.setattr(contestants, "Decoder", Slow)
-    monkeypatch.setattr(contestants, "keeps_well", lambda decoder: False)
+    monkeypatch.setattr(contestants, "is_worth_keeping", lambda decoder: False)
     monkeypatch.setattr("eyas.bench.contestants.time.perf_counter", lambda: now[0])
     answer = Drafting("vanilla", llm.drafter).answer(Question("a", "t", 0, Request((5,), 4)))
     assert answer.prefill_seconds == 15

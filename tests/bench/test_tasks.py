@@ -225,8 +225,7 @@ def test_limits_at_their_ends(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    """Bug: one broken line ends the bench, or is left out without a word, or is said without its
-    number."""
+    """Bug: one broken line ends the bench, or is left out without a word, or is said without its number."""
     lines = (
         '{"turns": ["a"]}',
         "{",

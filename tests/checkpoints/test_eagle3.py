@@ -256,8 +256,7 @@ def test_maps_that_disagree(tmp_path: Path, form: str) -> None:
     ],
 )
 def test_broken_maps(tmp_path: Path, held: dict[str, Any], says: str) -> None:
-    """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to
-    compare with."""
+    """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to compare with."""
     refused(tmp_path, vllm(), says, **{"t2d": None, **held})
 
 

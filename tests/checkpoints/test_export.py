@@ -286,8 +286,7 @@ def test_refused_with_the_reason(case: str, tmp_path: Path, target: Target) -> N
 
 
 def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
-    """Guards against a folder of the user's that an export replaces, and against a part of one that
-    stays."""
+    """Guards against a folder of the user's that an export replaces, and against a part of one that stays."""
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already, and an export overwrites nothing"):
         export(head_of(target, "eagle1"), "safeailab", tmp_path / "out", ExportTarget())

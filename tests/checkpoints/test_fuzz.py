@@ -85,8 +85,7 @@ def first_matrix(tensors: Mapping[str, Tensor]) -> str:
 
 @pytest.mark.slow
 def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the reading of every setting: 3,000 seeded mutants of each config.json are read or
-    refused."""
+    """Guards the reading of every setting: 3,000 seeded mutants of each config.json are read or refused."""
     config, rng, read = json.loads((head / "config.json").read_text()), random.Random(17), 0
     tensors = _weights.read_tensors(head)
     monkeypatch.setattr(_weights, "read_tensors", lambda folder: dict(tensors))

@@ -81,8 +81,7 @@ def test_there_and_back(tmp_path: Path, own: bool) -> None:
 
 
 def test_shared_blocks_of_the_authors_trainer(tmp_path: Path) -> None:
-    """Guards heads whose blocks are one module in the authors' code: saved under two names, one
-    memory."""
+    """Guards heads whose blocks are one module in the authors' code: saved under two names, one memory."""
     held = tensors()
     held["0.1.linear.weight"] = held["0.0.linear.weight"]
     weights = load(lay(tmp_path, config(), held, "medusa_lm_head.pt"))

@@ -330,8 +330,7 @@ def test_a_text_of_ours_that_differs_fails_the_run(
 def test_a_method_that_fails_takes_no_other_one_down(
     run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: one method's exception ends the bench with a traceback. Status 1 only when every method
-    failed."""
+    """Bug: one method's exception ends the bench with a traceback. Status 1 only when every method failed."""
     true = Drafting.answer
 
     def fail(self: Drafting, question: Question, *watch: Any) -> Answer:

@@ -238,8 +238,7 @@ def test_doctor_without_the_embedded_model(run: Run, embedded: Path, monkeypatch
 @pytest.mark.quick("[]")
 @pytest.mark.parametrize("content", ["[]", "7", "null", "{}", '"x"', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"])
 def test_doctor_with_checksums_that_are_none(run: Run, embedded: Path, content: str) -> None:
-    """A list of checksums that is no object ended in a traceback; an empty one was taken for a good
-    one."""
+    """A list of checksums that is no object ended in a traceback; an empty one was taken for a good one."""
     (embedded / "checksums.json").write_text(content)
     result = run("doctor", "--json")
     assert result.exit_code == 1, result.exception
@@ -387,8 +386,7 @@ def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_demo_says_that_others_worked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine flattered us: what has many small operations suffers most, and that is
-    transformers."""
+    """A busy machine flattered us: what has many small operations suffers most, and that is transformers."""
     monkeypatch.setattr(machine, "used", lambda before: machine.Used(10.0, 10.0 * len(machine.cores())))
     monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"),))
     assert "measure again when the machine is idle" in " ".join(run("demo", "--max-new-tokens", 4).stdout.split())

@@ -66,8 +66,7 @@ def test_whole_chats_stand_in_it(run: Run, chats: Path, tmp_path: Path, world: P
 def test_ctrl_c_keeps_what_was_read(
     run: Run, chats: Path, novel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards an interrupt while sorting: status 130, one line, and the same command does not read
-    again."""
+    """Guards an interrupt while sorting: status 130, one line, and the same command does not read again."""
     command = (
         "datastore",
         "build",

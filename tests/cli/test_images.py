@@ -66,8 +66,7 @@ def test_images_as_an_option(run: Run, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_images_in_a_file_of_prompts(run: Run, folder: Path) -> None:
-    """Bug: only the token ids of these messages reached the engine, and the answers were about no
-    image."""
+    """Bug: only the token ids of these messages reached the engine, and the answers were about no image."""
     llm = eyas.load(folder / "llava", "suffix")
     prompts = [messages(folder / "0.png"), "What is this?", messages(folder / "1.png")]
     lines = [{"messages": prompt} if isinstance(prompt, list) else {"prompt": prompt} for prompt in prompts]

@@ -125,8 +125,7 @@ def test_what_is_there_is_not_done_again(run: Run, command: tuple[object, ...], 
 
 @pytest.mark.slow
 def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """A false alarm needs a machine that answers 150 questions before this process is woken by the
-    third."""
+    """A false alarm needs a machine that answers 150 questions before this process is woken by the third."""
     write(tmp_path / "chat.jsonl", [talk(f"number {i}", "x") for i in range(150)])
     arguments = [str(world / "llama") if a == "llama" else str(a) for a in (*command, "--rows", 2)]
     output = tmp_path / "own.jsonl"

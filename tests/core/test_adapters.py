@@ -88,7 +88,7 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
     wanted |= {adapter: [tokens for _, tokens in answered(folders[adapter])] for adapter in SWITCHED}
     decoders, tokens = {}, dict[tuple[str, int], list[int]]()
     for adapter in wanted:
-        view = drafter.on(target.with_adapter(adapter))
+        view = drafter.for_target(target.with_adapter(adapter))
         decoders[adapter] = Decoder(view.target, view, 2)
         for request in asked:
             tokens[adapter, decoders[adapter].add(asking(request, adapter))] = []
@@ -109,7 +109,7 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged(kind: str, folders: dict[str, str]) -> None:
     """Guards merging: kernels run the merged weights, and the text is PEFT's own."""
-    merged = runners.prepared(Target.of(zoo.FAMILIES["llama"](), adapters=folders[kind]), kernels="off")
+    merged = runners.with_fastest_runner(Target.of(zoo.FAMILIES["llama"](), adapters=folders[kind]), kernels="off")
     assert not any("lora" in name for name, _ in merged.model.named_parameters())
     drafter = make("eagle2", merged)
     tokens, _ = run(Decoder(merged, drafter, 2), [request for request, _ in answered(folders[kind])])
@@ -167,12 +167,12 @@ def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, st
     where one is merged."""
     plain, merged = Target(zoo.FAMILIES["llama"]()), Target.of(zoo.FAMILIES["llama"](), adapters=folders["lora"])
     assert target.fingerprint() == plain.fingerprint() != merged.fingerprint()
-    assert merged.is_adapted_from(plain.fingerprint())
-    assert not merged.is_named(plain.fingerprint())
+    assert merged.base_has_fingerprint(plain.fingerprint())
+    assert not merged.has_fingerprint(plain.fingerprint())
     checkpoints.save(make("eagle1", merged).weights(), tmp_path)  # bug: its fingerprint was not read again
-    assert merged.is_named(str(drafters.find("eagle1").from_pretrained(tmp_path, merged).target_fingerprint))
-    assert target.is_adapted_from(plain.fingerprint())
-    assert not plain.is_adapted_from(plain.fingerprint())
+    assert merged.has_fingerprint(str(drafters.find("eagle1").from_pretrained(tmp_path, merged).target_fingerprint))
+    assert target.base_has_fingerprint(plain.fingerprint())
+    assert not plain.base_has_fingerprint(plain.fingerprint())
 
 
 @pytest.mark.slow
@@ -187,11 +187,11 @@ def test_an_adapter_on_other_weights_than_the_fingerprints(
     merged, again, other = (
         Target.of(zoo.FAMILIES["llama"](), adapters=folders[name]) for name in ("lora", "lora", "dora")
     )
-    assert merged.is_named(again.fingerprint())
-    assert not merged.is_named(other.fingerprint())
-    assert not merged.is_named(plain.fingerprint())
-    assert merged.is_adapted_from(plain.fingerprint())
-    assert not merged.is_adapted_from(again.fingerprint())
+    assert merged.has_fingerprint(again.fingerprint())
+    assert not merged.has_fingerprint(other.fingerprint())
+    assert not merged.has_fingerprint(plain.fingerprint())
+    assert merged.base_has_fingerprint(plain.fingerprint())
+    assert not merged.base_has_fingerprint(again.fingerprint())
 
 
 def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:

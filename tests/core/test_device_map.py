@@ -77,7 +77,7 @@ def test_eyas_loads_with_a_map(folder: Path, whole: PreTrainedModel, tmp_path: P
     placed = tmp_path / "map.json"
     placed.write_text(json.dumps(halves(whole)))
     llm = eyas.load(folder, "suffix", device_map=str(placed), offload_folder=tmp_path / "off")
-    assert llm.target.run.name == "model"
+    assert llm.target.runner.name == "model"
     assert llm.target.fingerprint() == Target(whole).fingerprint()
     assert list(llm.generate([5, 9, 3], max_new_tokens=8).token_ids) == plain_decode(whole, Request((5, 9, 3), 8))
 

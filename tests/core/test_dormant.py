@@ -1,5 +1,4 @@
-"""Sleeping sessions: rows that go without drafts or with another's, and what is drafted when they
-wake."""
+"""Sleeping sessions: rows that go without drafts or with another's, and what is drafted when they wake."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from torch import Tensor
 import zoo
 from eyas import drafters
 from eyas.core import dormant as _sleep
-from eyas.core.dormant import Decision, Policy, adapted
+from eyas.core.dormant import Decision, Policy, with_policy
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters import CycleInput, Drafter, DraftSession, Shape
+from eyas.drafters import CycleInput, Drafter, DraftSession, TreeSize
 from eyas.drafters._merge import Merged
 from eyas.drafters.suffix import SuffixAutomaton, SuffixTree
 from reference import plain_decode, run
@@ -85,7 +84,7 @@ class Chance(Policy):
     """Falls asleep and wakes by lot, all rows or some; asleep, a spare may draft for all rows or
     some; grown trees of any size."""
 
-    def __init__(self, seed: int, largest: Shape | None, fallback: Drafter) -> None:
+    def __init__(self, seed: int, largest: TreeSize | None, fallback: Drafter) -> None:
         self.dice, self.largest, self.left, self.all, self.fallback = random.Random(seed), largest, 0, True, fallback
         self.coin = random.Random(seed)
 
@@ -93,7 +92,7 @@ class Chance(Policy):
         if not self.left:
             self.left, self.all = self.dice.choice([-3, -2, -1, 1, 2, 5]), self.dice.random() < 0.7
         asleep, self.left = self.left < 0, self.left - (1 if self.left > 0 else -1)
-        shape = self.largest and Shape(*(self.dice.randint(1, most) for most in self.largest))
+        shape = self.largest and TreeSize(*(self.dice.randint(1, most) for most in self.largest))
         rows = roots.active_rows if self.all else [b for b in roots.active_rows if self.dice.random() < 0.5]
         if asleep and self.dice.random() < 0.5:
             return Decision(plain=frozenset(() if self.all else rows), fallback=self.fallback)
@@ -123,12 +122,12 @@ def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Tar
     for rows, seed in ((3, 0), (1, 1)):
         drafter = right_now_and_then(name, target)
         got, steps = run(
-            Decoder(target, adapted(drafter, Chance(seed, drafter.max_tree, suffix(target))), rows), requests
+            Decoder(target, with_policy(drafter, Chance(seed, drafter.max_tree, suffix(target))), rows), requests
         )
         for request, ids, true in zip(requests, got, expected, strict=True):
             if request.sampling.greedy or name not in DRAWN:
                 assert ids == true, f"{rows} rows, {request.sampling}"
-        assert {"plain", "suffix"} < {s.plan for s in steps}
+        assert {"plain", "suffix"} < {s.drafted_by for s in steps}
 
 
 class Spy(Drafter):
@@ -172,7 +171,7 @@ class SpySession(DraftSession):
 def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     parents, tokens, candidates = (
-        x[row].tolist() for x in (draft.tree.parents_BN, draft.tokens_BN, draft.tree.candidate_BN)
+        x[row].tolist() for x in (draft.tree.parents_BN, draft.tokens_BN, draft.tree.acceptable_BN)
     )
     for parent, token in zip(parents, tokens, strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
@@ -180,8 +179,7 @@ def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
 
 
 class Naps(Policy):
-    """All sleep for some cycles at a time, in some of which the spare drafts, and draft for one or
-    two."""
+    """All sleep for some cycles at a time, in some of which the spare drafts, and draft for one or two."""
 
     def __init__(self, seed: int, fallback: Drafter | None) -> None:
         self.dice, self.left, self.fallback = random.Random(seed), 0, fallback
@@ -224,11 +222,11 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
         if name in DRAWN and not law.greedy:
             continue  # another text, by right
         request, awake = Request(prompt, NEW, law), Spy(right_now_and_then(name, target))
-        run(Decoder(target, adapted(awake, Awake()), 2), [request, Request((5,), 2 * NEW)])
+        run(Decoder(target, with_policy(awake, Awake()), 2), [request, Request((5,), 2 * NEW)])
         for kind, fallback in enumerate((None, suffix(target, depth=3))):
             monkeypatch.setattr(_sleep, "WAITING", 512 if (seed + kind) % 2 else 3)
             asleep = Spy(right_now_and_then(name, target), waking=True)
-            _, steps = run(Decoder(target, adapted(asleep, Naps(seed, fallback)), 1), [request])
+            _, steps = run(Decoder(target, with_policy(asleep, Naps(seed, fallback)), 1), [request])
             for place, drafted in asleep.seen.items():
                 if place in awake.seen:
                     assert drafted == awake.seen[place], f"{law}, position {place}"
@@ -263,7 +261,7 @@ def test_a_prompt_waits_while_all_sleep(
 
     monkeypatch.setattr(session, "prefill", told)
     monkeypatch.setattr(drafter, "open", lambda rows: session)
-    decoder = Decoder(target, adapted(drafter, Once()))
+    decoder = Decoder(target, with_policy(drafter, Once()))
     monkeypatch.setattr(Once, "is_dormant", lambda policy, rows: True)
     decoder.add(Request((5, 6, 7, 8, 9, 10), 13))
     while not decoder.finished:
@@ -279,7 +277,7 @@ def test_chat_goes_on_after_a_nap(target: Target) -> None:
         spies = [Spy(right_now_and_then(name, target)) for _ in range(2)]
         said: list[list[int]] = []
         for spy, policy in zip(spies, (None, Once()), strict=True):
-            decoder = Decoder(target, adapted(spy, policy), reuse=True)
+            decoder = Decoder(target, with_policy(spy, policy), reuse=True)
             first = run(decoder, [Request(PROMPTS[0], 12)])[0][0]
             second = (*PROMPTS[0], *first, 9, 9)
             spy.seen.clear()
@@ -293,12 +291,12 @@ class SmallerTrees(Policy):
     """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last
     `plain` tokens."""
 
-    def __init__(self, largest: Shape, length: int, plain: int) -> None:
+    def __init__(self, largest: TreeSize, length: int, plain: int) -> None:
         self.largest, self.awake_length = largest, length - plain
 
     def decide(self, cycle_input: CycleInput) -> Decision:
         if 0 not in cycle_input.active_rows:
-            return Decision(Shape(2, 1, 1))
+            return Decision(TreeSize(2, 1, 1))
         awake = len(cycle_input.row_tokens[0]) <= self.awake_length
         return Decision(self.largest, frozenset(() if awake else cycle_input.active_rows))
 
@@ -319,7 +317,7 @@ def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: 
         drafter = kind(target, build_options(kind.Options, {"depth": 4, "dynamic.nodes": 9}), target)
     assert drafter.max_tree is not None
     ended, beside = Request((5,), 30), Request((11,), 60)
-    decoder = Decoder(target, adapted(drafter, SmallerTrees(drafter.max_tree, 31, plain)), 2, reuse=True)
+    decoder = Decoder(target, with_policy(drafter, SmallerTrees(drafter.max_tree, 31, plain)), 2, reuse=True)
     steps: list[Step] = []
     requests = [ended, beside]
     for request in requests:
@@ -359,7 +357,7 @@ def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
     widths: list[int] = []
     hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
     drafter = right_now_and_then("eagle2", target)
-    run(Decoder(target, adapted(drafter, Once())), [Request((1, 2, 3), 12)])
+    run(Decoder(target, with_policy(drafter, Once())), [Request((1, 2, 3), 12)])
     hook.remove()
     assert widths == [3, *[1] * 11]
 
@@ -402,7 +400,7 @@ class Checked(Drafter):
                 guesses = [(-1, roots.row_tokens[row][-1]), *((g.parent, g.token) for g in fresh.guesses())]
                 nodes = zip(made.tree.parents_BN[row].tolist(), made.tokens_BN[row].tolist(), strict=True)
                 assert list(nodes)[: len(guesses)] == guesses
-                assert int(made.tree.candidate_BN[row].sum()) == len(guesses)
+                assert int(made.tree.acceptable_BN[row].sum()) == len(guesses)
                 self.checked += len(guesses) > 1
             return made
 
@@ -417,7 +415,7 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
     twice, or keeps what a text was cut back from; or such a change moves a token. A second turn
     that goes on, one that leaves the text early, another text."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
-    decoder = Decoder(target, adapted(drafter, Turns(fallback)), reuse=True)
+    decoder = Decoder(target, with_policy(drafter, Turns(fallback)), reuse=True)
     said, kinds = list[int](), set[tuple[bool, bool]]()
     for prompt in ((5,), (5, None, 9, 9), (5, None, 7, 8), (11, 12, 13)):
         ids = tuple(t for part in prompt for t in (said if part is None else [part]))
@@ -436,7 +434,7 @@ def test_rows_of_different_ages_by_turns(target: Target) -> None:
     rows among the spare's get nodes."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
     requests = [Request(PROMPTS[i % 3], 30 - 5 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(5)]
-    got, steps = run(Decoder(target, adapted(drafter, Turns(fallback)), 3), requests)
+    got, steps = run(Decoder(target, with_policy(drafter, Turns(fallback)), 3), requests)
     assert got == [plain(target, r) for r in requests]
     assert sum(s.accepted for s in steps if not s.prefill and s.decision.fallback) > 3
     assert fallback.checked > 3

@@ -1,5 +1,4 @@
-"""Empty rows: a forward leaves them out, wherever they are, and the results of the others do not
-change."""
+"""Empty rows: a forward leaves them out, wherever they are, and the results of the others do not change."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def test_kernels_leave_rows_out() -> None:
     ids = [llm.tokenizer(text)["input_ids"] for text in prompts]
     shapes = []
     for skips in (True, False):
-        llm.target.run.skips_rows = skips  # type: ignore[misc]
+        llm.target.runner.skips_rows = skips  # type: ignore[misc]
         try:
             decoder = Decoder(llm.target, llm.drafter, 5)
             requests = [
@@ -98,5 +97,5 @@ def test_kernels_leave_rows_out() -> None:
             ]
             shapes.append((texts, trees))
         finally:
-            llm.target.run.skips_rows = True  # type: ignore[misc]
+            llm.target.runner.skips_rows = True  # type: ignore[misc]
     assert shapes[0] == shapes[1]

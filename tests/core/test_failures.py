@@ -13,7 +13,7 @@ from torch import Tensor
 import zoo
 from eyas import drafters
 from eyas.core.cache import KVCache
-from eyas.core.dormant import Decision, adapted
+from eyas.core.dormant import Decision, with_policy
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import ForwardInput, Target
@@ -40,14 +40,14 @@ class Poisoned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def __call__(self, work: ForwardInput) -> TargetOutput:
-        output = self.runner(work)
-        for r, token in enumerate(work.tokens_RQ[:, 0].tolist()):
-            b = work.rows[r]
+    def __call__(self, inputs: ForwardInput) -> TargetOutput:
+        output = self.runner(inputs)
+        for r, token in enumerate(inputs.tokens_RQ[:, 0].tolist()):
+            b = inputs.rows[r]
             assert self.decoder is not None
             if token == POISON and b not in self.decoder.prompts.empty:
                 output.logits_BNV[r] = output.features_BNF[r] = torch.nan
-                for store in work.cache.stores:
+                for store in inputs.cache.stores:
                     store[:, b] = torch.nan
         return output
 
@@ -77,8 +77,7 @@ def forced(token: int, after: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors that a session keeps for later cycles, also in its caches and in the sessions
-    within it."""
+    """The tensors that a session keeps for later cycles, also in its caches and in the sessions within it."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -99,7 +98,7 @@ def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], 
             tokens.setdefault(step.request, []).extend(step.tokens)
             last[step.request] = step
             if step.error is not None:
-                left = [decoder.target.cache, decoder.drafter]
+                left = [decoder.target_session.cache, decoder.draft_session]
                 assert not any(t.isnan().any() for t in tensors_in(left) if t.is_floating_point() and t.numel()), (
                     "NaN is left behind"
                 )
@@ -115,8 +114,8 @@ def check_isolation(
     exact = type(drafter).__module__.rpartition(".")[2] not in DRAWN
     for reuse in (False, True):
         decoder = Decoder(drafter.target, drafter, 2, reuse)
-        if isinstance(drafter.target.run, Poisoned):
-            drafter.target.run.decoder = decoder
+        if isinstance(drafter.target.runner, Poisoned):
+            drafter.target.runner.decoder = decoder
         for (new, last), request, plain in zip(run_all(decoder, requests), requests, expected, strict=True):
             if plain is None:
                 assert (last.finish, type(last.error)) == ("error", error), last.error
@@ -133,7 +132,7 @@ def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, li
     """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of
     the row would fail as well. Once in a cycle, once in the prompt."""
     target = Target(model)
-    target = target.run_with(Poisoned(target.run))  # type: ignore[arg-type]
+    target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
     late = Request((5, 6, 7), 12, processors=(forced(POISON, 5),))
     for failing in (late, Request((POISON, 5, 6), 12)):
         check_isolation(make(name, target), failing, ModelError, "logits are NaN", healthy)
@@ -163,10 +162,10 @@ class Now:
 def test_a_row_of_nan_in_two_methods_and_in_a_dormant_one(model: Any, healthy: list[tuple[Request, list[int]]]) -> None:
     """Guards the sessions that hold sessions: each is told that the row has failed."""
     target = Target(model)
-    target = target.run_with(Poisoned(target.run))  # type: ignore[arg-type]
+    target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
     late = Request((5, 6, 7), 12, processors=(forced(POISON, 6),))
     merged = Merged(make("eagle2", target), make("suffix", target))
-    for drafter in (merged, adapted(make("eagle2", target), Now())):
+    for drafter in (merged, with_policy(make("eagle2", target), Now())):
         check_isolation(drafter, late, ModelError, "logits are NaN", healthy)
 
 
@@ -231,14 +230,14 @@ def test_memory_that_does_not_suffice_fails_one_request(
     """Guards the queue: the request that does not fit is named, the next one is served."""
     drafter, (request, answer) = make("eagle2", Target(model)), healthy[0]
     decoder = Decoder(drafter.target, drafter)
-    reserve = decoder.target.reserve
+    reserve = decoder.target_session.reserve
 
     def small(tokens: int) -> None:
         if tokens > 300:
             raise FitError("keys and values do not fit")
         reserve(tokens)
 
-    monkeypatch.setattr(decoder.target, "reserve", small)
+    monkeypatch.setattr(decoder.target_session, "reserve", small)
     (_, failed), (new, _) = run_all(decoder, [Request((1, 2, 3), 400), request])
     assert (failed.finish, str(failed.error)) == ("error", "keys and values do not fit")
     assert new == answer

@@ -54,8 +54,7 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 def masks(
     family: Family, allowed_NN: torch.Tensor, positions_N: torch.Tensor
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The attention_mask that this family takes, from which token attends to which and from the
-    positions."""
+    """The attention_mask that this family takes, from which token attends to which and from the positions."""
     full = additive(allowed_NN)
     windowed = full
     if family.window is not None:
@@ -128,8 +127,7 @@ def tree_gap(model: PreTrainedModel, family: Family) -> float:
 class TestServed:
     @pytest.mark.quick("qwen3")
     def test_head(self, name: str) -> None:
-        """A softcap or a logit scale forgotten: losslessness would not notice, only bad acceptance
-        would."""
+        """A softcap or a logit scale forgotten: losslessness would not notice, only bad acceptance would."""
         assert head_gap(*served(name)) < 1e-5
 
     @torch.no_grad()

@@ -135,7 +135,7 @@ class KnowingSession(DraftSession):
     def __init__(self, drafter: Knowing) -> None:
         self.drafter = drafter
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         return length
 
     def copy(self, source: int, row: int, length: int) -> int:

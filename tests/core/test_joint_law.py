@@ -29,7 +29,7 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput
-from eyas.core.row_drafts import limited
+from eyas.core.row_drafts import limit_candidates
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.tree import Draft, Tree, chain_choices, merge
 from eyas.core.verify import verify
@@ -93,7 +93,7 @@ def alternating(cycle: CycleInput, state_B: Tensor) -> Draft:
 
 def at_most(rule: Rule, most: int) -> Rule:
     """The shipped limit of nodes in every second row; the others have the whole tree."""
-    return lambda cycle, state_B: limited(
+    return lambda cycle, state_B: limit_candidates(
         rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))]
     )
 
@@ -103,11 +103,11 @@ def with_predictions(rule: Rule) -> Rule:
     chosen; the others as sampled."""
 
     def draft(cycle: CycleInput, state_B: Tensor) -> Draft:
-        sampled, chosen_B = rule(cycle, state_B), torch.arange(len(state_B)) % 3 == 0
+        sampled, deterministic_B = rule(cycle, state_B), torch.arange(len(state_B)) % 3 == 0
         tokens_BM = torch.stack([cycle.tokens_B, torch.zeros_like(state_B), torch.ones_like(state_B)], dim=1)
-        candidate_BM = chosen_B[:, None] | (torch.arange(3) == 0)
-        chain = Draft(Tree.build(torch.tensor([[-1, 0, 1]]).expand(len(state_B), -1), 2, candidate_BM), tokens_BM)
-        return replace(merge(sampled, chain), q_BNV=sampled.q_BNV, block=sampled.block, chosen_B=chosen_B)
+        acceptable_BM = deterministic_B[:, None] | (torch.arange(3) == 0)
+        chain = Draft(Tree.build(torch.tensor([[-1, 0, 1]]).expand(len(state_B), -1), 2, acceptable_BM), tokens_BM)
+        return replace(merge(sampled, chain), q_BNV=sampled.q_BNV, block=sampled.block, deterministic_B=deterministic_B)
 
     return draft
 
@@ -155,7 +155,7 @@ def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
     state_B, position_B, count_B = torch.zeros_like(rows_B), torch.ones_like(rows_B), torch.zeros_like(rows_B)
     text_BT, counts_BV = torch.full((len(rows_B), T), -1), torch.zeros(len(rows_B), V)
     while (count_B < T).any():  # rows that have all their tokens go on, and what they say is not kept
-        adjustments = Adjustments(counts=counts_BV) if law.adjusts else None
+        adjustments = Adjustments(counts=counts_BV) if law.has_penalties else None
         cycle = CycleInput(
             state_B % V, position_B, count_B < T, (law,) * len(rows_B), noise, int(position_B.max()), adjustments
         )

@@ -40,13 +40,12 @@ PROMPTS = ((5, 9, 100, 3), (12, 9, 31, 8, 40, 9, 31, 8), (60, 61, 62), (7, 7, 7)
 
 @cache
 def target(kernels: bool) -> Target:
-    return runners.prepared(Target(zoo.tiny("llama", **SIZES)), "on" if kernels else "off")
+    return runners.with_fastest_runner(Target(zoo.tiny("llama", **SIZES)), "on" if kernels else "off")
 
 
 @cache
 def answered() -> tuple[tuple[Request, list[int]], ...]:
-    """A request for each law, with its text. The last two may not end for 9 tokens, and would end
-    sooner."""
+    """A request for each law, with its text. The last two may not end for 9 tokens, and would end sooner."""
     made = []
     for i, (prompt, law) in enumerate(zip(PROMPTS, LAWS, strict=True)):
         request = Request(prompt, 20 - i, law)

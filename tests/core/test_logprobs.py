@@ -36,7 +36,7 @@ COUNTS = (3, 0, None, 12)
 @cache
 def target(by_kernels: bool = False) -> Target:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    return runners.prepared(Target(zoo.tiny("llama", **sizes)), "on" if by_kernels else "off")
+    return runners.with_fastest_runner(Target(zoo.tiny("llama", **sizes)), "on" if by_kernels else "off")
 
 
 def prompt(length: int) -> tuple[int, ...]:
@@ -139,8 +139,8 @@ def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatc
         assert new == plain_decode(target().model, request)
         if count is not None:
             check(collected(steps, steps[0].request), new, by_the_model([*prompt(9), *new])[8:-1], count)
-    assert isinstance(decoder.cycle, CycleReplay)
-    assert {key[-1] for key in decoder.cycle.recorder._recorded} == {None, 5, 20}
+    assert isinstance(decoder.cycle_runner, CycleReplay)
+    assert {key[-1] for key in decoder.cycle_runner.recorder._recorded} == {None, 5, 20}
 
 
 # --- prompts
@@ -211,7 +211,7 @@ def test_traces(name: str, law: Sampling) -> None:
         trace = step.trace
         assert trace is not None
         assert step.draft is not None
-        assert len(trace.nodes) == int(step.draft.tree.candidate_BN[0].sum())
+        assert len(trace.nodes) == int(step.draft.tree.acceptable_BN[0].sum())
         root, *others = trace.nodes
         assert (root.parent, root.token, root.depth, root.accepted) == (-1, text[-1], 0, True)
         assert all(
@@ -249,8 +249,8 @@ def test_a_traced_row_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Target(target().model)
     recorded = recorded.run_with(GraphRunner(recorded, captured_without_gpu))
     decoder = Decoder(recorded, make("eagle2", recorded))
-    assert isinstance(decoder.cycle, CycleReplay)
+    assert isinstance(decoder.cycle_runner, CycleReplay)
     for trace in (True, False):
         request = Request(prompt(9), 8, trace=trace)
         assert run(decoder, [request])[0] == [plain_decode(target().model, request)]
-        assert len(decoder.cycle.recorder._recorded) == (not trace)
+        assert len(decoder.cycle_runner.recorder._recorded) == (not trace)

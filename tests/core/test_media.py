@@ -132,8 +132,7 @@ def test_long_paths(kind: str, target: Target) -> None:
 
 @pytest.mark.quick("llava")
 def test_kept_text_behind_an_image_is_not_reused(kind: str, target: Target) -> None:
-    """Guards against keys of another image: with the same ids, and after a text that only begins
-    alike."""
+    """Guards against keys of another image: with the same ids, and after a text that only begins alike."""
     prompt, decoder = prompt_with_image(kind, 0), Decoder(target, make("vanilla", target), 2, reuse=True)
     alike = {"input_ids": prompt["input_ids"][:, :12]}
     asked_for = [asked(p) for p in (prompt, another_image(prompt), alike, prompt)]

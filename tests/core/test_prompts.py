@@ -13,9 +13,9 @@ import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
 from eyas import drafters
 from eyas.core.cache import common_prefix
-from eyas.core.dormant import adapted
+from eyas.core.dormant import with_policy
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.prompts import LEAST, OLDEST_EVERY
+from eyas.core.prompts import MIN_AUTO_BUDGET, OLDEST_EVERY
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Drafter
@@ -48,10 +48,11 @@ def alone(name: str, target: Target, request: Request) -> list[int]:
 
 
 def method_of(name: str, target: Target, seed: int = 0) -> Drafter:
-    """The method; "by chance": with a policy that lets it sleep by lot, while another drafts or
-    nobody."""
+    """The method; "by chance": with a policy that lets it sleep by lot, while another drafts or nobody."""
     drafter = right_now_and_then(name.removesuffix(" by chance"), target)
-    return adapted(drafter, Chance(seed, drafter.max_tree, suffix(target))) if name.endswith("by chance") else drafter
+    return (
+        with_policy(drafter, Chance(seed, drafter.max_tree, suffix(target))) if name.endswith("by chance") else drafter
+    )
 
 
 def by_turns(name: str, *settings: Setting) -> Setting:
@@ -118,7 +119,7 @@ def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
         while not (cycles := [step for step in decoder.step() if step.request == ticket and not step.prefill]):
             pass
         assert cycles[0].draft is not None
-        first.append((cycles[0].draft.tokens_BN[1].tolist(), cycles[0].draft.tree.candidate_BN[1].tolist()))
+        first.append((cycles[0].draft.tokens_BN[1].tolist(), cycles[0].draft.tree.acceptable_BN[1].tolist()))
     drafted = [[token for token, good in zip(tokens, candidates, strict=True) if good] for tokens, candidates in first]
     assert drafted[0] == drafted[1]  # without padding: a text drafter's trees are padded to the longest of all rows
 
@@ -254,7 +255,7 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
     own, others = ([s for s in steps if (s.request == ticket) == mine] for mine in (True, False))
     between = [s for s in others if own[0].ended_at - own[0].seconds < s.ended_at < own[0].ended_at]
     assert len(between) == 9
-    assert own[0].parts["prompt"] + sum(s.seconds for s in between) <= own[0].seconds
+    assert own[0].stage_seconds["prompt"] + sum(s.seconds for s in between) <= own[0].seconds
     for step in own:
         totals.add(step)
     assert totals.prefill_seconds == own[0].seconds
@@ -262,14 +263,13 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
 
 
 class Clock(StageTimer):
-    """Seconds by count: a prompt token takes `token` seconds to read, a cycle `cycle`; both may
-    change."""
+    """Seconds by count: a prompt token takes `token` seconds to read, a cycle `cycle`; both may change."""
 
     now_ = token = cycle = 0.0
     widths: list[int]
 
     def __init__(self) -> None:
-        self.began, self.parts = Clock.now_, {}
+        self.began, self.stage_seconds = Clock.now_, {}
 
     def __enter__(self) -> None:
         Clock.widths.clear()
@@ -277,7 +277,7 @@ class Clock(StageTimer):
     def __exit__(self, *raised: object) -> None:
         seconds = Clock.token * sum(Clock.widths) if self._stage == "prompt" else Clock.cycle / 4  # of four stages
         Clock.now_ += seconds
-        self.parts[self._stage] = self.parts.get(self._stage, 0.0) + seconds
+        self.stage_seconds[self._stage] = self.stage_seconds.get(self._stage, 0.0) + seconds
 
     def now(self) -> float:
         return Clock.now_
@@ -291,7 +291,7 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
     hook = target.model.model.layers[0].register_forward_hook(
         lambda m, args, out: Clock.widths.append(args[0].shape[1])
     )
-    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, LEAST), (9.0, 512)):
+    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, MIN_AUTO_BUDGET), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
         decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
         decoder.add(Request(tuple(range(100)), 100))
@@ -335,9 +335,9 @@ def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
     decoder.prompts.beside_seconds = 0.03
     decoder.add(Request(tuple(range(100)) * 4, 1))
     assert decoder.step() == []
-    assert decoder.prompts.reading[0].read == LEAST, "the seconds of a token are not known yet"
+    assert decoder.prompts.reading[0].read == MIN_AUTO_BUDGET, "the seconds of a token are not known yet"
     assert decoder.step() == []
-    assert decoder.prompts.reading[0].read == pytest.approx(LEAST + 45, abs=1)
+    assert decoder.prompts.reading[0].read == pytest.approx(MIN_AUTO_BUDGET + 45, abs=1)
     decoder.prompts.beside_seconds = 0.0
     assert len(decoder.step()) == 1
     hook.remove()

@@ -20,20 +20,23 @@ from eyas.core import quantised
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.errors import ModelError, OptionError
-from quantised_models import KINDS, SIZES, _bitsandbytes, load, write_compressed, write_gguf
+from quantised_models import KINDS, SIZES, _bitsandbytes, load, write_compressed, write_gguf, write_packed
 from reference import SAMPLINGS, plain_decode, run
 from test_lossless import DRAWN, make
 
-# bitsandbytes and torchao say such things about torch and about themselves
+# bitsandbytes and torchao say such things about torch and about themselves; GPTQModel leaves a
+# temporary folder to the collector
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
 ]
 
 ROUNDED_INPUTS = [kind for kind in KINDS if kind.endswith("by token")]
 EXACT = [kind for kind in KINDS if kind not in ROUNDED_INPUTS]
 NEAR_TIE = 0.15  # standard deviations of a token's logits
 QUICK = {"torchao int8", "compressed-tensors W4A16", "bitsandbytes nf4"}
+THOROUGH = QUICK | {"GPTQ 4 bit", "AWQ 4 bit"}
 QUICK_METHODS = {"eagle2", "suffix"}
 PROMPTS = ((7, 3, 90, 41, 5), tuple(range(20, 43)), (11, 12, 13, 11, 12, 13, 11, 12))
 
@@ -66,7 +69,7 @@ def cases() -> list[Any]:
     """One kind of each library by every method; the others by two."""
     found = []
     for kind in EXACT:
-        for method in drafters.names() if kind in QUICK else sorted(QUICK_METHODS):
+        for method in drafters.names() if kind in THOROUGH else sorted(QUICK_METHODS):
             quick = kind in QUICK and method in QUICK_METHODS
             found.append(pytest.param(kind, method, marks=[] if quick else pytest.mark.slow))
     return found
@@ -78,7 +81,7 @@ def test_every_kind_by_every_method(kind: str, method: str, models: Any) -> None
     """Guards the passes over trees: the library's layers give a tree's nodes the numbers of single
     tokens, greedily and seeded."""
     model, requests = models(kind)
-    target = runners.prepared(Target(model))
+    target = runners.with_fastest_runner(Target(model))
     assert target.quantised_by, "the layers are plain: this test proves nothing"
     check(method, target, requests)
 
@@ -92,7 +95,7 @@ def test_kinds_that_round_inputs(kind: str, method: str, models: Any) -> None:
     texts part at near ties, with plain decoding by a cache just as with trees. Every token that is
     emitted must be the model's own choice behind the text before it, or nearly tied with it."""
     model, _ = models(kind)
-    target = runners.prepared(Target(model))
+    target = runners.with_fastest_runner(Target(model))
     requests = [Request(prompt, 20) for prompt in PROMPTS]
     tokens, _ = run(Decoder(target, make(method, target), 2), requests)
     for request, new in zip(requests, tokens, strict=True):
@@ -143,27 +146,34 @@ def test_the_probe_of_mixing_layers() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_leave_quantised_layers_alone(models: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "library"),
+    [("compressed-tensors W8A16", "compressed-tensors"), ("GPTQ 4 bit", "gptq"), ("AWQ 4 bit", "awq")],
+)
+def test_kernels_leave_quantised_layers_alone(kind: str, library: str, models: Any) -> None:
     """Guards against kernels that would read packed weights as if they were the matrix."""
-    model, _ = models("compressed-tensors W8A16")
-    assert runners.prepared(Target(model)).run.name == "model"
-    with pytest.warns(UserWarning, match="computed by compressed-tensors"):
-        runners.prepared(Target(model), "on")
+    model, _ = models(kind)
+    assert runners.with_fastest_runner(Target(model)).runner.name == "model"
+    with pytest.warns(UserWarning, match=f"computed by {library}"):
+        runners.with_fastest_runner(Target(model), "on")
     with pytest.raises(OptionError, match="kept quantised"):
-        runners.prepared(Target(model), weights="int8")
+        runners.with_fastest_runner(Target(model), weights="int8")
 
 
 @pytest.mark.slow
-def test_fingerprints(models: Any) -> None:
-    """Guards `is_named`: a quantised model is neither the plain one nor another quantised one, and
+@pytest.mark.parametrize(
+    "kinds", [("compressed-tensors W8A16", "compressed-tensors W4A16"), ("GPTQ 4 bit", "AWQ 4 bit")]
+)
+def test_fingerprints(kinds: tuple[str, str], models: Any) -> None:
+    """Guards `has_fingerprint`: a quantised model is neither the plain one nor another quantised one, and
     it is itself."""
     plain = Target(zoo.tiny("llama", **SIZES))
-    found = {kind: Target(models(kind)[0]) for kind in ("compressed-tensors W8A16", "compressed-tensors W4A16")}
+    found = {kind: Target(models(kind)[0]) for kind in kinds}
     for kind, target in found.items():
-        assert target.is_named(target.fingerprint())
-        assert not target.is_named(plain.fingerprint())
-        assert not plain.is_named(target.fingerprint())
-        assert not any(target.is_named(other.fingerprint()) for name, other in found.items() if name != kind)
+        assert target.has_fingerprint(target.fingerprint())
+        assert not target.has_fingerprint(plain.fingerprint())
+        assert not plain.has_fingerprint(target.fingerprint())
+        assert not any(target.has_fingerprint(other.fingerprint()) for name, other in found.items() if name != kind)
 
 
 def test_a_folder_just_works(tmp_path: Path) -> None:
@@ -176,6 +186,21 @@ def test_a_folder_just_works(tmp_path: Path) -> None:
     assert (llm.target.quantised_by, llm.target.dtype) == ("torchao", torch.bfloat16)
     exact = eyas.load(tmp_path / "saved", "suffix", dtype="float32")
     expected = plain_decode(exact.target.model, Request(PROMPTS[0], 20))
+    assert list(exact.generate(list(PROMPTS[0]), max_new_tokens=20, ignore_eos=True).token_ids) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_packed_folder_just_works(method: str, tmp_path: Path) -> None:
+    """Guards a user's first try with a checkpoint of GPTQ or AWQ in float16, also by `--dtype float32`."""
+    pytest.importorskip("gptqmodel", reason="needs GPTQModel")
+    pytest.importorskip("optimum", reason="transformers reads GPTQ with optimum")
+    write_packed(tmp_path, method)
+    llm = eyas.load(tmp_path, "suffix")
+    assert (llm.target.quantised_by, llm.target.dtype) == (method, torch.float16)
+    assert len(llm.generate(list(PROMPTS[0]), max_new_tokens=20, ignore_eos=True).token_ids) == 20
+    exact = eyas.load(tmp_path, "suffix", dtype="float32")
+    expected = plain_decode(load(tmp_path), Request(PROMPTS[0], 20))
     assert list(exact.generate(list(PROMPTS[0]), max_new_tokens=20, ignore_eos=True).token_ids) == expected
 
 
@@ -201,10 +226,10 @@ def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) 
     assert requests != answered(models("compressed-tensors W4A16")[0]), (
         "the adapter changes nothing: this test proves little"
     )
-    check("eagle2", runners.prepared(target), requests)
+    check("eagle2", runners.with_fastest_runner(target), requests)
     base_target = Target(models("compressed-tensors W4A16")[0])
-    assert target.is_adapted_from(base_target.fingerprint())
-    assert not target.is_named(base_target.fingerprint())
+    assert target.base_has_fingerprint(base_target.fingerprint())
+    assert not target.has_fingerprint(base_target.fingerprint())
 
 
 @pytest.mark.slow
@@ -235,9 +260,9 @@ def test_gguf(tmp_path: Path) -> None:
         llm = eyas.load(tmp_path / "model.gguf", "suffix")
     assert llm.target.quantised_by == ""
     by_name = eyas.load(tmp_path, "suffix", gguf_file="model.gguf", tokenizer=False)
-    assert by_name.target.is_named(llm.target.fingerprint())
+    assert by_name.target.has_fingerprint(llm.target.fingerprint())
     for method in QUICK_METHODS:
-        check(method, runners.prepared(by_name.target), answered(by_name.target.model))
+        check(method, runners.with_fastest_runner(by_name.target), answered(by_name.target.model))
 
 
 def test_gguf_refusals(tmp_path: Path) -> None:

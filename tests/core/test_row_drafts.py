@@ -15,10 +15,10 @@ import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
 from core.test_prompts import PARAMS, by_turns, decode, method_of, plain
 from eyas import drafters
-from eyas.core.dormant import adapted
+from eyas.core.dormant import with_policy
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.predictions import LONGEST, Prediction
-from eyas.core.row_drafts import limited
+from eyas.core.predictions import MAX_MATCH, Prediction
+from eyas.core.row_drafts import limit_candidates
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
@@ -35,8 +35,7 @@ def target() -> Target:
 
 
 class Forced:
-    """A constraint that allows one text only; `mask` is not asked here, as the text is the target's
-    own."""
+    """A constraint that allows one text only; `mask` is not asked here, as the text is the target's own."""
 
     def __init__(self, text: Sequence[int], share: float) -> None:
         self.text, self.place, self.dice, self.share = list(text), 0, random.Random(0), share
@@ -106,7 +105,7 @@ def check_candidates(request: Request, steps: list[Step]) -> None:
     limit = request.draft_limit
     for step in steps:
         assert step.draft is not None
-        candidates = int(step.draft.tree.candidate_BN[step.row].sum()) - 1
+        candidates = int(step.draft.tree.acceptable_BN[step.row].sum()) - 1
         assert limit is None or candidates <= limit
         assert step.accepted <= candidates
         assert step.predicted <= step.accepted
@@ -145,7 +144,7 @@ def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None
     for policy in (None, Chance(0, None, suffix(target))):
         widths.clear()
         drafter = right_now_and_then(name, target)
-        decoder = Decoder(target, adapted(drafter, policy), rows=2)
+        decoder = Decoder(target, with_policy(drafter, policy), rows=2)
         hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
         run(decoder, [Request((1, 2, 3), 8, draft="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), draft="off")])
         hook.remove()
@@ -172,10 +171,10 @@ def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None
     text = (*answer[:40], *reversed(answer[40:]))
     tokens, steps = run(Decoder(target, right_now_and_then("eagle2", target)), [replace(request, prediction=text)])
     assert tokens == [answer]
-    labels = [step.plan for step in steps if not step.prefill]
+    labels = [step.drafted_by for step in steps if not step.prefill]
     assert "prediction" in labels
     assert labels[-1] != "prediction"
-    followed = [step for step in steps if step.plan == "prediction"]
+    followed = [step for step in steps if step.drafted_by == "prediction"]
     assert sum(step.predicted for step in followed) > 10
     assert max(len(step.tokens) for step in steps) == 17
 
@@ -224,7 +223,7 @@ def test_a_place_is_that_of_the_longest_match() -> None:
         for end, token in enumerate(answer, start=1):
             lost = prediction.missed or text[prediction.place : prediction.place + 1] != [token]
             prediction.read(token)
-            said = answer[max(0, end - LONGEST) : end]
+            said = answer[max(0, end - MAX_MATCH) : end]
             lengths = [
                 next((n for n in range(min(i, len(said)), 0, -1) if list(said[-n:]) == text[i - n : i]), 0)
                 for i in range(41)
@@ -240,10 +239,10 @@ def test_a_place_is_that_of_the_longest_match() -> None:
 
 def test_the_most_probable_nodes_are_kept() -> None:
     """Bug: a node is kept without its parent, or a less probable one in its place."""
-    candidate_BN = torch.tensor([[True] * 6, [True] * 6, [True, True, False, True, True, False]])
-    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]] * 3), 2, candidate_BN)
-    score_BN = torch.tensor([[0.0, -1.0, -0.5, -0.1, -2.0, -0.2]] * 3)
-    kept = limited(Draft(tree, torch.arange(18).view(3, 6), score_BN), (2, None, 2)).tree.candidate_BN
+    acceptable_BN = torch.tensor([[True] * 6, [True] * 6, [True, True, False, True, True, False]])
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]] * 3), 2, acceptable_BN)
+    log_q_BN = torch.tensor([[0.0, -1.0, -0.5, -0.1, -2.0, -0.2]] * 3)
+    kept = limit_candidates(Draft(tree, torch.arange(18).view(3, 6), log_q_BN), (2, None, 2)).tree.acceptable_BN
     assert kept.int().tolist() == [[1, 0, 1, 0, 0, 1], [1] * 6, [1, 1, 0, 1, 0, 0]]
 
 
@@ -262,7 +261,7 @@ def test_sampled_nodes_are_kept_by_their_place() -> None:
                 -torch.rand(1, 6, generator=generator),
                 torch.rand(1, 6, 9),
             )
-            found.add(tuple(limited(draft, (most,)).tree.candidate_BN[0].int().tolist()))
+            found.add(tuple(limit_candidates(draft, (most,)).tree.acceptable_BN[0].int().tolist()))
         (kept,) = found
         assert sum(kept) == min(most, 5) + 1
         assert all(not kept[n] or kept[parent] for n, parent in enumerate(parents[0].tolist()) if parent >= 0)

@@ -120,8 +120,7 @@ def test_a_node_is_processed_alone(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_scores_are_float32(dtype: torch.dtype) -> None:
-    """Guards the law of a half-precision target: everything after the logits is float32.
-    Deterministic."""
+    """Guards the law of a half-precision target: everything after the logits is float32. Deterministic."""
     logits_NV, _, seen_NV = cases(1)
     sampling = Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
     scores_NV = apply_sampling(logits_NV.to(dtype), sampling, Adjustments(seen_NV))

@@ -33,8 +33,7 @@ from two_devices import FIRST, SECOND, dispatched, halves, two_gpus
 MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {**zoo.FAMILIES, **zoo.HYBRIDS}
 LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=9, seed=4), Sampling())
 PROMPTS = ((5, 9, 3), tuple(range(20, 43)), (7,), (*range(20, 40), 3, 4))
-# the last prompt begins like the second one, which still runs when a row is free: its beginning is
-# copied
+# the last prompt begins like the second one, which still runs when a row is free: its beginning is copied
 NEW = (6, 24, 9, 12)
 
 
@@ -59,7 +58,7 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
         assert name != "oracle" or len(steps) < 0.6 * sum(map(len, texts)), (
             "its paths must be accepted, or this proves little"
         )
-        session = decoder.target
+        session = decoder.target_session
         for k, layer in enumerate(target.family.layers):
             if session.cache.stores_of(k):
                 (place,) = {weight.device for weight in layer.parameters()}
@@ -88,7 +87,7 @@ def slow(names: list[str], quick: tuple[str, ...]) -> list[Any]:
 def test_every_method(name: str) -> None:
     """Greedy and sampled requests, in three rows that are used again."""
     decoder = check(name, "llama", rows=3)
-    assert list(decoder.target.cache.bytes_by_device(1)) == [FIRST, SECOND]
+    assert list(decoder.target_session.cache.bytes_by_device(1)) == [FIRST, SECOND]
 
 
 @pytest.mark.slow
@@ -141,7 +140,7 @@ def test_caches_hold_the_same() -> None:
         for width, rows in ((20, range(3)), (20, [0, 2]), (300, range(1, 2)), (300, range(3))):
             slot_RN = (length_B[list(rows)][:, None] + torch.arange(6, device=FIRST)).clone()
             for cache in (one, two):
-                cache.at(rows, lambda slot_RN=slot_RN: slot_RN, width)
+                cache.prepare(rows, lambda slot_RN=slot_RN: slot_RN, width)
             for k, sizes in enumerate(layout):
                 if sizes is not None:
                     heads, *widths = sizes
@@ -208,16 +207,15 @@ def test_chats_and_generate() -> None:
 
 
 def test_no_recordings() -> None:
-    """Such a target runs by the model's own forward, and a warning says why where kernels were
-    asked for."""
+    """Such a target runs by the model's own forward, and a warning says why where kernels were asked for."""
     with two_gpus():
         target = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]())))
         with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers lie on several devices"):
-            assert runners.prepared(target, "on").run.name == "model"
+            assert runners.with_fastest_runner(target, "on").runner.name == "model"
         with pytest.raises(
             OptionError, match="weights int8 are for the compiled kernels, and there are none for this model"
         ):
-            runners.prepared(target, weights="int8")
+            runners.with_fastest_runner(target, weights="int8")
 
 
 def test_too_many_tokens_are_told_by_device(monkeypatch: pytest.MonkeyPatch) -> None:

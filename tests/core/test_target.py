@@ -135,9 +135,9 @@ def test_fingerprint() -> None:
         b.lm_head.weight.add_(
             torch.randn(b.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)) * b.lm_head.weight.std()
         )
-    assert not Target(b).is_named(Target(a).fingerprint())
-    assert Target(zoo.FAMILIES["llama"]().half()).is_named(Target(a).fingerprint())
-    assert Target(zoo.FAMILIES["llama"]().bfloat16()).is_named(Target(a).fingerprint())
+    assert not Target(b).has_fingerprint(Target(a).fingerprint())
+    assert Target(zoo.FAMILIES["llama"]().half()).has_fingerprint(Target(a).fingerprint())
+    assert Target(zoo.FAMILIES["llama"]().bfloat16()).has_fingerprint(Target(a).fingerprint())
 
 
 def test_cache_commit_and_growth() -> None:
@@ -146,12 +146,12 @@ def test_cache_commit_and_growth() -> None:
     cache = KVCache(((2, 4, 4),), 2, torch.float32, torch.device("cpu"))
     length_B = torch.tensor([3, 5])
     keys = torch.arange(2 * 6).view(2, 1, 6, 1).expand(2, 2, 6, 4).float()
-    cache.at(range(2), lambda: length_B[:, None] + torch.arange(6), 11)
+    cache.prepare(range(2), lambda: length_B[:, None] + torch.arange(6), 11)
     stored, _ = cache.update(keys, keys, 0)
     assert stored.shape == (2, 2, 11, 4)
     cache.commit(length_B, torch.tensor([[0, 2, 5], [0, 4, -1]]))
     cache.reserve(1000)
-    cache.at(range(2), lambda: torch.tensor([[20], [20]]), 21)
+    cache.prepare(range(2), lambda: torch.tensor([[20], [20]]), 21)
     stored, _ = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
     assert stored[0, 0, 3:6, 0].tolist() == [0, 2, 5]
     assert stored[1, 0, 5:7, 0].tolist() == [6, 10]

@@ -35,7 +35,7 @@ def test_the_drawn_example() -> None:
     assert tree.depth_BN.tolist() == [[0, 1, 1, 2, 2, 2]]
     drawn = ["x.....", "xx....", "x.x...", "xx.x..", "xx..x.", "x.x..x"]
     assert ["".join("x" if seen else "." for seen in row) for row in tree.mask_BNN[0].tolist()] == drawn
-    assert tree.candidate_BN.all()
+    assert tree.acceptable_BN.all()
     assert (tree.rows, tree.nodes, tree.max_depth) == (1, 6, 2)
 
 
@@ -74,7 +74,7 @@ def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], 
     tokens = [[choose.randrange(vocab) for _ in row] for row in forest]
     history = [[choose.random() < 0.3 for _ in range(vocab)] for _ in forest]
     history_BV = torch.tensor(history)
-    seen_BNV = Tree.build(torch.tensor(forest), len(forest[0]) - 1).seen(torch.tensor(tokens), history_BV)
+    seen_BNV = Tree.build(torch.tensor(forest), len(forest[0]) - 1).tokens_seen(torch.tensor(tokens), history_BV)
     for b, parents in enumerate(forest):
         for n in range(len(parents)):
             prefix = {tokens[b][m] for m in ancestors(parents, n)}
@@ -84,8 +84,8 @@ def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], 
 
 def test_candidates_are_what_the_drafter_says() -> None:
     """Guards scouts and padding: the flags pass through unchanged. Deterministic."""
-    candidate_BN = torch.tensor([[True, False, True]])
-    assert Tree.build(torch.tensor([[-1, 0, 0]]), 1, candidate_BN).candidate_BN.tolist() == candidate_BN.tolist()
+    acceptable_BN = torch.tensor([[True, False, True]])
+    assert Tree.build(torch.tensor([[-1, 0, 0]]), 1, acceptable_BN).acceptable_BN.tolist() == acceptable_BN.tolist()
 
 
 @st.composite
@@ -117,7 +117,7 @@ def prefix(draft: Draft, row: int, node: int) -> tuple[int, ...]:
 
 def offered(draft: Draft, row: int) -> list[tuple[int, ...]]:
     """Returns the token sequences that the candidates of a row stand for."""
-    return sorted(prefix(draft, row, n) for n in range(draft.tree.nodes) if draft.tree.candidate_BN[row, n])
+    return sorted(prefix(draft, row, n) for n in range(draft.tree.nodes) if draft.tree.acceptable_BN[row, n])
 
 
 @pytest.mark.slow
@@ -143,14 +143,14 @@ def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> No
             same = [
                 n
                 for n in range(1, N)
-                if first.tree.candidate_BN[row, n] and prefix(first, row, n) == prefix(second, row, m)
+                if first.tree.acceptable_BN[row, n] and prefix(first, row, n) == prefix(second, row, m)
             ]
-            assert [int(match_BM[row, m])] == (same if same and second.tree.candidate_BN[row, m] else [-1])
-    assert first.score_BN is not None
-    assert second.score_BN is not None
-    assert both.score_BN is not None
-    assert torch.equal(both.score_BN, torch.cat([first.score_BN, second.score_BN[:, 1:]], 1))
-    assert merge(first, Draft(second.tree, second.tokens_BN)).score_BN is None
+            assert [int(match_BM[row, m])] == (same if same and second.tree.acceptable_BN[row, m] else [-1])
+    assert first.log_q_BN is not None
+    assert second.log_q_BN is not None
+    assert both.log_q_BN is not None
+    assert torch.equal(both.log_q_BN, torch.cat([first.log_q_BN, second.log_q_BN[:, 1:]], 1))
+    assert merge(first, Draft(second.tree, second.tokens_BN)).log_q_BN is None
 
 
 @pytest.mark.slow

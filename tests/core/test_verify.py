@@ -169,8 +169,7 @@ def check_exact(world: ToyModels, cycle: Cycle, tokens: int, lengths: int) -> fl
 
 
 class Recorded(Tensor):
-    """Noise that keeps what it is added to: the log of the law from which argmax(log law + noise)
-    draws."""
+    """Noise that keeps what it is added to: the log of the law from which argmax(log law + noise) draws."""
 
     added: list[Tensor]
 
@@ -301,8 +300,8 @@ def chosen_rows(
     for n in range(1, N):
         tokens_BN[:, n] = world.order_IV[prefix_BN[:, parents[n]], max(0, rank[n] - (n in scouts))]
         prefix_BN[:, n] = world.child(prefix_BN[:, parents[n]], tokens_BN[:, n])
-    candidate_BN = torch.tensor([[n not in scouts for n in range(N)]]).expand(B, N)
-    return Draft(Tree.build(torch.tensor([parents]).repeat(B, 1), depth, candidate_BN), tokens_BN), prefix_BN
+    acceptable_BN = torch.tensor([[n not in scouts for n in range(N)]]).expand(B, N)
+    return Draft(Tree.build(torch.tensor([parents]).repeat(B, 1), depth, acceptable_BN), tokens_BN), prefix_BN
 
 
 def joined(drafts: list[Draft]) -> Draft:
@@ -310,7 +309,7 @@ def joined(drafts: list[Draft]) -> Draft:
     tree = Tree.build(
         torch.cat([d.tree.parents_BN for d in drafts]),
         drafts[0].tree.max_depth,
-        torch.cat([d.tree.candidate_BN for d in drafts]),
+        torch.cat([d.tree.acceptable_BN for d in drafts]),
     )
     q = [d.q_BNV for d in drafts if d.q_BNV is not None]
     return Draft(tree, torch.cat([d.tokens_BN for d in drafts]), None, torch.cat(q) if q else None)
@@ -326,7 +325,7 @@ def walk(world: ToyModels, draft: Draft, prefix_BN: Tensor, draw_BP: Tensor, tig
     """
     B, P = draw_BP.shape
     rows, tree = torch.arange(B), draft.tree
-    usable_BN = ((tree.candidate_BN[:, None] | ~tree.mask_BNN).all(-1)) & (tree.parents_BN >= 0)
+    usable_BN = ((tree.acceptable_BN[:, None] | ~tree.mask_BNN).all(-1)) & (tree.parents_BN >= 0)
     node_B, over_B = torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.bool)
     weight_B, noise = torch.ones(B, dtype=torch.float64), []
     for d in range(P):
@@ -476,7 +475,7 @@ def roots_of(
 ) -> CycleInput:
     """Makes the input that the loop gives to a drafter."""
     own = tuple(sampling or [world.sampling] * len(start_B))
-    adjustments = world.text_I[start_B] if any(s.adjusts for s in own) else None
+    adjustments = world.text_I[start_B] if any(s.has_penalties for s in own) else None
     tokens_B = torch.where(start_B > 0, (start_B - 1) % world.vocab, 0)
     return CycleInput(
         tokens_B, root_B, torch.ones_like(start_B, dtype=torch.bool), own, noise, int(root_B.max()), adjustments
@@ -486,8 +485,7 @@ def roots_of(
 def grown_drafts(
     world: ToyModels, start_W: Tensor, parents: list[int], depth: int
 ) -> tuple[Tensor, Draft, Tensor, Tensor]:
-    """Drafts grown by the shipped `grow_static`, whose noise brings the tokens into every possible
-    order."""
+    """Drafts grown by the shipped `grow_static`, whose noise brings the tokens into every possible order."""
     start_B, _, _, weight_B, order_BNV = drawn_rows(world, start_W, parents)
     B, N = order_BNV.shape[:2]
     root_B = 2 + torch.arange(B) % 5
@@ -523,7 +521,7 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | 
         index_B, answer_B = grid(torch.arange(len(start_B)), torch.arange(len(answer_XC)))
         start_B, prefix_BN, weight_B = start_B[index_B], prefix_BN[index_B], weight_B[index_B]
         assert draft.q_BNV is not None
-        tree = Tree.build(draft.tree.parents_BN[index_B], depth, draft.tree.candidate_BN[index_B])
+        tree = Tree.build(draft.tree.parents_BN[index_B], depth, draft.tree.acceptable_BN[index_B])
         root_B = 2 + torch.arange(len(start_B)) % 5
         noise = Script(
             root_B, depth, torch.zeros(len(start_B), depth + 1, world.vocab), answer_XC[answer_B], None, siblings
@@ -751,17 +749,17 @@ def test_drawn_siblings_come_in_draw_order_from_the_processed_q(sampling: str) -
     possible_BN[:, 0] = True
     # nothing is promised below a node that cannot be drawn
     real_BN = (possible_BN[:, None] | ~draft.tree.mask_BNN).all(-1)
-    assert torch.equal(draft.tree.candidate_BN[real_BN], possible_BN[real_BN])
+    assert torch.equal(draft.tree.acceptable_BN[real_BN], possible_BN[real_BN])
     assert torch.equal(draft.tokens_BN[:, 1:][real_BN[:, 1:]], tokens_BN[:, 1:][real_BN[:, 1:]]), (
         "tokens are not those drawn from q, in order"
     )
     assert draft.q_BNV is not None
     inner_BN = real_BN & torch.tensor([True, True, True, False, False, False, False])
     torch.testing.assert_close(draft.q_BNV[inner_BN].double(), q_BNV[inner_BN], rtol=0, atol=1e-6)
-    assert draft.score_BN is not None
+    assert draft.log_q_BN is not None
     own_BN = q_BNV[:, [0, 0, 0, 1, 1, 2, 2]].gather(2, tokens_BN[..., None])[..., 0].log().float()
     below_BN = real_BN & possible_BN & (draft.tree.depth_BN > 0)
-    torch.testing.assert_close(draft.score_BN[below_BN], own_BN[below_BN], rtol=0, atol=1e-4)
+    torch.testing.assert_close(draft.log_q_BN[below_BN], own_BN[below_BN], rtol=0, atol=1e-4)
 
 
 def test_drawing_rows_of_both_kinds() -> None:
@@ -787,7 +785,7 @@ def test_drawing_rows_of_both_kinds() -> None:
             choices,
         )
         assert torch.equal(alone.tokens_BN, draft.tokens_BN[row])
-        assert torch.equal(alone.tree.candidate_BN, draft.tree.candidate_BN[row])
+        assert torch.equal(alone.tree.acceptable_BN, draft.tree.acceptable_BN[row])
         if own.greedy:
             assert alone.q_BNV is None
             assert draft.tokens_BN[b, 1:3].tolist() == world.q_logits_IV[start_B[b]].topk(2).indices.tolist()
@@ -835,7 +833,7 @@ def slow_verify(
     for b in range(draft.tree.rows):
         own = GumbelNoise(noise.seed_B[b : b + 1], noise.greedy_B[b : b + 1])
         parents, tokens, root = draft.tree.parents_BN[b].tolist(), draft.tokens_BN[b].tolist(), int(position_B[b])
-        candidates = [n for n in range(len(parents)) if draft.tree.candidate_BN[b, n]]
+        candidates = [n for n in range(len(parents)) if draft.tree.acceptable_BN[b, n]]
         path = [0]
         while True:
             position = root + len(path)
@@ -873,8 +871,7 @@ def _reject_slowly(
 
 
 def random_batch(seed: int, drawn: bool, B: int = 24, V: int = 6) -> tuple[Draft, Tensor, Tensor, GumbelNoise]:
-    """Random trees of 10 nodes, scouts among them, laws with dropped tokens, rows of every kind and
-    age."""
+    """Random trees of 10 nodes, scouts among them, laws with dropped tokens, rows of every kind and age."""
     generator = torch.Generator().manual_seed(seed)
 
     def below(limit: int) -> int:
@@ -944,7 +941,7 @@ def test_a_row_is_verified_alone(drawn: bool) -> None:
     verdict = verify(draft, scores_BNV, position_B, noise)
     for b in range(draft.tree.rows):
         row = slice(b, b + 1)
-        tree = Tree.build(draft.tree.parents_BN[row], draft.tree.max_depth, draft.tree.candidate_BN[row])
+        tree = Tree.build(draft.tree.parents_BN[row], draft.tree.max_depth, draft.tree.acceptable_BN[row])
         q_BNV = None if draft.q_BNV is None or noise.greedy_B[b] else draft.q_BNV[row]
         own = GumbelNoise(noise.seed_B[row], noise.greedy_B[row])
         alone = verify(Draft(tree, draft.tokens_BN[row], None, q_BNV), scores_BNV[row], position_B[row], own)

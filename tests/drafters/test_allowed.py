@@ -56,7 +56,7 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
     def watch(cycle_input: CycleInput, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
         nonlocal drafted
         tree = draft.tree
-        for node in tree.candidate_BN[0].nonzero().flatten().tolist()[1:]:
+        for node in tree.acceptable_BN[0].nonzero().flatten().tolist()[1:]:
             drafted += 1
             assert scores_BNV[0, int(tree.parents_BN[0, node]), int(draft.tokens_BN[0, node])] > -torch.inf
 

@@ -84,8 +84,7 @@ def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypat
 
 @pytest.mark.parametrize(("name", "first"), [("dflash", 1), ("dspark", 0)])
 def test_which_token_a_slot_predicts(name: str, first: int, target: Target) -> None:
-    """Guards the off-by-one between the two: a loss of the first level alone has gradients for one
-    slot."""
+    """Guards the off-by-one between the two: a loss of the first level alone has gradients for one slot."""
     drafter = made(name, target)
     assert drafter.plan.first_slot == first
     assert drafter.plan.levels == 5 - first
@@ -201,7 +200,7 @@ def test_stop(target: Target) -> None:
         plain = drafter.grow
         drafter.grow = lambda *inputs: drafts.append(plain(*inputs)) or drafts[-1]  # type: ignore[method-assign, func-returns-value]  # noqa: B023
         run(Decoder(target, drafter, 1), [Request(PROMPT, 3)])
-        assert bool(drafts[0].tree.candidate_BN[0, 1:].any()) == any_child
+        assert bool(drafts[0].tree.acceptable_BN[0, 1:].any()) == any_child
 
 
 @pytest.mark.parametrize("name", NAMES)

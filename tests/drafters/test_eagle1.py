@@ -97,7 +97,7 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
                 )
                 laws.setdefault((number, b, len(path)), []).append(logq_V)
                 for n in (n for n in range(1, len(parents)) if parents[n] == parent):
-                    torch.testing.assert_close(draft.score_BN[b, n], logq_V[drafted[n]], rtol=1e-3, atol=1e-3)
+                    torch.testing.assert_close(draft.log_q_BN[b, n], logq_V[drafted[n]], rtol=1e-3, atol=1e-3)
                     checked += 1
                 if draft.q_BNV is not None:
                     torch.testing.assert_close(draft.q_BNV[b, parent], logq_V.exp(), rtol=1e-3, atol=1e-4)

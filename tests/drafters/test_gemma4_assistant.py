@@ -110,7 +110,7 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
     session, features = target.open(1, (target.num_layers,)), list[Tensor]()
     session.prefill(0, prompt, lambda tokens, found, begin: features.append(found))
     roots = CycleInput(
-        torch.tensor([root]), torch.tensor([len(prompt)]), torch.tensor([True]), (Sampling(),), target.run.ops.noise((Sampling(),)),
+        torch.tensor([root]), torch.tensor([len(prompt)]), torch.tensor([True]), (Sampling(),), target.runner.ops.noise((Sampling(),)),
         len(prompt) + 5, target_cache=session.cache,
     )  # fmt: skip
     session.cache.reserve(len(prompt) + 5)  # slots beyond the committed ones, which nobody may see
@@ -153,8 +153,7 @@ def test_lossless(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_row_is_drafted_for_as_it_is_alone() -> None:
-    """Bugs: keys of another row are read, or a feature of another row, or of a token that was
-    rejected."""
+    """Bugs: keys of another row are read, or a feature of another row, or of a token that was rejected."""
     target = Target(zoo.FAMILIES["gemma4"]())
     drafter = gemma4_assistant.Method.random(target, build_options(gemma4_assistant.Options, TREE), seed=2)
     requests = [Request(tuple(range(5, 5 + n)), 12, Sampling()) for n in (4, 21, 9)]

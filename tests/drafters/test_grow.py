@@ -106,12 +106,12 @@ def slow_grow(
     for depth in range(shape.depth):
         found = []
         for parent, prefix, value in level:
-            for chance, _, token in children(prefix, depth):
-                chance = -math.inf if depth and value <= threshold else chance
-                drafted.append((value + chance, token, parent))
+            for log_confidence, _, token in children(prefix, depth):
+                chance = -math.inf if depth and value <= threshold else log_confidence
+                drafted.append((value + log_confidence, token, parent))
                 found.append(
                     (
-                        value + chance if shape.expand == "value" else chance,
+                        value + chance if shape.expand == "value" else log_confidence,
                         len(drafted) - 1,
                         prefix * world.vocab + token + 1,
                     )
@@ -153,7 +153,7 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
     padded = 0
     for b, kind in enumerate(kinds):
         parents, tokens, candidates = slow_grow(world, int(start_B[b]), int(root_B[b]), kind, shape)
-        assert draft.tree.candidate_BN[b, 1:].tolist() == candidates
+        assert draft.tree.acceptable_BN[b, 1:].tolist() == candidates
         # what padding stands for is nobody's matter
         for n in [n for n, candidate in enumerate(candidates, start=1) if candidate]:
             assert int(draft.tree.parents_BN[b, n]) == parents[n]
@@ -177,13 +177,13 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
         for b in (0, 2):
             assert torch.equal(found[0].tree.parents_BN[b], other.tree.parents_BN[b])
             assert torch.equal(found[0].tokens_BN[b], other.tokens_BN[b])
-            assert torch.equal(found[0].score_BN[b], other.score_BN[b])
+            assert torch.equal(found[0].log_q_BN[b], other.log_q_BN[b])
     assert not torch.equal(found[0].tokens_BN[1], found[1].tokens_BN[1])
 
 
 @pytest.mark.slow
 def test_scores_are_the_processed_law() -> None:
-    """Guards `score_BN`: log q of the row's own Sampling, whatever the children were ranked by.
+    """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by.
     Deterministic."""
     kind = Sampling(temperature=0.7, top_k=4)
     world, start_B, root_B = ToyModels(6, 4, sampling=kind), torch.arange(1, 7), torch.arange(6)
@@ -195,7 +195,7 @@ def test_scores_are_the_processed_law() -> None:
     q_BV = world.q_IV[prefix_BN.gather(1, draft.tree.parents_BN.clamp(min=0))].log()
     expected_BN = q_BV.gather(2, draft.tokens_BN[..., None])[..., 0].float()
     expected_BN[:, 0] = 0
-    torch.testing.assert_close(draft.score_BN, expected_BN, atol=1e-5, rtol=0)
+    torch.testing.assert_close(draft.log_q_BN, expected_BN, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -106,7 +106,7 @@ def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> No
         key_V = logq_V + roots.noise.gumbel(roots.position_B[:, None] + len(path), target.vocab_size)[b, 0]
         token = int(draft.tokens_BN[b, number[path]])
         assert token == key_V.argsort(descending=True)[path[-1]]
-        torch.testing.assert_close(draft.score_BN[b, number[path]], logq_V[token])
+        torch.testing.assert_close(draft.log_q_BN[b, number[path]], logq_V[token])
     second = {int(draft.tokens_BN[0, number[(rank, 0)]]) for rank in range(10)}
     assert len(second) > 1 or not sampling.greedy, (
         "the best second token should differ from path to path, or this test proves little"
@@ -197,7 +197,7 @@ def test_saved_and_loaded(target: Target, tmp_path: Path, options: dict[str, Any
         [s.draft.tokens_BN.tolist() for s in run(Decoder(target, d), [request])[1] if s.draft] for d in (drafter, again)
     ]
     assert drafts[0] == drafts[1]
-    assert target.is_named(weights.config["eyas"]["target_fingerprint"])
+    assert target.has_fingerprint(weights.config["eyas"]["target_fingerprint"])
 
 
 def test_a_published_prefix_layer_is_the_base_models(target: Target) -> None:
@@ -223,8 +223,7 @@ def test_embeddings_of_its_own(target: Target) -> None:
 
 
 def test_heads_of_another_model(target: Target) -> None:
-    """Guards strict loading: sizes that are not the target's, a head of another method, a missing
-    tensor."""
+    """Guards strict loading: sizes that are not the target's, a head of another method, a missing tensor."""
     weights = make("hydra", target, **PLUS).weights()
     with pytest.raises(CheckpointError, match="vocabulary is 7"):
         Method.load(checkpoints.Weights("hydra", {**weights.config, "vocab_size": 7}, weights.tensors, "there"), target)

@@ -14,7 +14,7 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import CycleInput
-from eyas.drafters.lookahead import Lookahead, Method, Options, Pool, Session, unite
+from eyas.drafters.lookahead import Lookahead, Method, Options, Pool, Session, build_trie
 from eyas.errors import OptionError
 from reference import plain_decode, run
 
@@ -66,9 +66,9 @@ def test_the_window_is_the_drawn_tree() -> None:
             seen = {*range(column + 1), *(4 * k + column for k in range(level + 1))}
             assert set(tree.mask_BNN[0, node].nonzero()[:, 0].tolist()) == seen
             assert int(tree.depth_BN[0, node]) == column + level
-    assert tree.candidate_BN[0, :12].tolist() == [True] + [False] * 11
+    assert tree.acceptable_BN[0, :12].tolist() == [True] + [False] * 11
     branch = [
-        (int(tree.parents_BN[0, n]), int(draft.tokens_BN[0, n])) for n in range(12, 21) if tree.candidate_BN[0, n]
+        (int(tree.parents_BN[0, n]), int(draft.tokens_BN[0, n])) for n in range(12, 21) if tree.acceptable_BN[0, n]
     ]
     assert branch == [(0, 4), (12, 5), (13, 7), (13, 6)]  # the newest n-gram of the prompt first
 
@@ -81,7 +81,7 @@ def test_what_scouts_say_becomes_ngrams() -> None:
     first = session.draft(roots_of([30], [True]))
     window = first.tokens_BN[0, :12].view(3, 4)
     assert int(window[0, 0]) == 30
-    assert int(first.tree.candidate_BN.sum()) == 1  # the pool is empty
+    assert int(first.tree.acceptable_BN.sum()) == 1  # the pool is empty
     session.commit(first, nothing_accepted(first), says(first, [41, 42, 43, 44]))
     second = session.draft(roots_of([30], [True]))
     moved = second.tokens_BN[0, :12].view(3, 4)
@@ -89,7 +89,7 @@ def test_what_scouts_say_becomes_ngrams() -> None:
     assert moved[1].tolist() == window[2].tolist()
     assert moved[2].tolist() == [41, 42, 43, 44]
     assert second.tokens_BN[0, 12:15].tolist() == [*window[1:, 0].tolist(), 41]
-    assert second.tree.candidate_BN[0, 12:].tolist() == [True] * 3 + [False] * 6
+    assert second.tree.acceptable_BN[0, 12:].tolist() == [True] * 3 + [False] * 6
 
 
 def test_scouts_draw_with_the_noise_of_their_position() -> None:
@@ -117,8 +117,8 @@ def test_the_pool_is_bounded_and_newest_first() -> None:
 
 def test_ngrams_with_a_common_beginning_share_nodes() -> None:
     """Guards against siblings with the same token, which verification refuses."""
-    assert unite([(1, 2, 3), (1, 2, 4), (5, 2, 3)]) == ([-1, 0, 1, 1, -1, 4, 5], [1, 2, 3, 4, 5, 2, 3])
-    assert unite([]) == ([], [])
+    assert build_trie([(1, 2, 3), (1, 2, 4), (5, 2, 3)]) == ([-1, 0, 1, 1, -1, 4, 5], [1, 2, 3, 4, 5, 2, 3])
+    assert build_trie([]) == ([], [])
 
 
 def test_empty_rows_learn_nothing() -> None:
@@ -137,7 +137,7 @@ def test_a_row_that_is_kept() -> None:
     """Guards chats: the tokens are cut back to what is shared and go on from there; the pool stays.
     Prompts that come in chunks give the n-grams that lie across them."""
     session = started([1, 2, 3, 4, 5])
-    assert session.keep(0, 3) == 3
+    assert session.truncate(0, 3) == 3
     session.begin(0, 3, 6)
     session.prefill(0, torch.tensor([7, 8]), torch.zeros(2, 0), 3)
     session.prefill(0, torch.tensor([9]), torch.zeros(1, 0), 5)

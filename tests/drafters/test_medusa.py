@@ -68,7 +68,7 @@ def test_same_text_as_plain_decoding(
 
 
 def test_a_prompt_that_is_gone_on_with(target: Target) -> None:
-    """Guards `keep`: with reuse a second prompt is read from where the first one's tokens end, and
+    """Guards `truncate`: with reuse a second prompt is read from where the first one's tokens end, and
     the text is the same."""
     decoder = Decoder(target, make("medusa", target, "init_for_training"), 1, reuse=True)
     first = Request(tuple(range(5, 20)), 8)
@@ -134,7 +134,7 @@ def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) 
     for b, (n, path) in itertools.product(range(2), enumerate(REFERENCE_TREE, start=1)):
         token = order_BKV[b, len(path) - 1, path[-1]]
         assert draft.tokens_BN[b, n] == token
-        torch.testing.assert_close(draft.score_BN[b, n], logq_BKV[b, len(path) - 1, token])
+        torch.testing.assert_close(draft.log_q_BN[b, n], logq_BKV[b, len(path) - 1, token])
         assert draft.tree.depth_BN[b, n] == len(path)
 
 
@@ -222,7 +222,7 @@ def test_saved_and_loaded(target: Target, tmp_path: Path, output: str) -> None:
     weights = checkpoints.load(tmp_path)
     again, feature_BD = Method.load(weights, target), features(target, 2)
     assert torch.equal(drafter.logits(feature_BD, 3), again.logits(feature_BD, 3))
-    assert target.is_named(weights.config["eyas"]["target_fingerprint"])
+    assert target.has_fingerprint(weights.config["eyas"]["target_fingerprint"])
     assert weights.config["base_model"] == "tiny-llama"
 
 

@@ -88,11 +88,11 @@ class ProbeSession(DraftSession):
         self.text: list[list[int]] = [[] for _ in range(rows)]
         self.checked = self.foreign = 0
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         return min(length, self.drafter.remembers)
 
-    def begin(self, row: int, kept: int, total: int) -> None:
-        del self.text[row][kept:]
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
+        del self.text[row][cached_tokens:]
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         assert position == len(self.text[row])
@@ -132,7 +132,7 @@ class ProbeSession(DraftSession):
             assert (path[:length] >= 0).all()
             assert (path[length:] == -1).all()
             assert draft.tokens_BN[row, path[:length]].tolist() == verdict.tokens_BP[row, :length].tolist()
-            assert draft.tree.candidate_BN[row, path[:length]].all()
+            assert draft.tree.acceptable_BN[row, path[:length]].all()
             self.foreign += int((path[:length] >= N).sum())
             for n in range(N):
                 nodes = [m for m in range(N) if self.own.tree.mask_BNN[row, n, m]]
@@ -154,7 +154,7 @@ def test_each_session_is_told_what_it_would_have_seen_alone() -> None:
     assert drafter.feature_layers == (1, 3)
     decoder = Decoder(target, drafter, rows=2)
     assert run(decoder, asked)[0] == list(answers.values())
-    both = decoder.drafter.session.session
+    both = decoder.draft_session.session.session
     for session in (both.first, both.second):  # type: ignore[attr-defined]
         assert session.checked > 50
         assert session.foreign > 0, "no path went on in the other's tree: this proves little"
@@ -165,13 +165,13 @@ def test_keep_is_what_both_know(one: int, other: int, kept: int) -> None:
     """Guards chats: features are offered from where both sessions need them."""
     target = Target(zoo.FAMILIES["llama"]())
     session = Merged(Probe(target, 1, 0, {}, one), Probe(target, 1, 0, {}, other)).open(1)
-    assert session.keep(0, 20) == kept
+    assert session.truncate(0, 20) == kept
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["eagle2", "seagle", "small_model", "suffix"])
 def test_a_chat(first: str) -> None:
-    """Guards `keep` of two sessions of which one knows a token less: the answers are those of the
+    """Guards `truncate` of two sessions of which one knows a token less: the answers are those of the
     plain loop, and the second prompt is not read again."""
     target = Target(zoo.FAMILIES["llama"]())
     drafter = Merged(make(first, target), make("suffix", target))
@@ -180,7 +180,7 @@ def test_a_chat(first: str) -> None:
         request, tokens = Request(prompt, 10), list[int]()
         decoder.add(request)
         first_step = decoder.step()
-        rows = decoder.drafter.session.session.second.rows  # type: ignore[attr-defined]
+        rows = decoder.draft_session.session.session.second.rows  # type: ignore[attr-defined]
         while True:
             tokens += [token for step in first_step for token in step.tokens]
             if decoder.finished:

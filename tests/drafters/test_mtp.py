@@ -101,9 +101,9 @@ def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> No
         cache = LayoutCache(loaded.net.layout(target.dtype, target.device), 1, target.dtype, target.device)
         for begin, end in ((0, 7), (7, 9), (9, 12)):
             slots_1N, part = position_1N[:, begin:end], slice(begin, end)
-            cache.at(range(1), lambda slots_1N=slots_1N: slots_1N, end)
-            cache.see(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
-            read = loaded.net.remember if not begin else loaded.net
+            cache.prepare(range(1), lambda slots_1N=slots_1N: slots_1N, end)
+            cache.set_mask(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
+            read = loaded.net.store_kv if not begin else loaded.net
             got = read(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
             if begin:
                 assert torch.allclose(got, expected[:, part], atol=1e-5)
@@ -272,13 +272,13 @@ def test_our_layer_computes_what_transformers_does(family: str) -> None:
     cache = WindowCache(shape.num_kv_heads, shape.head_dim, 1, target.dtype, target.device, None)
     for begin, end in ((0, 7), (7, 9), (9, 12)):
         slots_1N, part = position_1N[:, begin:end], slice(begin, end)
-        cache.at(range(1), lambda slots_1N=slots_1N: slots_1N, end)
-        cache.see(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
+        cache.prepare(range(1), lambda slots_1N=slots_1N: slots_1N, end)
+        cache.set_mask(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
         if begin:
             got = own(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
             torch.testing.assert_close(got, expected[:, part], atol=1e-5, rtol=1e-4)
         else:
-            own.remember(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
+            own.store_kv(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
 
 
 def test_layers_that_are_not_ours() -> None:

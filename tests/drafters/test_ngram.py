@@ -1,5 +1,4 @@
-"""Drafting from the text alone, against naive searches through it; and the sessions that keep the
-text."""
+"""Drafting from the text alone, against naive searches through it; and the sessions that keep the text."""
 
 from __future__ import annotations
 
@@ -192,7 +191,7 @@ def test_nothing_to_say(name: str) -> None:
 
 def check_texts(decoder: Decoder) -> None:
     """Each row's index holds its committed tokens: all but the root."""
-    session = decoder.drafter.session.session
+    session = decoder.draft_session.session.session
     assert isinstance(session, TextSession)
     for index, row in zip(session.rows, decoder.rows, strict=True):
         assert row is None or index.tokens == row.tokens[:-1]
@@ -223,7 +222,7 @@ def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_chat_keeps_what_is_equal(name: str) -> None:
-    """Guards `keep`: the next prompt goes on after, before or within what the row holds, or has
+    """Guards `truncate`: the next prompt goes on after, before or within what the row holds, or has
     nothing to do with it; the index holds exactly the row's text, and the answers are those of the
     plain loop."""
     target = Target(zoo.FAMILIES["llama"]())
@@ -248,12 +247,12 @@ def test_padding_is_no_candidate() -> None:
         decoder.add(Request(prompt, 5))
     drafts = [step.draft for _ in range(2) for step in decoder.step() if step.draft is not None]
     for draft in drafts:
-        assert draft.score_BN is not None
-        assert draft.tree.candidate_BN[:, 0].all()
-        assert draft.tree.candidate_BN[0].sum() > 1
-        assert draft.tree.candidate_BN[2].sum() == 1
-        assert torch.equal(draft.score_BN.isfinite(), draft.tree.candidate_BN)
-        assert (draft.tree.parents_BN[:, 1:][~draft.tree.candidate_BN[:, 1:]] == 0).all()
+        assert draft.log_q_BN is not None
+        assert draft.tree.acceptable_BN[:, 0].all()
+        assert draft.tree.acceptable_BN[0].sum() > 1
+        assert draft.tree.acceptable_BN[2].sum() == 1
+        assert torch.equal(draft.log_q_BN.isfinite(), draft.tree.acceptable_BN)
+        assert (draft.tree.parents_BN[:, 1:][~draft.tree.acceptable_BN[:, 1:]] == 0).all()
     assert drafts
 
 
@@ -280,5 +279,5 @@ def test_a_tree_is_no_larger_than_its_guesses_need(counts: tuple[int, int], node
     guesses = [[Guess(0, 5 + i, 0.0) for i in range(count)] for count in counts]
     draft = TextSession(2, lambda: None, 7, 3, scored=True)._tree([1, 2], guesses, torch.device("cpu"))  # type: ignore[arg-type,return-value]
     assert draft.tree.nodes == nodes
-    assert draft.tree.candidate_BN.sum(1).tolist() == [1 + count for count in counts]
+    assert draft.tree.acceptable_BN.sum(1).tolist() == [1 + count for count in counts]
     assert draft.tokens_BN[:, 0].tolist() == [1, 2]

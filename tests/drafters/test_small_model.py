@@ -58,8 +58,7 @@ def test_a_draft_that_is_the_target_is_always_right(verification: str, law: Samp
 @pytest.mark.quick("mistral")
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2"])
 def test_families_that_draft(family: str, target: Target) -> None:
-    """The same with windows, masks by layer and learned positions, for a static tree grown level by
-    level."""
+    """The same with windows, masks by layer and learned positions, for a static tree grown level by level."""
     twins = [Target(zoo.FAMILIES[family]()) for _ in range(2)]
     drafter = make(*twins, **{"tree.choices": "reference"})
     assert set(taus(drafter, Sampling())) == {6}
@@ -118,8 +117,8 @@ def test_confidence_ends_a_row_alone(target: Target, monkeypatch: pytest.MonkeyP
     for step in steps:
         if step.draft is None:
             continue
-        assert step.draft.score_BN is not None
-        going, candidates = step.draft.score_BN[0].exp() >= 0.25, step.draft.tree.candidate_BN[0]
+        assert step.draft.log_q_BN is not None
+        going, candidates = step.draft.log_q_BN[0].exp() >= 0.25, step.draft.tree.acceptable_BN[0]
         first = next((n for n in range(1, 6) if not going[n]), 6)
         assert candidates.tolist() == [n <= first for n in range(6)]
         ended += first < 5
@@ -175,7 +174,7 @@ def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
         chosen = tokens if "dynamic.nodes" in options else tokens[:1]
         assert chosen == [plain_decode(target.model, r) for r in requests][: len(chosen)]
         drafted: list[Tensor] = [
-            s.draft.tokens_BN[:, 1:][s.draft.tree.candidate_BN[:, 1:]] for s in steps if s.draft is not None
+            s.draft.tokens_BN[:, 1:][s.draft.tree.acceptable_BN[:, 1:]] for s in steps if s.draft is not None
         ]
         assert max(int(t.max()) for t in drafted if len(t)) < VOCAB
 

@@ -49,12 +49,12 @@ def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int)
     frequency, T = rope_frequencies(SHAPE), 12
     keys, values = torch.randn(3, T, 2, 4, generator=generator), torch.randn(3, T, 2, 4, generator=generator)
     slots = torch.arange(T).expand(3, T)
-    cache.at(range(3), lambda: slots, T)
+    cache.prepare(range(3), lambda: slots, T)
     cache.store(keys, values, slots, frequency)
     length = torch.tensor([sink + size - 1, sink + size, T])
     trimmed = cache.trim(length, frequency)
     assert trimmed.tolist() == [sink + size - 1, sink + size, sink + size]
-    cache.at(range(3), lambda: slots[:, :1] + sink + size, sink + size)
+    cache.prepare(range(3), lambda: slots[:, :1] + sink + size, sink + size)
     seen_keys, seen_values = cache._stores[cache.shape][:2]
     for row, kept in enumerate(([*range(sink + size - 1)], [*range(sink + size)], [*range(sink), *range(T - size, T)])):
         expected = rope(keys[row, kept][None], torch.arange(len(kept))[None], frequency)[0]
@@ -101,8 +101,7 @@ def test_ids_stay_those_of_the_target(crop: str, sink: int, target: Target) -> N
 
 
 def session_after(target: Target, length: int, crop: str, chunk: int, size: int = 8, sink: int = 2) -> EagleSession:
-    """A session that has read a prompt in chunks; its cache's un-rotated keys tell which pairs it
-    holds."""
+    """A session that has read a prompt in chunks; its cache's un-rotated keys tell which pairs it holds."""
     drafter = make(target, **{"window.size": size, "window.sink": sink, "window.crop": crop})
     session, ids = drafter.open(1), torch.tensor(prompt(length))
     features = target.encode(ids[None], drafter.feature_layers)[0]

@@ -176,6 +176,5 @@ def test_views_of_a_cache_are_read_in_place() -> None:
     ("blocks", "width", "parts"), [(8, 1024, 16), (8, 16384, 33), (32, 1024, 8), (32, 64, 1), (256, 4096, 1)]
 )
 def test_parts_fill_the_processors(blocks: int, width: int, parts: int) -> None:
-    """Guards the number of parts: about two blocks for each of 132 processors, none shorter than 64
-    keys."""
+    """Guards the number of parts: about two blocks for each of 132 processors, none shorter than 64 keys."""
     assert splits_of(blocks, width, torch.device("cpu")) == parts

@@ -101,14 +101,14 @@ def test_paths() -> None:
         )
         same_verdict(draft, scores, position, noise)
         scores[1, 3, 40] = math.nan
-        found = OPS.choose(draft, scores, position, noise)
-        assert found.columns_BX is not None
-        assert found.columns_BX[:, 2].tolist() == [0, 1]
+        found = OPS.verify_deterministic(draft, scores, position, noise)
+        assert found.packed_BX is not None
+        assert found.packed_BX[:, 2].tolist() == [0, 1]
     same_verdict(Draft(Tree.chain(2, 1), tokens[:, :1]), scores[:, :1], position, noise)
 
 
 def same_verdict(draft: Draft, scores: Tensor, position: Tensor, noise: GumbelNoise) -> None:
-    expected, found = (ops.choose(draft, scores, position, noise) for ops in (REFERENCE, OPS))
+    expected, found = (ops.verify_deterministic(draft, scores, position, noise) for ops in (REFERENCE, OPS))
     for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
@@ -148,7 +148,7 @@ def test_paths_by_lot() -> None:
         candidate = torch.rand(2, 7, generator=die) < 0.8
         candidate[:, 0] = True
         candidate &= candidate.gather(1, TREE.parents_BN.clamp(min=0))
-        draft = Draft(replace(TREE, candidate_BN=candidate), 30 * turn + torch.arange(14).view(2, 7))
+        draft = Draft(replace(TREE, acceptable_BN=candidate), 30 * turn + torch.arange(14).view(2, 7))
         if not turn:
             draft = Draft(Tree.chain(2, 1), draft.tokens_BN[:, :1])  # plain decoding
         scores, position, noise = (
@@ -223,9 +223,9 @@ def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
     assert len(trees) == len(expected_trees) > 0
     for found, expected in zip(trees, expected_trees, strict=True):
         assert torch.equal(found.tokens_BN, expected.tokens_BN)
-        for name in ("parents_BN", "candidate_BN", "depth_BN", "mask_BNN"):
+        for name in ("parents_BN", "acceptable_BN", "depth_BN", "mask_BNN"):
             assert torch.equal(getattr(found.tree, name), getattr(expected.tree, name)), name
-        close(found.score_BN, expected.score_BN)
+        close(found.log_q_BN, expected.log_q_BN)
         close(found.value_BN, expected.value_BN)
         assert (found.drafted is None) == (expected.drafted is None)
         if found.drafted is not None and expected.drafted is not None:

@@ -358,8 +358,7 @@ def test_unknown_libraries() -> None:
 
 @pytest.mark.skipif(len(LIBRARIES) < 2, reason="xgrammar is not installed")
 def test_schemas_that_xgrammar_does_not_follow_are_left_to_llguidance() -> None:
-    """Guards against schema keywords that are silently ignored: xgrammar leaves out what it does
-    not know."""
+    """Guards against schema keywords that are silently ignored: xgrammar leaves out what it does not know."""
     from eyas.grammar._xgrammar import XGMatcher
 
     grammars_ = grammars("auto")

@@ -1,5 +1,4 @@
-"""`eyas.attach` and the folder of a head: `generate` for everybody, and the model as it was
-afterwards."""
+"""`eyas.attach` and the folder of a head: `generate` for everybody, and the model as it was afterwards."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def by_eyas(**options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_of_five_families(family: str) -> None:
-    """Padding counted as text, a law applied in another order, or a cut at the wrong token changes
-    an id."""
+    """Padding counted as text, a law applied in another order, or a cut at the wrong token changes an id."""
     model, batch = zoo.FAMILIES[family](), padded()
     prompts = [tuple(row[mask.bool()].tolist()) for row, mask in zip(*batch.values(), strict=True)]
     for settings in SETTINGS if family == "llama" else SETTINGS[:3]:
@@ -228,8 +227,7 @@ def _law(logits_V: Tensor, temperature: float, kept: int) -> Tensor:
 
 @pytest.mark.slow
 def test_seeds_come_from_torch(model: PreTrainedModel) -> None:
-    """`torch.manual_seed` decides; rows of one prompt differ; greedy calls leave torch's generator
-    alone."""
+    """`torch.manual_seed` decides; rows of one prompt differ; greedy calls leave torch's generator alone."""
     asked = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "custom_generate": by_eyas()}
     made = []
     for seed in (1, 1, 2):
@@ -333,8 +331,7 @@ def test_threads_take_turns(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_a_call_waits_for_the_one_before(model: PreTrainedModel) -> None:
-    """Hooks on the model's layers read features: those of a forward of another call would be read,
-    too."""
+    """Hooks on the model's layers read features: those of a forward of another call would be read, too."""
     ids, told = padded()["input_ids"][:1], list[str]()
 
     class Told(Recorder):

@@ -1,5 +1,4 @@
-"""The engine's scores for a list of processors are those of the list itself, in any order and on
-any text."""
+"""The engine's scores for a list of processors are those of the list itself, in any order and on any text."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from eyas.core.adjustments import Adjustments
 from eyas.core.processors import run_processors
 from eyas.core.sampling import apply_sampling
 from eyas.hooks.inputs import Batch
-from eyas.hooks.laws import Law
+from eyas.hooks.sampling import Law
 from hooks.conftest import padded
 
 LENGTH, EOS = 30, (2, 11)

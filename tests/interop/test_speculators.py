@@ -1,5 +1,4 @@
-"""The speculators library's own EAGLE-3 class computes our logits, in every setting that an export
-has."""
+"""The speculators library's own EAGLE-3 class computes our logits, in every setting that an export has."""
 
 from __future__ import annotations
 

@@ -29,15 +29,15 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runners, "fused_layers", FusedLayers)
 
 
-def prepared(kind: str = "auto", family: str = "llama") -> Target:
+def with_fastest_runner(kind: str = "auto", family: str = "llama") -> Target:
     return runners._by_graphs(Target(zoo.FAMILIES[family]()), kind, own=True)
 
 
 def test_graphs_and_kernels_by_default() -> None:
     """Guards the default: recorded cycles of fused layers, and plain decoding's text."""
-    target = prepared()
-    assert isinstance(target.run, GraphRunner)
-    assert target.run.fused is not None
+    target = with_fastest_runner()
+    assert isinstance(target.runner, GraphRunner)
+    assert target.runner.fused is not None
     request = Request((5, 6, 7), 8, Sampling())
     tokens, _ = run(Decoder(target, drafters.find("vanilla").load(None, target)), [request])
     assert list(tokens[0]) == plain_decode(zoo.FAMILIES["llama"](), request)
@@ -57,17 +57,17 @@ def test_a_graph_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
     for capture, reason in ((wrong, "other numbers"), (broken, "OSError: no assembler")):
         monkeypatch.setattr(graphs, "CudaCapture", lambda device, capture=capture: capture)
         with pytest.warns(UserWarning, match=f"runs by its own forward, as a CUDA graph fails on this GPU: .*{reason}"):
-            assert prepared().run.name == "model"
+            assert with_fastest_runner().runner.name == "model"
 
 
 def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the text: graphs of the model's own code, with torch's operations around it."""
     monkeypatch.setattr(runners, "fault_of_kernels", lambda device, ops: "attention gives other numbers")
     with pytest.warns(UserWarning, match="one fails on this GPU: attention gives other numbers"):
-        target = prepared("on")
-    assert isinstance(target.run, GraphRunner)
-    assert target.run.fused is None
-    assert target.run.ops is graphs.REFERENCE
+        target = with_fastest_runner("on")
+    assert isinstance(target.runner, GraphRunner)
+    assert target.runner.fused is None
+    assert target.runner.ops is graphs.REFERENCE
 
 
 @pytest.mark.slow

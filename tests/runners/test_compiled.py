@@ -21,7 +21,7 @@ from eyas.core.tree import Tree
 from eyas.drafters import Drafter
 from eyas.errors import OptionError
 from eyas.nn import Compiled
-from eyas.runners import prepared
+from eyas.runners import with_fastest_runner
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.graphs import BUCKET, GraphRunner
 from fake_graphs import captured_without_gpu
@@ -66,7 +66,7 @@ def test_compilations_do_not_grow_with_layers() -> None:
             found = []
             for session in sessions:
                 for row in range(rows):
-                    session.keep(row, 0)
+                    session.truncate(row, 0)
                     session.prefill(row, prompt(length))
                 found.append(session.forward(tokens, tree).logits_BNV)
             largest = max(largest, float((found[0] - found[1]).abs().max()))
@@ -200,4 +200,4 @@ def test_a_forward_of_somebody_else_stays() -> None:
 
 def test_compile_is_refused_on_a_cpu() -> None:
     with pytest.raises(OptionError, match="kernels compile is for GPUs"):
-        prepared(Target(zoo.FAMILIES["llama"]()), "compile")
+        with_fastest_runner(Target(zoo.FAMILIES["llama"]()), "compile")

@@ -78,7 +78,7 @@ def test_short_contexts(context: int) -> None:
     """Bug: a target with a context of 8 or less was an AssertionError with the kernels."""
     net = zoo.tiny("llama", **SIZES, max_position_embeddings=context)
     target = Target(net).run_with(runner(Target(net)))
-    assert target.run.name == "kernels"
+    assert target.runner.name == "kernels"
     if context > 1:
         request = Request(tuple(ids(1)), context - 1, Sampling())
         kind = drafters.find("eagle2")
@@ -181,9 +181,9 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(
         # rows that are empty draft what they like
         for (one, b), (other, _) in zip(found[0][1], found[1][1], strict=True):
             assert torch.equal(one.tokens_BN[b], other.tokens_BN[b])
-            for field in ("parents_BN", "depth_BN", "mask_BNN", "candidate_BN"):
+            for field in ("parents_BN", "depth_BN", "mask_BNN", "acceptable_BN"):
                 assert torch.equal(getattr(one.tree, field)[b], getattr(other.tree, field)[b]), field
-            for field in ("score_BN", "value_BN"):
+            for field in ("log_q_BN", "value_BN"):
                 torch.testing.assert_close(getattr(one, field)[b], getattr(other, field)[b], rtol=1e-4, atol=1e-4)
             assert (one.drafted is None) == (other.drafted is None) == ("tree.rerank" in rule)
             if one.drafted is None or other.drafted is None:
@@ -204,11 +204,11 @@ def test_what_does_not_suit_is_left_to_the_model() -> None:
         target = Target(refused)
         with pytest.raises(UnsuitedError, match=reason):
             runner(target)
-        assert runners.prepared(target).run.name == "model"
+        assert runners.with_fastest_runner(target).runner.name == "model"
     with pytest.warns(UserWarning, match="float32"):
-        runners.prepared(Target(zoo.tiny("llama", **SIZES).bfloat16()), "on")
+        runners.with_fastest_runner(Target(zoo.tiny("llama", **SIZES).bfloat16()), "on")
     with pytest.raises(OptionError, match="unknown kernels"):
-        runners.prepared(target, "yes")
+        runners.with_fastest_runner(target, "yes")
 
 
 def test_other_numbers_are_noticed() -> None:
@@ -249,11 +249,11 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
     if activations == "bfloat16" and not kernels.has_avx512_bf16():
         pytest.skip("a CPU without AVX-512 BF16")
     target = Target(model("llama"))
-    rounded = runners.prepared(
+    rounded = runners.with_fastest_runner(
         target, weights=weights, activations=activations, draft_weights="int4" if weights == "int4" else "exact"
     )
-    assert rounded.run.form == kernels.WeightFormat(weights, activations)
-    assert with_cpu_kernels("llama").run.form.exact
+    assert rounded.runner.weight_format == kernels.WeightFormat(weights, activations)
+    assert with_cpu_kernels("llama").runner.weight_format.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
     assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < {"bfloat16": 1.0, "int8": 1.0, "int4": 4.0}[weights]
     session, more = rounded.open(1), ids(13, 13)
@@ -276,37 +276,37 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     another word."""
     target = Target(model("llama"))
     with pytest.raises(OptionError, match="family gemma2"):
-        runners.prepared(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
+        runners.with_fastest_runner(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
     with pytest.raises(OptionError, match="leave kernels off out"):
-        runners.prepared(target, "off", activations="int8")
+        runners.with_fastest_runner(target, "off", activations="int8")
     with pytest.raises(OptionError, match="unknown weights"):
-        runners.prepared(target, weights="int2")
+        runners.with_fastest_runner(target, weights="int2")
     with pytest.raises(OptionError, match="unknown activations"):
-        runners.prepared(target, activations="int4")
+        runners.with_fastest_runner(target, activations="int4")
     monkeypatch.setattr(kernels, "has_vnni", lambda: True)
     with pytest.raises(OptionError, match=r"activations int8 are for .* these are kept as float32: take weights int8$"):
-        runners.prepared(target, activations="int8")
+        runners.with_fastest_runner(target, activations="int8")
     with pytest.raises(
         OptionError,
         match=r"activations int8 are for .* these are kept as bfloat16: take weights int8, or activations bfloat16$",
     ):
-        runners.prepared(target, weights="bfloat16", activations="int8")
+        runners.with_fastest_runner(target, weights="bfloat16", activations="int8")
     monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: True)
     for weights, kept in (("exact", "float32"), ("int8", "int8"), ("int4", "int4")):
         with pytest.raises(
             OptionError, match=rf"activations bfloat16 are for .* these are kept as {kept}: take weights bfloat16"
         ):
-            runners.prepared(target, weights=weights, activations="bfloat16")
+            runners.with_fastest_runner(target, weights=weights, activations="bfloat16")
     monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: False)
     with pytest.raises(OptionError, match="does not add up products of bfloat16"):
-        runners.prepared(target, weights="bfloat16", activations="bfloat16")
+        runners.with_fastest_runner(target, weights="bfloat16", activations="bfloat16")
     monkeypatch.setattr(kernels, "has_vnni", lambda: False)
     with pytest.raises(OptionError, match="does not add up products of bytes"):
-        runners.prepared(target, activations="int8")
+        runners.with_fastest_runner(target, activations="int8")
     with pytest.raises(OptionError, match="does not add up products of bytes"):
-        runners.prepared(target, weights="int4")
+        runners.with_fastest_runner(target, weights="int4")
     with pytest.raises(OptionError, match="draft weights int4 are for compiled kernels"):
-        runners.prepared(target, "off", draft_weights="int4")
+        runners.with_fastest_runner(target, "off", draft_weights="int4")
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -330,6 +330,6 @@ def test_drafts_that_leave_parts_of_layers_out(skip: str) -> None:
     target = with_cpu_kernels("llama")
     kind = drafters.find("self_speculative")
     drafter = kind.load(None, target, build_options(kind.Options, {"skip": skip, "depth": 3}))
-    assert (drafter.draft_model.run.name == "kernels") == (skip in ("0", "exit:2"))
+    assert (drafter.draft_model.runner.name == "kernels") == (skip in ("0", "exit:2"))
     request = Request(tuple(ids(30)), 16)
     assert run(Decoder(target, drafter), [request])[0] == [plain_decode(model("llama"), request)]

@@ -1,5 +1,4 @@
-"""The seam of fast operations: who uses the kernels', and that they compute what the reference
-computes."""
+"""The seam of fast operations: who uses the kernels', and that they compute what the reference computes."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
 from eyas.drafters import find
-from eyas.runners import prepared
+from eyas.runners import with_fastest_runner
 from eyas.runners.cpu_ops import CycleKernels
 from reference import plain_decode, run
 
@@ -31,7 +30,7 @@ def forbidden(*arguments: object, **keywords: object) -> None:
 @pytest.mark.parametrize("method", ["vanilla", "suffix", "eagle2"])
 def test_off_is_off(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: draws, paths and commits were made by C++ wherever a compiler was, whatever `kernels` said."""
-    target = prepared(Target(zoo.FAMILIES["llama"]()), kernels="off")
+    target = with_fastest_runner(Target(zoo.FAMILIES["llama"]()), kernels="off")
     drafter = find(method).random(target, seed=1)
     decoder = Decoder(target, drafter, 2)
     for name in ("draw", "follow", "commit", "gumbel", "grow", "linear", "head", "rms_norm", "pack"):
@@ -44,9 +43,9 @@ def test_a_family_without_kernels_draws_by_them_unless_off() -> None:
     """Guards the choice, which is made once, by the runner: models that the kernels do not run
     still draw, follow and commit by them."""
     model = zoo.FAMILIES["gpt_neox"]()
-    assert isinstance(prepared(Target(model), kernels="auto").run.ops, CycleKernels)
-    assert isinstance(prepared(Target(model), kernels="auto", own=False).run.ops, CycleKernels)
-    assert prepared(Target(model), kernels="off").run.ops is REFERENCE
+    assert isinstance(with_fastest_runner(Target(model), kernels="auto").runner.ops, CycleKernels)
+    assert isinstance(with_fastest_runner(Target(model), kernels="auto", own=False).runner.ops, CycleKernels)
+    assert with_fastest_runner(Target(model), kernels="off").runner.ops is REFERENCE
 
 
 @needs
@@ -65,7 +64,7 @@ def test_kernels_follow_and_commit_as_the_reference() -> None:
             children = [m for m in range(N) if parents[m] == n]
             hits_BN[:, n] = tokens_BN[:, children[turn % len(children)]] if children and turn % 3 else V
         draft = Draft(tree, tokens_BN)
-        ours, reference = fast.follow(draft, hits_BN), REFERENCE.follow(draft, hits_BN)
+        ours, reference = fast.accept_path(draft, hits_BN), REFERENCE.accept_path(draft, hits_BN)
         for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
             assert torch.equal(getattr(ours, name), getattr(reference, name)), name
         stores = [torch.randn(4, B, 2, 64, 8, generator=torch.Generator().manual_seed(turn)) for _ in range(2)]

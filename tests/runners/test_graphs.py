@@ -18,15 +18,15 @@ import zoo
 from eyas import drafters, kernels
 from eyas.bench.simulate import simulated
 from eyas.core.cache import ALIGNED, KVCache
-from eyas.core.dormant import Decision, Policy, adapted
+from eyas.core.dormant import Decision, Policy, with_policy
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.drafters import CycleInput, Drafter, Shape
+from eyas.drafters import CycleInput, Drafter, TreeSize
 from eyas.errors import OptionError
 from eyas.nn import Fp8Linear
-from eyas.runners import prepared
+from eyas.runners import with_fastest_runner
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
@@ -69,8 +69,8 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
     if temperature and drafter.samples_children:
         return
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-    assert isinstance(decoder.cycle, CycleReplay)
-    assert {key[0] for key in decoder.cycle.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
+    assert isinstance(decoder.cycle_runner, CycleReplay)
+    assert {key[0] for key in decoder.cycle_runner.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
 
 
 @pytest.mark.quick("False-seagle")
@@ -87,7 +87,7 @@ def test_aligned_widths_are_lossless(name: str, graphs: bool, monkeypatch: pytes
     decoder = Decoder(drafter.target, drafter, 2)
     tokens, _ = run(decoder, requests)
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-    assert decoder.target.cache.width % ALIGNED == 0
+    assert decoder.target_session.cache.width % ALIGNED == 0
 
 
 def test_a_shape_that_cannot_be_captured_runs_as_it_is() -> None:
@@ -162,8 +162,8 @@ def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[
     drafter = drafter_of(name, target.run_with(GraphRunner(target, watched)))
     decoder = Decoder(drafter.target, drafter, 2, **({"verify": decide} if decide else {}))
     run(decoder, [Request(prompt(n), 6, sampling) for n in (5, 9)])
-    assert isinstance(decoder.cycle, CycleReplay)
-    return found, [key[4] is None for key in decoder.cycle.recorder._recorded]
+    assert isinstance(decoder.cycle_runner, CycleReplay)
+    return found, [key[4] is None for key in decoder.cycle_runner.recorder._recorded]
 
 
 @pytest.mark.slow
@@ -209,8 +209,8 @@ def test_recordings_serve_every_request() -> None:
     decoder = Decoder(drafter.target, drafter, 1)
     for seed in range(3):
         run(decoder, [Request(prompt(5 + 9 * seed), 8, Sampling(0.7, seed=seed))])
-    assert isinstance(decoder.cycle, CycleReplay)
-    assert len(decoder.cycle.recorder._recorded) == 1
+    assert isinstance(decoder.cycle_runner, CycleReplay)
+    assert len(decoder.cycle_runner.recorder._recorded) == 1
 
 
 class Moods(Policy):
@@ -221,7 +221,7 @@ class Moods(Policy):
 
     def decide(self, roots: CycleInput) -> Decision:
         if self.dice.random() < 0.6:
-            return Decision(self.largest and Shape(*(self.dice.randint(1, most) for most in self.largest)))
+            return Decision(self.largest and TreeSize(*(self.dice.randint(1, most) for most in self.largest)))
         rows = frozenset(b for b in roots.active_rows if self.dice.random() < 0.7)
         return Decision(plain=rows) if self.dice.random() < 0.5 else Decision(plain=rows - {0}, fallback=self.fallback)
 
@@ -246,12 +246,15 @@ def test_sleep_over_graphs(name: str) -> None:
     for seed in range(3):
         policy = Moods(seed, drafter, drafter_of("suffix", target))
         requests = [Request(p, 30, Sampling()) for p in ((5,), (11,), prompt(40))]
-        tokens, steps = run(decoder := Decoder(drafter.target, adapted(drafter, policy), 2), requests)
+        tokens, steps = run(decoder := Decoder(drafter.target, with_policy(drafter, policy), 2), requests)
         assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-        assert isinstance(decoder.cycle, CycleReplay)
-        assert {key[4] is None for key in decoder.cycle.recorder._recorded} == {True, False}
-        assert {"plain", "suffix"} < {s.plan for s in steps}
-    assert max(s.accepted for s in steps if s.plan not in ("plain", "suffix")) > 0 or name not in ("eagle1", "eagle2")
+        assert isinstance(decoder.cycle_runner, CycleReplay)
+        assert {key[4] is None for key in decoder.cycle_runner.recorder._recorded} == {True, False}
+        assert {"plain", "suffix"} < {s.drafted_by for s in steps}
+    assert max(s.accepted for s in steps if s.drafted_by not in ("plain", "suffix")) > 0 or name not in (
+        "eagle1",
+        "eagle2",
+    )
 
 
 @needs_fp8
@@ -267,7 +270,7 @@ def test_drafts_in_fp8(name: str) -> None:
         drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu)))
         tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
         assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-        drafts.append([s.draft.score_BN for s in steps if s.draft is not None])
+        drafts.append([s.draft.log_q_BN for s in steps if s.draft is not None])
         rounded = sum(isinstance(m, Fp8Linear) for m in drafter.decoding_net.modules())
     assert rounded
     assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*drafts, strict=False))
@@ -275,9 +278,9 @@ def test_drafts_in_fp8(name: str) -> None:
 
 def test_fp8_is_refused_on_a_cpu() -> None:
     with pytest.raises(OptionError, match=r"compute capability 8\.9"):
-        prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp8")
+        with_fastest_runner(Target(zoo.FAMILIES["llama"]()), draft_weights="fp8")
     with pytest.raises(OptionError, match="fp8"):
-        prepared(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
+        with_fastest_runner(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
 
 
 @pytest.mark.slow
@@ -299,8 +302,8 @@ def test_windows_over_graphs(crop: str, window: tuple[int, int]) -> None:
         # what an idle row would draft is nobody's business
         drafted = [(step.draft, step.row) for step in steps if step.draft is not None]
         found.append((tokens, [(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafted]))
-    assert isinstance(decoder.cycle, CycleReplay)
-    assert True in {key[4] is None for key in decoder.cycle.recorder._recorded}, (
+    assert isinstance(decoder.cycle_runner, CycleReplay)
+    assert True in {key[4] is None for key in decoder.cycle_runner.recorder._recorded}, (
         "cycles were recorded with their drafts"
     )
     assert found[0] == found[1]
@@ -316,8 +319,8 @@ def test_eagle1s_other_inputs_over_graphs(inputs: str) -> None:
     drafter = kind.random(target.run_with(GraphRunner(target, captured_without_gpu)), options, seed=1)
     tokens, _ = run(decoder := Decoder(drafter.target, drafter, 2), requests)
     assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-    assert isinstance(decoder.cycle, CycleReplay)
-    assert decoder.cycle.recorder._recorded
+    assert isinstance(decoder.cycle_runner, CycleReplay)
+    assert decoder.cycle_runner.recorder._recorded
 
 
 @pytest.mark.slow

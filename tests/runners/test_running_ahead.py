@@ -13,7 +13,7 @@ import torch
 
 import zoo
 from eyas import drafters, kernels
-from eyas.core.dormant import Decision, Policy, adapted
+from eyas.core.dormant import Decision, Policy, with_policy
 from eyas.core.drafter import Drafter, build_options
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
@@ -45,14 +45,16 @@ def decoded(
 ) -> tuple[dict[int, list[Step]], Counts]:
     """The Steps of each request. cancel: by request, after how many of its Steps it is cancelled."""
     decoder, counts = Decoder(drafter.target, drafter, rows, reuse=True), Counts()
-    assert isinstance(decoder.cycle, CycleReplay)
-    decoder.cycle.runs_ahead = ahead
+    assert isinstance(decoder.cycle_runner, CycleReplay)
+    decoder.cycle_runner.runs_ahead = ahead
     found: dict[int, list[Step]] = {decoder.add(request): [] for request in requests}
     while not decoder.finished:
         launched = decoder._ahead
         steps = decoder.step()
         counts.ahead += decoder._ahead is not None
-        empty = [b for b in decoder.prompts.empty if decoder.target.length_B[b] != decoder.target.lengths[b]]
+        empty = [
+            b for b in decoder.prompts.empty if decoder.target_session.length_B[b] != decoder.target_session.lengths[b]
+        ]
         assert not empty, "the next cycle writes behind a row's length, in the slots that the host has reserved"
         if launched is not None:
             read = {step.row for step in steps if not step.prefill}
@@ -71,7 +73,7 @@ def essence(steps: list[Step]) -> list[Any]:
         for s in steps
     ]
     return [
-        (s.tokens, s.accepted, s.finish, s.path, s.plan, s.cached_tokens, tree)
+        (s.tokens, s.accepted, s.finish, s.path, s.drafted_by, s.cached_tokens, tree)
         for s, tree in zip(steps, trees, strict=True)
     ]
 
@@ -162,6 +164,6 @@ def test_what_the_host_must_read_first(why: str) -> None:
         "limit": {"draft": 2},
     }
     request = replace(request, **changes.get(why, {}))
-    steps, counts = decoded(adapted(drafter, Fixed()) if why == "policy" else drafter, [request], True)
+    steps, counts = decoded(with_policy(drafter, Fixed()) if why == "policy" else drafter, [request], True)
     assert counts.ahead == 0
     assert [token for step in steps[1] for token in step.tokens] == list(plain_decode(zoo.FAMILIES["llama"](), request))

@@ -1,5 +1,4 @@
-"""Adapters of PEFT as models of the server: clients choose one by `model`, beside each other in one
-load."""
+"""Adapters of PEFT as models of the server: clients choose one by `model`, beside each other in one load."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def test_one_adapter_is_merged(tmp_path: Path) -> None:
     merged, switched = eyas.load(adapter=folder, tree=TREE), eyas.load(adapter={"poet": folder}, tree=TREE)
     assert merged.adapters == ()
     assert switched.adapters == ("poet",)
-    assert merged.target.run.name == eyas.load(tree=TREE).target.run.name
+    assert merged.target.runner.name == eyas.load(tree=TREE).target.runner.name
     for prompt in PROMPTS:
         text = switched.generate(prompt, adapter="poet", max_new_tokens=16).text
         assert merged.generate(prompt, max_new_tokens=16).text == text

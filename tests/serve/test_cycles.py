@@ -28,7 +28,7 @@ def cycle(tokens: list[int], nodes: tuple[TraceNode, ...], path: tuple[int, ...]
         finish,
         tuple(n + 7 * (n > 0) for n in path),
         seconds=0.5,
-        parts={"draft": 0.1},
+        stage_seconds={"draft": 0.1},
         trace=trace,
     )
 
@@ -78,8 +78,7 @@ def test_json_of_broken_numbers_and_of_no_tokenizer() -> None:
 
 
 def test_step_without_a_trace() -> None:
-    """A client that asks for cycles of a server whose engine gives no trace still learns what was
-    drafted."""
+    """A client that asks for cycles of a server whose engine gives no trace still learns what was drafted."""
     made = CycleWriter(TOKENIZER).write(Step(1, (A, B), 1, False, None, (0, 4), seconds=0.1))
     assert [(t["text"], t["node"]) for t in made["tokens"]] == [("a", 4), ("b", None)]
     assert (made["nodes"], made["bonus"]) == ([], None)

@@ -179,8 +179,7 @@ def raising(tokens: Tensor, scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("processor", [poison, raising])
 def test_a_poisoned_request(small: Running, llm: eyas.LLM, processor: Any) -> None:
-    """One of two requests in flight fails by its processor: it gets an error, the other its right
-    answer."""
+    """One of two requests in flight fails by its processor: it gets an error, the other its right answer."""
     engine = small.service.engine
 
     async def job(prompt: str, poisoned: bool) -> Totals:

@@ -106,8 +106,7 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(server: Running, llm: eyas.LLM
 
 
 def test_prompt_logprobs(server: Running) -> None:
-    """inspect-ai reads them at the top of a chat's response, vLLM's clients in the choice of a
-    completion."""
+    """inspect-ai reads them at the top of a chat's response, vLLM's clients in the choice of a completion."""
     choice = post(server, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=2)
     listed = choice["prompt_logprobs"]
     assert isinstance(listed, list)

@@ -26,12 +26,12 @@ def test_sizes() -> None:
 
 @pytest.fixture
 def all_rows_cost(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods.llm.target.run, "skips_rows", False)
+    monkeypatch.setattr(methods.llm.target.runner, "skips_rows", False)
 
 
 def test_where_empty_rows_cost_nothing_a_method_has_one_decoder(methods: Methods) -> None:
     """Bug: a chat goes on in another Decoder than it began in, which has not read its prefix."""
-    assert methods.llm.target.run.skips_rows
+    assert methods.llm.target.runner.skips_rows
     pool = DecoderPool(methods, 10, 16)
     decoders = {pool.take("vanilla", load) for load in range(1, 11)}
     assert [len(decoder.rows) for decoder in decoders] == [10]

@@ -86,8 +86,7 @@ def ask(url: str, key: str = "s3cret", **more: Any) -> httpx2.Response:
 
 
 def arrived(url: str) -> float:
-    """How many requests run, wait or have ended: a request that comes later than the signal is
-    refused."""
+    """How many requests run, wait or have ended: a request that comes later than the signal is refused."""
     kinds = "num_requests_running|num_requests_waiting|request_success_total"
     return sum(
         map(float, re.findall(rf"^vllm:(?:{kinds}){{.*}} (\S+)$", httpx2.get(f"{url}/metrics").text, re.MULTILINE))

@@ -1,5 +1,4 @@
-"""Which tokens count, which lines are refused and how, and that batches are a function of (seed,
-epoch)."""
+"""Which tokens count, which lines are refused and how, and that batches are a function of (seed, epoch)."""
 
 from __future__ import annotations
 

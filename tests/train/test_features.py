@@ -377,9 +377,9 @@ def test_nothing_to_train_from_yet(tmp_path: Path, target: Target) -> None:
 
 def test_differences_are_said(target: Target) -> None:
     then = settings(target)
-    assert then.differences(then, target.is_named) == []
+    assert then.differences(then, target.has_fingerprint) == []
     now = settings(target, "bfloat16", (8,), 7)
-    assert then.differences(now, target.is_named) == [
+    assert then.differences(now, target.has_fingerprint) == [
         "layers 2,4,5,8 there, 8 now", "dtype float32 there, bfloat16 now", "shard_bytes 120000 there, 7 now",
     ]  # fmt: skip
     assert then.differences(now, lambda _: False)[0] == "the target was 'tiny-llama', it is 'tiny-llama'"

@@ -37,8 +37,7 @@ from train.toy import Toy, ToyTarget, run
 
 @pytest.fixture(autouse=True)
 def one_thread_and_toy_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are in another order with another number of threads; the toy's heads have no published
-    format."""
+    """Sums are in another order with another number of threads; the toy's heads have no published format."""
     torch.set_num_threads(1)
     monkeypatch.setattr(checkpoints, "save", toy.save_toy)
 

@@ -237,8 +237,7 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_temporary_files_of_living_processes_stay(tmp_path: Path) -> None:
-    """Those of processes that have gone are removed when a run begins: they may be as large as the
-    state."""
+    """Those of processes that have gone are removed when a run begins: they may be as large as the state."""
     (tmp_path / "elsewhere").mkdir()
     process = holder(tmp_path / "elsewhere")
     alive, dead = tmp_path / f".state.pt.{process.pid}.tmp", tmp_path / ".state.pt.999999999.tmp"

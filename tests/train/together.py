@@ -25,8 +25,7 @@ CONTEXT.set_forkserver_preload(
 
 
 def together(program: Callable[..., Any], *arguments: Any, count: int = 2, **options: Any) -> list[Any]:
-    """Returns the results of `program` in all processes; RuntimeError with the tracebacks when one
-    failed."""
+    """Returns the results of `program` in all processes; RuntimeError with the tracebacks when one failed."""
     with tempfile.TemporaryDirectory() as place:
         processes = [
             CONTEXT.Process(target=_run, args=(rank, count, place, program, arguments, options))

@@ -139,8 +139,7 @@ def run(
 
 
 def slow_run(folder: str, sleep: float, steps: int) -> None:
-    """To be killed: it sleeps for some seconds at each loss, and does so many steps at most, then
-    waits."""
+    """To be killed: it sleeps for some seconds at each loss, and does so many steps at most, then waits."""
     torch.set_num_threads(1)
     checkpoints.save = save_toy  # type: ignore[assignment]
     slow = Toy()

@@ -16,9 +16,9 @@ The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) 
 (Auer, Cesa-Bianchi and Fischer 2002, UCB1), among those that can be afforded, as in "Conservative
 bandits" (Wu, Shariff, Lattimore and Szepesvari 2016). `best` is the arm with the highest mean rate.
 Playing another one is a trial. A trial ends when its upper bound is no longer the largest, or when
-it has lost PATIENCE tokens to `best`. A trial that lost x tokens is repeated only after x / BUDGET
+it has lost MAX_TRIAL_LOSS tokens to `best`. A trial that lost x tokens is repeated only after x / MAX_TRIAL_SHARE
 tokens; each failure in a row doubles that, BACKOFF times at most. So trials of an arm cost no more
-than BUDGET of all tokens in the long run, and a hopeless arm less.
+than MAX_TRIAL_SHARE of all tokens in the long run, and a hopeless arm less.
 
 Arms are played in blocks of cycles, as changing them has a price: a draft model reads what it missed.
 docs/controller.md compares this with other algorithms. This module knows no clock, no tree and no method.
@@ -34,14 +34,14 @@ from statistics import median_low
 __all__ = ["Arm", "Bandit", "RunningMedian"]
 
 CONFIDENCE = 1.5  # standard deviations of an arm's mean that an upper bound adds to it
-BUDGET = 0.02  # the share of all tokens that the trials of one arm may lose
-PATIENCE = 2.0  # tokens a row that one trial may lose
+MAX_TRIAL_SHARE = 0.02  # the share of all tokens that the trials of one arm may lose
+MAX_TRIAL_LOSS = 2.0  # tokens a row that one trial may lose
 BACKOFF = 2  # doublings of the waiting time after trials that failed in a row
-TRUSTED = 128  # cycles as the best arm, after which earlier failures of the arm are forgotten
+FORGIVE_AFTER = 128  # cycles as the best arm, after which earlier failures of the arm are forgotten
 MEMORY = 48  # cycles over which the noise and the kinds of an arm's cycles are averaged
 LEAST_NOISE = 0.25  # the smallest noise that is believed, as a share of the first guess
 MAX_VARIANCE = 1.0  # of an arm that was never played, or long ago, as a share of `break_even` squared
-HELD_UP = 16  # baseline cycles; whatever a single cycle took longer is the machine's fault
+MAX_CYCLE_SECONDS = 16  # baseline cycles; whatever a single cycle took longer is the machine's fault
 
 
 class RunningMedian:
@@ -173,9 +173,9 @@ class Bandit:
         baseline = self.arms[self.baseline].seconds(self.medians)
         if baseline is None:
             return
-        tokens = (min(seconds, HELD_UP * baseline) + self.arms[name].other_seconds) * self.rate(self.best)
+        tokens = (min(seconds, MAX_CYCLE_SECONDS * baseline) + self.arms[name].other_seconds) * self.rate(self.best)
         for each in self.arms.values():
-            each.debt -= BUDGET * tokens
+            each.debt -= MAX_TRIAL_SHARE * tokens
         arm = self.arms[name]
         if name != self.best:
             arm.trial_cycles += 1
@@ -183,7 +183,7 @@ class Bandit:
             arm.best_cycles = 0
             return
         arm.best_cycles += 1
-        if arm.best_cycles >= TRUSTED:
+        if arm.best_cycles >= FORGIVE_AFTER:
             arm.failures = 0
 
     @property
@@ -213,4 +213,4 @@ class Bandit:
         arm = self.arms[name]
         if name == self.best:
             return True
-        return arm.trial_loss <= PATIENCE if name == self.playing else arm.debt <= 0
+        return arm.trial_loss <= MAX_TRIAL_LOSS if name == self.playing else arm.debt <= 0

@@ -32,7 +32,7 @@ from eyas.adaptive.bandit import Arm, Bandit
 from eyas.adaptive.cost import Costs
 from eyas.adaptive.goodput import Acceptance, Array, Plan, best
 from eyas.core.dormant import Decision
-from eyas.core.drafter import CycleInput, Drafter, Shape, build_options, method_name
+from eyas.core.drafter import CycleInput, Drafter, TreeSize, build_options, method_name
 from eyas.core.requests import Step
 from eyas.core.target import Target
 from eyas.drafters import find
@@ -45,12 +45,11 @@ MACHINE_DRIFT = 1e-4  # likewise for plain decoding, whose yield is 1: how fast 
 PRIOR_TOKENS = 2.0  # a cycle's, of a method whose trees do not grow
 PLAN_VARIANCE = 0.1  # tokens squared; variance of the yield that a plan predicts
 EXPLORE = 0.01  # the share of the time that larger trees may take beyond that of the planned ones
-SETTLE = 8  # drafted cycles before the first larger tree
+CYCLES_BEFORE_EXPLORING = 8  # drafted cycles before the first larger tree
 WORTH = 1.01  # a planned tree must promise so much more than the current one to replace it
 LEARN_EVERY, PLAN_EVERY = 32, 64  # drafted cycles, at most, between two trees that are learnt from, and two plans
 EMITTED_MEMORY = 2048.0  # decoded tokens over which prompts and answers are averaged
-# decoded tokens that are assumed before the first one, so that the first prompt does not count
-# alone
+# decoded tokens that are assumed before the first one, so that the first prompt does not count alone
 EMITTED_BEFORE = 512.0
 LEAST_READ = 8  # tokens of a prompt that are timed; fewer take long for their number
 RECENT = 0.2  # weight of the newest prompt's time in the moving average
@@ -63,7 +62,7 @@ class BatchState:
     """The bandit for one number of rows, and the tree of its drafts."""
 
     bandit: Bandit
-    shape: Shape | None = None  # None: the method's trees do not grow
+    shape: TreeSize | None = None  # None: the method's trees do not grow
     time_scale: float = 1.0  # measured seconds of drafted cycles over those that the costs predict
     drafted: int = 0  # cycles since the method drafts again
     explore_debt: float = 0.0  # cycles' worth of time; positive: no larger tree yet
@@ -91,8 +90,7 @@ class PromptReading:
         self._seconds_per_prompt_token = 0.0  # moving average; 0: nothing was read yet
 
     def add_prompt(self, tokens: int, seconds: float | None) -> None:
-        """A prompt of so many tokens came; seconds: that it took to read them, None if they were
-        not read."""
+        """A prompt of so many tokens came; seconds: that it took to read them, None if they were not read."""
         self._prompt_tokens += tokens
         if seconds is not None and tokens >= LEAST_READ:
             each, before = seconds / tokens, self._seconds_per_prompt_token
@@ -122,7 +120,7 @@ class AdaptiveController:
 
     def __init__(
         self,
-        max_tree: Shape | None = None,
+        max_tree: TreeSize | None = None,
         costs: Callable[[], Costs] | None = None,
         samples_children: bool = False,
         fallback: Drafter | None = None,
@@ -142,34 +140,34 @@ class AdaptiveController:
         """The decision about the cycle that begins with this input."""
         rows, self._limits = cycle_input.active_rows, cycle_input.draft_limits
         if self.samples_children and any(not cycle_input.sampling[b].greedy for b in rows):
-            return Decision(why=SAMPLED)
-        state = self._state(len(rows))
+            return Decision(arm=SAMPLED)
+        state = self._batch_state(len(rows))
         arm = state.bandit.playing
         if arm == PLAIN:
-            return Decision(plain=frozenset(rows), why=PLAIN)
+            return Decision(plain=frozenset(rows), arm=PLAIN)
         if arm == FALLBACK:
-            return Decision(fallback=self.fallback, why=FALLBACK)
-        if state.shape is not None and state.drafted >= SETTLE and state.explore_debt <= 0:
-            return Decision(self._larger(state.shape), why=EXPLORE_TREE)
-        return Decision(state.shape, why=DRAFT)
+            return Decision(fallback=self.fallback, arm=FALLBACK)
+        if state.shape is not None and state.drafted >= CYCLES_BEFORE_EXPLORING and state.explore_debt <= 0:
+            return Decision(self._next_larger(state.shape), arm=EXPLORE_TREE)
+        return Decision(state.shape, arm=DRAFT)
 
     def observe(self, steps: Sequence[Step]) -> None:
         """Learn from one cycle: its Steps, one of each active row."""
         step, rows = steps[-1], len(steps)
         decision = _decision(step)
-        if decision.why == SAMPLED:
+        if decision.arm == SAMPLED:
             return
-        state = self._state(rows)
+        state = self._batch_state(rows)
         tokens = sum(len(s.path) for s in steps) / rows  # the root stands for the bonus token
         self._prompts.add_emitted(tokens * rows)
         nodes = 1 if step.draft is None else step.draft.tree.nodes
-        if decision.why == EXPLORE_TREE:
-            self._explored(state, step, rows)
+        if decision.arm == EXPLORE_TREE:
+            self._after_exploring(state, step, rows)
         else:
-            kind = decision.why, decision.shape, 1 if decision.plain else nodes
-            state.bandit.observe(decision.why, kind, tokens, step.seconds)
+            kind = decision.arm, decision.tree_size, 1 if decision.plain else nodes
+            state.bandit.observe(decision.arm, kind, tokens, step.seconds)
         if decision.awake:
-            self._drafted(state, step, rows)
+            self._after_drafting(state, step, rows)
         if state.bandit.may_choose:
             self._choose(state, rows)
 
@@ -192,21 +190,21 @@ class AdaptiveController:
             state.drafted, state.explore_debt = 0, 0.0
             self._replan(state, rows)
 
-    def _drafted(self, state: BatchState, step: Step, rows: int) -> None:
+    def _after_drafting(self, state: BatchState, step: Step, rows: int) -> None:
         state.drafted += 1
-        explored = _decision(step).why == EXPLORE_TREE
+        explored = _decision(step).arm == EXPLORE_TREE
         if explored or state.drafted % state.learn_interval == 0:
             self._learn_tree(step)
         if not explored:
             state.explore_debt -= EXPLORE
-            if state.drafted % state.plan_interval == 0 or state.drafted == SETTLE // 2:
+            if state.drafted % state.plan_interval == 0 or state.drafted == CYCLES_BEFORE_EXPLORING // 2:
                 self._replan(state, rows)
 
-    def _explored(self, state: BatchState, step: Step, rows: int) -> None:
+    def _after_exploring(self, state: BatchState, step: Step, rows: int) -> None:
         """A larger tree teaches about trees, not about the yield of the current one; its further
         time is owed."""
         assert state.shape is not None
-        shape = _decision(step).shape
+        shape = _decision(step).tree_size
         assert shape is not None
         larger = self._expected(state, shape, rows).seconds
         state.explore_debt = max(larger / self._expected(state, state.shape, rows).seconds - 1, 2 * EXPLORE)
@@ -214,7 +212,7 @@ class AdaptiveController:
     def _learn_tree(self, step: Step) -> None:
         """Shows one row's tree to `Acceptance`. Read after the cycle's one transfer, so nothing
         waits for it."""
-        draft, shape = step.draft, _decision(step).shape
+        draft, shape = step.draft, _decision(step).tree_size
         if self.acceptance is None or shape is None or draft is None or draft.value_BN is None:
             return
         if self._limits and self._limits[step.row] is not None:  # some of its nodes could not be accepted
@@ -226,7 +224,7 @@ class AdaptiveController:
 
     # --- the planned tree -------------------------------------------------------------------------------------------
 
-    def _state(self, rows: int) -> BatchState:
+    def _batch_state(self, rows: int) -> BatchState:
         key = rows.bit_length()
         if key not in self._states:
             self._states[key] = state = BatchState(Bandit(self._arms(rows)))
@@ -245,8 +243,7 @@ class AdaptiveController:
         return arms
 
     def _replan(self, state: BatchState, rows: int) -> None:
-        """Another tree, where one promises clearly more; the arm then begins with what is expected
-        of it."""
+        """Another tree, where one promises clearly more; the arm then begins with what is expected of it."""
         if state.shape is None:
             return
         arm = state.bandit.arms[DRAFT]
@@ -258,7 +255,7 @@ class AdaptiveController:
             state.shape = plan.shape
             arm.replace(1 + plan.accepted, max(arm.variance, PLAN_VARIANCE), plan.seconds)
 
-    def _times(self, rows: int) -> Array:
+    def _seconds_by_size(self, rows: int) -> Array:
         """[S]: seconds of a cycle with each size, by the costs."""
         assert self.acceptance is not None
         assert self._load_costs is not None
@@ -271,18 +268,18 @@ class AdaptiveController:
     def _plan(self, state: BatchState, rows: int) -> Plan:
         """The size with the most tokens a second."""
         assert self.acceptance is not None
-        return best(self.acceptance.shapes, self.acceptance.accepted_S, state.time_scale * self._times(rows))
+        return best(self.acceptance.shapes, self.acceptance.accepted_S, state.time_scale * self._seconds_by_size(rows))
 
-    def _expected(self, state: BatchState, shape: Shape, rows: int) -> Plan:
+    def _expected(self, state: BatchState, shape: TreeSize, rows: int) -> Plan:
         assert self.acceptance is not None
-        seconds = state.time_scale * float(self._times(rows)[self.acceptance.place[shape]])
+        seconds = state.time_scale * float(self._seconds_by_size(rows)[self.acceptance.place[shape]])
         return Plan(shape, self.acceptance(shape), seconds)
 
-    def _larger(self, shape: Shape) -> Shape:
+    def _next_larger(self, shape: TreeSize) -> TreeSize:
         """The neighbour that is explored."""
         assert self.acceptance is not None
         assert self.max_tree is not None
-        wanted = Shape(shape.nodes + 4, shape.depth + 2, shape.branch + 2).within(self.max_tree)
+        wanted = TreeSize(shape.nodes + 4, shape.depth + 2, shape.branch + 2).within(self.max_tree)
         smaller = [s for s in self.acceptance.shapes if s.within(wanted) == s]
         return max(smaller, key=lambda s: (s.nodes, s.depth, s.branch))
 

@@ -42,7 +42,7 @@ from eyas.core.requests import check_steps
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import TargetOutput, Tree, Verdict
-from eyas.drafters import CycleInput, Drafter, Shape
+from eyas.drafters import CycleInput, Drafter, TreeSize
 from eyas.files import parse_json, user_cache, write_atomically
 from eyas.hardware import cpu_name, versions
 
@@ -55,7 +55,7 @@ NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)  # dense where one more node f
 BRANCHES = (1, 2, 4, 8)
 LEVELS = 4  # of the deeper of two drafts, whose difference is the time of a level
 REPEATS = 7
-BUDGET = 2.0  # seconds after which nothing is repeated any more
+MAX_SECONDS = 2.0  # seconds after which nothing is repeated any more
 CONTEXT = 256  # committed tokens before the measured passes
 SPREAD_LIMIT = 0.25  # a larger spread is doubtful
 LOAD_LIMIT = 0.75  # processes a core that ran or waited before the measurement; more is doubtful
@@ -95,17 +95,19 @@ class Costs:
 
     def plain(self, rows: int = 1) -> float:
         """Seconds of a cycle without a draft."""
-        return _line(self.nodes, self.verify, rows) + self.plain_rest
+        return _interpolate(self.nodes, self.verify, rows) + self.plain_rest
 
     def draft(self, depth: int, branch: int, rows: int = 1) -> float:
         """Seconds of a draft."""
-        first, deeper = (_line(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
+        first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
-    def cycle(self, shape: Shape, rows: int = 1) -> float:
+    def cycle(self, shape: TreeSize, rows: int = 1) -> float:
         """Seconds of a cycle with a tree of this size in each row."""
         return (
-            _line(self.nodes, self.verify, shape.nodes * rows) + self.draft(shape.depth, shape.branch, rows) + self.rest
+            _interpolate(self.nodes, self.verify, shape.nodes * rows)
+            + self.draft(shape.depth, shape.branch, rows)
+            + self.rest
         )
 
     @classmethod
@@ -133,7 +135,7 @@ class Costs:
         return costs
 
 
-def _line(at: Sequence[int], values: Sequence[float], x: float) -> float:
+def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
     """Linear between measured points; beyond the last one as between the last two, but never falling."""
     if x <= at[0] or len(at) == 1:
         return values[0] if x <= at[0] else values[0] * x / at[0]
@@ -169,7 +171,7 @@ def _time(jobs: dict[Any, Callable[[], float]]) -> _Timings:
     seconds: dict[Any, list[float]] = {name: [] for name in jobs}
     began = time.perf_counter()
     for turn in range(REPEATS + 1):
-        if turn > 1 and time.perf_counter() - began > BUDGET:
+        if turn > 1 and time.perf_counter() - began > MAX_SECONDS:
             break
         for name, job in jobs.items():
             seconds[name].append(job())
@@ -189,8 +191,7 @@ def _spread(seconds: Sequence[float]) -> float:
 def verify_cost(
     target: Target, context: int = CONTEXT, nodes: Sequence[int] = NODES, feature_layers: tuple[int, ...] = ()
 ) -> list[dict[str, float]]:
-    """Median milliseconds of a target pass over a chain of so many nodes behind `context` tokens,
-    one row."""
+    """Median milliseconds of a target pass over a chain of so many nodes behind `context` tokens, one row."""
     timings = _time_passes(target, context, nodes, feature_layers)
     return [{"nodes": n, "ms": round(1e3 * seconds, 4)} for n, seconds in timings.medians.items()]
 
@@ -215,13 +216,13 @@ def _text(target: Target, length: int) -> list[int]:
     return [7 % target.vocab_size] * length
 
 
-def draft_cost(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT) -> dict[Shape, float]:
+def draft_cost(drafter: Drafter, shapes: Sequence[TreeSize], context: int = CONTEXT) -> dict[TreeSize, float]:
     """Median seconds of a draft of each size behind `context` tokens, one row. Nothing is accepted."""
     return _time_drafts(drafter, shapes, context).medians
 
 
 @torch.inference_mode()
-def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTEXT) -> _Timings:
+def _time_drafts(drafter: Drafter, shapes: Sequence[TreeSize], context: int = CONTEXT) -> _Timings:
     target, session = drafter.target, drafter.open(1)
     context = max(1, min(context, target.context - (REPEATS + 2) * len(shapes) - 64))
     session.begin(0, 0, context)
@@ -229,7 +230,7 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTE
     opened.prefill(0, _text(target, context), lambda *chunk: session.prefill(0, *chunk))
     position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
 
-    def cycle(shape: Shape) -> float:
+    def cycle(shape: TreeSize) -> float:
         nonlocal position
         noise, at_1 = GumbelNoise.of(sampling, target.device), position * one_1
         tokens_1 = 7 % target.vocab_size * one_1
@@ -242,7 +243,7 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[Shape], context: int = CONTE
             position,
             active_rows=(0,),
             target_cache=opened.cache,
-            tree_shape=shape,
+            tree_size=shape,
         )
         drafts = []
         took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
@@ -262,10 +263,10 @@ def _zeros(target: Target, nodes: int, width: int) -> Tensor:
     return torch.zeros(1, nodes, width, dtype=target.dtype, device=target.device)
 
 
-class _ByTurns(Policy):
+class _Alternating(Policy):
     """Cycles with a tree of one size and plain ones by turns."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TreeSize) -> None:
         self.shape, self.plain = shape, False
 
     def decide(self, cycle_input: CycleInput) -> Decision:
@@ -276,36 +277,36 @@ class _ByTurns(Policy):
         pass
 
 
-def _cycles(drafter: Drafter, shape: Shape, context: int) -> tuple[list[Step], list[Step]]:
+def _cycles(drafter: Drafter, shape: TreeSize, context: int) -> tuple[list[Step], list[Step]]:
     """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms
     up, or records."""
-    decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _ByTurns(shape)))
+    decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Alternating(shape)))
     new = (2 * REPEATS + 2) * (1 + shape.depth)
     decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
     plain, drafted = list[Step](), list[Step]()
     began = time.perf_counter()
-    while not decoder.finished and (len(drafted) < 3 or time.perf_counter() - began < BUDGET):
+    while not decoder.finished and (len(drafted) < 3 or time.perf_counter() - began < MAX_SECONDS):
         for step in check_steps(decoder.step()):
             if not step.prefill:
-                (plain if step.plan == "plain" else drafted).append(step)
+                (plain if step.drafted_by == "plain" else drafted).append(step)
     return plain[1:] or plain, drafted[1:] or drafted
 
 
-def _recorded_draft_cost(drafter: Drafter, shape: Shape, nodes: Sequence[int], verify: Sequence[float]) -> float:
+def _recorded_draft_cost(drafter: Drafter, shape: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
     """Seconds of a draft that is recorded together with the rest of its cycle: what the cycle takes
     beyond a pass."""
     _, drafted = _cycles(drafter, shape, CONTEXT)
     return max(
-        0.0, median(s.seconds - _line(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
+        0.0, median(s.seconds - _interpolate(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
     )
 
 
-def _rests(drafter: Drafter, costs: Costs, shape: Shape) -> tuple[float, float]:
+def _overheads(drafter: Drafter, costs: Costs, shape: TreeSize) -> tuple[float, float]:
     """Median seconds of a cycle beside draft and pass: of a plain one, and of one with a draft."""
     on_cpu = drafter.target.device.type == "cpu"  # on other devices a stage ends when its work is queued
 
     def rest(step: Step, known: float) -> float:
-        known = step.parts.get("draft", 0.0) + step.parts.get("target", 0.0) if on_cpu else known
+        known = step.stage_seconds.get("draft", 0.0) + step.stage_seconds.get("target", 0.0) if on_cpu else known
         return max(0.0, step.seconds - known)
 
     plain, drafted = _cycles(drafter, shape, costs.context)
@@ -326,16 +327,18 @@ def measure(drafter: Drafter) -> Costs:
     nodes, verify = tuple(passes.medians), _rising(list(passes.medians.values()))
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, drafted_nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
-    shapes = [Shape(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
-    if target.run.records_cycles:
+    shapes = [TreeSize(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
+    if target.runner.records_cycles:
         drafts = _Timings({shape: _recorded_draft_cost(drafter, shape, nodes, verify) for shape in shapes}, 0.0)
     else:
         drafts = _time_drafts(drafter, shapes)
-    first, last = (_rising([drafts.medians[Shape(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels))
+    first, last = (
+        _rising([drafts.medians[TreeSize(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels)
+    )
     deeper = [max(0.0, long - short) / max(1, levels - 1) for short, long in zip(first, last, strict=True)]
     spread = max(passes.spread, drafts.spread)
     costs = Costs(CONTEXT, nodes, verify, tuple(branches), first, tuple(deeper), 0.0, 0.0, spread, load, now)
-    plain_rest, rest = _rests(drafter, costs, Shape(drafted_nodes, levels, min(2, limit.branch)))
+    plain_rest, rest = _overheads(drafter, costs, TreeSize(drafted_nodes, levels, min(2, limit.branch)))
     return replace(costs, plain_rest=plain_rest, rest=rest)
 
 
@@ -360,9 +363,9 @@ def cost_key(drafter: Drafter) -> dict[str, Any]:
         "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "cpu": cpu_name(),
-        "threads": target.run.threads or torch.get_num_threads(),
-        "run": target.run.name,
-        **asdict(target.run.form),
+        "threads": target.runner.threads or torch.get_num_threads(),
+        "run": target.runner.name,
+        **asdict(target.runner.weight_format),
         "draft_weights": target.draft_weights,
         "versions": versions(),
     }

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eyas.drafters import Shape
+from eyas.drafters import TreeSize
 
 __all__ = ["Acceptance", "Plan", "best", "sizes"]
 
@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 class Plan(NamedTuple):
     """A size of tree with its expected tokens and seconds."""
 
-    shape: Shape
+    shape: TreeSize
     accepted: float  # expected accepted draft tokens per cycle and row
     seconds: float  # expected seconds per cycle
 
@@ -62,28 +62,28 @@ class _Tree(NamedTuple):
 
     parents: Sequence[int]
     values: Sequence[float]
-    shape: Shape
+    shape: TreeSize
     accepted: int
     drafted: tuple[Sequence[int], Sequence[float]] | None
 
 
 @cache
-def sizes(limit: Shape) -> tuple[Shape, ...]:
+def sizes(limit: TreeSize) -> tuple[TreeSize, ...]:
     """The sizes that are compared: those within `limit` whose trees can reach their depth and their
     number of nodes."""
     nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
     branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
     reachable = {
-        Shape(n, d, b)
+        TreeSize(n, d, b)
         for n in nodes
         for d in range(1, limit.depth + 1)
         for b in branches
         if d < n <= 1 + b + (d - 1) * b * b and (b < n or b == 1)
     }
-    return tuple(sorted(reachable)) or (Shape(1, 1, 1),)
+    return tuple(sorted(reachable)) or (TreeSize(1, 1, 1),)
 
 
-def best(shapes: Sequence[Shape], accepted_S: Array, seconds_S: Array) -> Plan:
+def best(shapes: Sequence[TreeSize], accepted_S: Array, seconds_S: Array) -> Plan:
     """The size with the highest goodput; the first of several.
 
     Args:
@@ -98,7 +98,7 @@ class Acceptance:
     """Estimates the accepted draft tokens of trees of every size, from trees that were drafted and
     verified."""
 
-    def __init__(self, limit: Shape) -> None:
+    def __init__(self, limit: TreeSize) -> None:
         self.limit, self.shapes = limit, sizes(limit)
         self.place = {shape: s for s, shape in enumerate(self.shapes)}  # index of each size in `shapes`
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
@@ -118,7 +118,7 @@ class Acceptance:
         # predicted by the assumed tree
         self._sums_4E = np.zeros((4, limit.depth))
 
-    def _cell(self, shape: Shape) -> tuple[int, int, int]:
+    def _cell(self, shape: TreeSize) -> tuple[int, int, int]:
         return self.branches.index(shape.branch), shape.depth - 1, self.nodes.index(shape.nodes)
 
     @property
@@ -156,12 +156,12 @@ class Acceptance:
             exponents.append(k)
         return np.array(exponents)
 
-    def __call__(self, shape: Shape) -> float:
+    def __call__(self, shape: TreeSize) -> float:
         """Expected accepted draft tokens of one of `shapes`."""
         return float(self.accepted_S[self.place[shape]])
 
     def learn(
-        self, parents: Sequence[int], values: Sequence[float], shape: Shape, accepted: int,
+        self, parents: Sequence[int], values: Sequence[float], shape: TreeSize, accepted: int,
         drafted: tuple[Sequence[int], Sequence[float]] | None = None,
     ) -> None:  # fmt: skip
         """Add a tree that was drafted and verified.
@@ -200,7 +200,7 @@ class Acceptance:
         else:
             self._add(*drafted, shape._replace(nodes=min(len(drafted[0]), self.limit.nodes)))
 
-    def _find_nearest(self, shape: Shape) -> Shape:
+    def _find_nearest(self, shape: TreeSize) -> TreeSize:
         """The largest of `shapes` within this one; else the smallest of all."""
         if shape in self.place:
             return shape
@@ -210,7 +210,7 @@ class Acceptance:
             default=self.shapes[0],
         )
 
-    def _add(self, parents: Sequence[int], values: Sequence[float], shape: Shape) -> None:
+    def _add(self, parents: Sequence[int], values: Sequence[float], shape: TreeSize) -> None:
         """Add the predictions of this tree to the averages of every size within it."""
         depths = _depths(parents)
         levels = [list[int]() for _ in range(1 + max(depths))]
@@ -259,7 +259,7 @@ def _drafted_with(
     return drafted
 
 
-def _assumed_tree(limit: Shape) -> tuple[list[int], list[float]]:
+def _assumed_tree(limit: TreeSize) -> tuple[list[int], list[float]]:
     """Parents and log values of the assumed tree: the best `limit.nodes` nodes, if the children of
     every node have the same confidences."""
     chances = [PRIOR_CHANCE * PRIOR_SHARE**rank for rank in range(limit.branch)]

@@ -28,9 +28,9 @@ from eyas.arguments import (
 )
 from eyas.core.adapters import BASE
 from eyas.core.constraints import Constraint
-from eyas.core.dormant import Policy, adapted
+from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
-from eyas.core.engine import Decoder, Request, Step, keeps_well
+from eyas.core.engine import Decoder, Request, Step, is_worth_keeping
 from eyas.core.media import reads_media
 from eyas.core.requests import check_steps
 from eyas.core.target import Target
@@ -94,7 +94,7 @@ class LLM:
         """
         if adapter not in self._views:
             target = self.target.with_adapter(adapter)
-            drafter = self.drafter.on(target)
+            drafter = self.drafter.for_target(target)
             self._views[adapter] = target, drafter, None if self.policy is None else auto(drafter)
         return self._views[adapter]
 
@@ -210,8 +210,8 @@ class LLM:
         keywords = with_objects(keywords)
         n = whole_number("n", keywords.pop("n", 1) if n == 1 else n)
         keywords.pop("n", None)
-        asked = generate_keywords(keywords)
-        seeds = [{**keywords, "seed": (int(asked["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
+        params = generate_keywords(keywords)
+        seeds = [{**keywords, "seed": (int(params["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
         answers = [Answer(*self.request(one, system=system, **each)) for one in prompts for each in seeds]
         results = dict(self._answer_each(answers, batch_size, reuse=n > 1))
         flat = [results[i] for i in range(len(answers))]
@@ -240,7 +240,7 @@ class LLM:
         rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
         if not answers:
             return
-        decoder, keep = self.take_decoder(max(1, min(rows, len(answers))), reuse, answers[0].request.adapter)
+        decoder, give_back = self.take_decoder(max(1, min(rows, len(answers))), reuse, answers[0].request.adapter)
         index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
         while not decoder.finished:
             for step in check_steps(decoder.step()):
@@ -248,7 +248,7 @@ class LLM:
                 answers[i].add(step)
                 if step.finish:
                     yield i, answers[i].result()
-        keep()
+        give_back()
 
     @with_generate_keywords
     def stream(
@@ -269,8 +269,8 @@ class LLM:
         """
         request, reader = self.request(prompt, system=system, **keywords)
         answer = Answer(replace(request, trace=on_step is not None), reader)
-        decoder, keep = self.take_decoder(adapter=request.adapter)
-        return Stream(decoder, answer, keep, on_step)
+        decoder, give_back = self.take_decoder(adapter=request.adapter)
+        return Stream(decoder, answer, give_back, on_step)
 
     @with_generate_keywords
     def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
@@ -319,25 +319,25 @@ class LLM:
         """The engine's request for a prompt, and the reader that turns its tokens into text.
         Parameters as in `generate`.
         """
-        asked = generate_keywords(keywords)
+        params = generate_keywords(keywords)
         prompt = self._with_media(prompt, system)
-        ids = self.ids(prompt, system, asked["raw"])
-        eos = (frozenset() if asked["ignore_eos"] else self.eos).union(asked["stop_token_ids"])
-        reader = TextReader(self.tokenizer, asked["stop"])
+        ids = self.ids(prompt, system, params["raw"])
+        eos = (frozenset() if params["ignore_eos"] else self.eos).union(params["stop_token_ids"])
+        reader = TextReader(self.tokenizer, params["stop"])
         request = Request(
             ids,
-            self._new_tokens(asked, len(ids)),
-            sampling_of(asked),
+            self._new_tokens(params, len(ids)),
+            sampling_of(params),
             eos,
             reader.feed,
-            tuple(check_processor(p) for p in as_processors(asked["logits_processor"])),
-            min_tokens=asked["min_tokens"],
-            logprobs=asked["logprobs"],
-            prompt_logprobs=asked["prompt_logprobs"],
-            constraint=self._constraint(asked, eos),
-            draft=asked["draft"],
-            adapter=self.adapter_named(asked["adapter"]),
-            prediction=self._prediction(asked["prediction"]),
+            tuple(check_processor(p) for p in as_processors(params["logits_processor"])),
+            min_tokens=params["min_tokens"],
+            logprobs=params["logprobs"],
+            prompt_logprobs=params["prompt_logprobs"],
+            constraint=self._constraint(params, eos),
+            draft=params["draft"],
+            adapter=self.adapter_named(params["adapter"]),
+            prediction=self._prediction(params["prediction"]),
             media=prompt.media if isinstance(prompt, MediaIds) else None,
         )
         return request, reader
@@ -361,9 +361,9 @@ class LLM:
             return prompts[0] if prompts and isinstance(prompts[0], MediaIds) else prompt
         return prompt
 
-    def _constraint(self, asked: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
+    def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """The constraint that the keywords ask for; None where the text is free."""
-        structure = structure_of(asked)
+        structure = structure_of(params)
         if structure is None:
             return None
         if self._grammars is None:
@@ -378,12 +378,12 @@ class LLM:
             return tuple(encode_part(self.tokenizer, given, "the prediction")) if given and self.tokenizer else ()
         return self.ids(given, raw=True) if len(given) else ()
 
-    def _new_tokens(self, asked: Mapping[str, Any], prompt_length: int) -> int:
-        most: int | None = asked["max_new_tokens"]
-        if asked.get("max_length") is not None:
+    def _new_tokens(self, params: Mapping[str, Any], prompt_length: int) -> int:
+        most: int | None = params["max_new_tokens"]
+        if params.get("max_length") is not None:
             if most is not None:
                 raise OptionError("max_length and max_new_tokens say the same: write max_new_tokens only")
-            most = whole_number("max_length", asked["max_length"]) - prompt_length
+            most = whole_number("max_length", params["max_length"]) - prompt_length
             if most < 1:
                 raise OptionError(
                     f"max_length counts the prompt's {prompt_length} tokens too: write max_new_tokens instead"
@@ -406,14 +406,14 @@ class LLM:
         made_of = target, drafter, policy, rows, reuse
         idle, self._idle = self._idle, None
         if idle is None or idle[0] != made_of:
-            idle = made_of, Decoder(target, adapted(drafter, policy), rows, reuse)
+            idle = made_of, Decoder(target, with_policy(drafter, policy), rows, reuse)
         decoder = idle[1]
 
-        def keep() -> None:
-            if decoder.finished and keeps_well(decoder):
+        def give_back() -> None:
+            if decoder.finished and is_worth_keeping(decoder):
                 self._idle = made_of, decoder
 
-        return decoder, keep
+        return decoder, give_back
 
 
 class Chat:
@@ -457,14 +457,14 @@ class Chat:
             raise InputError(
                 "the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}"
             )
-        asked = generate_keywords(keywords, self.keywords)
-        answer = Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **asked))
+        params = generate_keywords(keywords, self.keywords)
+        answer = Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **params))
         return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._join(text, answer))
 
     def _decoder(self, adapter: str) -> Decoder:
         if adapter not in self._decoders:
             target, drafter, policy = self.llm.view(adapter)
-            self._decoders[adapter] = Decoder(target, adapted(drafter, policy), rows=1, reuse=True)
+            self._decoders[adapter] = Decoder(target, with_policy(drafter, policy), rows=1, reuse=True)
         return self._decoders[adapter]
 
     def _join(self, text: str, answer: Answer) -> None:

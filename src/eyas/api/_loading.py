@@ -17,7 +17,7 @@ from eyas.adaptive import auto, mode_of
 from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
-from eyas.core.drafter import Drafter, build_options, flags
+from eyas.core.drafter import Drafter, build_options, option_defaults
 from eyas.core.placement import is_split
 from eyas.core.pretrained import Spread, check_config, read_tokenizer, split_gguf
 from eyas.core.target import Target, pick_device, pick_dtype
@@ -111,7 +111,7 @@ def load(
     loaded_target, loaded_tokenizer = _load_target(
         target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread, gguf_file
     )
-    loaded_target = runners.prepared(
+    loaded_target = runners.with_fastest_runner(
         loaded_target,
         on_or_off(kernels),
         own=isinstance(target, str | Path | None),
@@ -258,7 +258,7 @@ def _listed_drafter(
 def _build(kind: type[Drafter], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
     for name in options:
         if not _has(kind, name):
-            known = [*flags(kind.Options, deprecated=False), *LOAD_KEYWORDS]
+            known = [*option_defaults(kind.Options, deprecated=False), *LOAD_KEYWORDS]
             raise UnknownOptionError(name, near(name, known))
     return kind.from_pretrained(source, target, build_options(kind.Options, options))
 
@@ -283,13 +283,13 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
             f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
             stacklevel=4,
         )
-    if drafter.target_fingerprint and target.is_adapted_from(drafter.target_fingerprint):
+    if drafter.target_fingerprint and target.base_has_fingerprint(drafter.target_fingerprint):
         if drafter.needs_weights:
             warnings.warn(
                 f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted",
                 stacklevel=4,
             )
-    elif drafter.target_fingerprint and not target.is_named(drafter.target_fingerprint):
+    elif drafter.target_fingerprint and not target.has_fingerprint(drafter.target_fingerprint):
         known = "other weights than these quantised ones" if target.quantised_by else "another target"
         warnings.warn(
             f"{draft} was trained for {known}: the text stays the same, but less of it may be drafted",

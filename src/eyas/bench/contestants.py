@@ -24,8 +24,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from eyas.bench import cost
 from eyas.bench.record import Answer, Memory, answer_from
-from eyas.core.dormant import Policy, adapted
-from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch, keeps_well
+from eyas.core.dormant import Policy, with_policy
+from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch, is_worth_keeping
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
@@ -114,7 +114,11 @@ class Drafting(Contestant):
         plain = watch is None and timer is None
         if decoder is None or not plain:
             decoder = Decoder(
-                self.drafter.target, adapted(self.drafter, self.policy), verify=self.verify, watch=watch, timer=timer
+                self.drafter.target,
+                with_policy(self.drafter, self.policy),
+                verify=self.verify,
+                watch=watch,
+                timer=timer,
             )
         decoder.add(request)
         while not decoder.finished:
@@ -122,7 +126,7 @@ class Drafting(Contestant):
                 yield step, step.ended_at - since
                 since = step.ended_at
             since = time.perf_counter()
-        if keeps_well(decoder) and plain:
+        if is_worth_keeping(decoder) and plain:
             self._idle = decoder
 
     def describe(self) -> dict[str, Any]:
@@ -203,7 +207,7 @@ class Transformers(Contestant):
             finish="stop" if token_ids and token_ids[-1] in request.eos else "length",
             prefill_seconds=times[0] - began,
             cycles=tuple(Cycle(n, n - 1, end - begin) for begin, end, n in stretches if n),
-            comparable=request.sampling.greedy and self.target.run.form.exact,
+            comparable=request.sampling.greedy and self.target.runner.weight_format.exact,
             memory=_memory(self.target.device, before),
             **question.about(self.name),
         )

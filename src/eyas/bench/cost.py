@@ -25,7 +25,7 @@ def bytes_per_step(target: Target) -> int:
 
     An embedding table that is not the head's too does not: it is read a row at a time.
     """
-    if (packed := getattr(target.run, "bytes", None)) is not None:
+    if (packed := getattr(target.runner, "bytes", None)) is not None:
         return int(packed)
     return sum(p.numel() * p.element_size() for p in _weights(target))
 
@@ -40,8 +40,7 @@ class Need(NamedTuple):
     """Bytes and floating-point operations that a pass cannot do without."""
 
     bytes: float  # read: weights once, keys and values of the committed tokens
-    # two for each weight and node; of attention, two for each number of a key or value, query head
-    # and node
+    # two for each weight and node; of attention, two for each number of a key or value, query head and node
     flops: float
 
 

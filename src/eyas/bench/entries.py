@@ -27,7 +27,7 @@ from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.run import VANILLA, reason_of
 from eyas.bench.simulate import parse_rates, simulated
-from eyas.core.drafter import build_options, flags
+from eyas.core.drafter import build_options, option_defaults
 from eyas.core.engine import Request
 from eyas.core.options import list_options, parse_option
 from eyas.core.verify import verify
@@ -145,7 +145,7 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     """(a method with its head and options, the head's name, "auto" or "fixed")."""
     llm, entry = entrants.llm, _parsed(text)
     kind = entry.kind
-    known = flags(kind.Options)
+    known = option_defaults(kind.Options)
     values = {**{name: value for name, value in entrants.options.items() if name in known}, **entry.options}
     options = build_options(
         kind.Options, tiny.with_small_tree(values, known) if llm.target.name == "embedded" else values
@@ -198,7 +198,7 @@ def _parsed(text: str) -> _Entry:
 
 def _check_options(texts: Sequence[str], options: Mapping[str, Any]) -> None:
     """OptionError for a method option that none of the contestants has: it would be ignored."""
-    known = {name for text in texts for name in flags(drafters.find(text.partition(":")[0]).Options)}
+    known = {name for text in texts for name in option_defaults(drafters.find(text.partition(":")[0]).Options)}
     for name in options:
         if name not in known:
             raise OptionError(f"none of the methods has the option --{name.replace('_', '-')}")

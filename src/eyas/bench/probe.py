@@ -52,13 +52,13 @@ class Probe:
         path_P = verdict.path_BP[0][: int(verdict.length_B[0])]
         accepted_N = torch.zeros(tree.nodes, dtype=torch.bool, device=tokens_N.device).index_fill_(0, path_P, True)
         parent_N = tree.parents_BN[0].clamp(min=0)
-        probed_M = (accepted_N[parent_N] & tree.candidate_BN[0] & (tree.parents_BN[0] >= 0)).nonzero()[:, 0]
+        probed_M = (accepted_N[parent_N] & tree.acceptable_BN[0] & (tree.parents_BN[0] >= 0)).nonzero()[:, 0]
         if not len(probed_M):
             return
         p_MV = scores_NV[parent_N[probed_M]].softmax(-1)
         p_M = p_MV.gather(1, tokens_N[probed_M, None])[:, 0]
-        self.scored = draft.score_BN is not None
-        q_M = torch.ones_like(p_M) if draft.score_BN is None else draft.score_BN[0, probed_M].exp()
+        self.scored = draft.log_q_BN is not None
+        q_M = torch.ones_like(p_M) if draft.log_q_BN is None else draft.log_q_BN[0, probed_M].exp()
         alpha_M = (p_M / q_M.clamp(min=1e-30)).clamp(max=1)
         columns = (parent_N[probed_M], tree.depth_BN[0, probed_M], accepted_N[probed_M], alpha_M, q_M)
         self._add(zip(*(x.tolist() for x in columns), strict=True))

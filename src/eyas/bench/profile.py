@@ -132,9 +132,9 @@ def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | No
     """Milliseconds of a draft's levels at the shape that was drafted most often; None for a static
     tree and for one level."""
     shapes = Counter(
-        s.decision.shape
+        s.decision.tree_size
         for s, _ in timed
-        if isinstance(s.decision, Decision) and s.decision.awake and s.decision.shape is not None
+        if isinstance(s.decision, Decision) and s.decision.awake and s.decision.tree_size is not None
     )
     shape = shapes.most_common(1)[0][0] if shapes else drafter.max_tree
     if shape is None or shape.depth < 2:

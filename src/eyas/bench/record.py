@@ -25,8 +25,7 @@ class Differs(NamedTuple):
     """Where an answer leaves plain decoding's."""
 
     at: int  # index of the first new token that differs
-    # of the two best scores there (`metrics.margin`); None: sampling allows one token, or one text
-    # ends there
+    # of the two best scores there (`metrics.margin`); None: sampling allows one token, or one text ends there
     margin: float | None
 
 
@@ -52,8 +51,7 @@ class Answer:
     finish: str  # "stop" | "length" | "failed"
     prefill_seconds: float  # from the question to the first token
     cycles: tuple[Cycle, ...]
-    # whether its ids must equal plain decoding's: greedy, or trees that draw nothing, with the same
-    # seed
+    # whether its ids must equal plain decoding's: greedy, or trees that draw nothing, with the same seed
     comparable: bool = True
     differs: Differs | None = None  # None: equal, or not comparable
     memory: Memory | None = None

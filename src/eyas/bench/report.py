@@ -327,8 +327,7 @@ LONG = ("methods", "prompts", "texts", "fingerprint")  # settings that are named
 
 
 def compared(a: Summary, b: Summary) -> dict[str, Any]:
-    """Rows of both side by side, and the settings that differ. InputError when they have no row in
-    common."""
+    """Rows of both side by side, and the settings that differ. InputError when they have no row in common."""
     keys = ("temperature", "task", "method")
     rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
     pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]

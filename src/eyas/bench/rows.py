@@ -99,8 +99,7 @@ def utilisation(speed: float, bytes_per_step: float, bandwidth: float | None) ->
 
 
 def tau_by_position(answers: Iterable[Answer]) -> list[dict[str, float]]:
-    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the
-    next one."""
+    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the next one."""
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for answer in answers:
         position = answer.prompt_tokens + len(answer.token_ids) - answer.emitted

@@ -19,7 +19,7 @@ from eyas import gpu
 from eyas.core.engine import Verify
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise
-from eyas.core.tree import Draft, Verdict, verdict_of_columns
+from eyas.core.tree import Draft, Verdict, unpack_verdict
 from eyas.core.verify import verify
 from eyas.errors import OptionError
 
@@ -77,16 +77,16 @@ class _Simulated:
     ) -> Verdict:
         real = verify(draft, scores_BNV, position_B, noise, ops)  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
-        if real.columns_BX is not None and real.broken_B is not None:  # verified by GPU kernels, which do this too
-            return verdict_of_columns(gpu.given_path(
-                draft.tokens_BN, tree.parents_BN, tree.candidate_BN, tree.depth_BN, position_B, real.bonus_B, real.broken_B,
+        if real.packed_BX is not None and real.has_nan_B is not None:  # verified by GPU kernels, which do this too
+            return unpack_verdict(gpu.given_path(
+                draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, real.bonus_B, real.has_nan_B,
                 self._rates(P - 1, device), self.seed, _STRIDE,
             ))  # fmt: skip
         uniform = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
         key_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
         passes_BD = uniform.accepts(self._rates(P - 1, device), key_B, torch.arange(P - 1, device=device))
         accepted_B = passes_BD.long().cumprod(1).sum(1)
-        deepest_B1 = torch.where(tree.candidate_BN, tree.depth_BN, -1).argmax(1, keepdim=True)
+        deepest_B1 = torch.where(tree.acceptable_BN, tree.depth_BN, -1).argmax(1, keepdim=True)
         on_path_BN = tree.mask_BNN.gather(1, deepest_B1[..., None].expand(-1, -1, tree.nodes))[:, 0]
         on_path_BN = on_path_BN & (tree.depth_BN <= accepted_B[:, None])
         order_BN = torch.arange(tree.nodes, device=device).expand(B, -1)
@@ -94,4 +94,4 @@ class _Simulated:
         path_BP = empty_BP.scatter(1, torch.where(on_path_BN, tree.depth_BN, P), order_BN)[:, :P]
         length_B = on_path_BN.sum(1)
         tokens_BP = torch.where(path_BP >= 0, draft.tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
-        return Verdict(path_BP, tokens_BP, length_B, real.bonus_B, real.broken_B)
+        return Verdict(path_BP, tokens_BP, length_B, real.bonus_B, real.has_nan_B)

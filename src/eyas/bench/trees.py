@@ -36,7 +36,7 @@ def tree_nodes(step: Step, text: Callable[[int], str]) -> list[Node]:
     """
     assert step.draft is not None
     tree, tokens_N = step.draft.tree, step.draft.tokens_BN[step.row].tolist()
-    parents_N, candidate_N = tree.parents_BN[step.row].tolist(), tree.candidate_BN[step.row].tolist()
+    parents_N, candidate_N = tree.parents_BN[step.row].tolist(), tree.acceptable_BN[step.row].tolist()
     kept = [n for n in range(len(parents_N)) if n == 0 or candidate_N[n]]
     place = {node: i for i, node in enumerate(kept)}
     nodes = [
@@ -70,8 +70,7 @@ def draw(lines: Sequence[Line]) -> str:
 
 
 def deepest_cycle(drafter: Drafter, request: Request, cycles: int = 12) -> Step | None:
-    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was
-    drafted."""
+    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was drafted."""
     decoder, steps = Decoder(drafter.target, drafter), list[Step]()
     decoder.add(request)
     while not decoder.finished and len(steps) < cycles:

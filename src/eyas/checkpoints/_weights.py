@@ -189,8 +189,7 @@ def differences(
 
 
 def refuse_dtypes(tensors: Mapping[str, Tensor], but: Collection[str] = ()) -> None:
-    """Refuse quantised weights: all tensors, except those named in `but`, are floats of 16 bits or
-    more."""
+    """Refuse quantised weights: all tensors, except those named in `but`, are floats of 16 bits or more."""
     wrong = [
         f"{name} ({tensor.dtype})"
         for name, tensor in tensors.items()

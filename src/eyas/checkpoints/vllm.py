@@ -63,8 +63,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the norms that vLLM's class loads for layers behind the first, and does
-    not use."""
+    """The tensors without the norms that vLLM's class loads for layers behind the first, and does not use."""
     return {
         name: tensor
         for name, tensor in tensors.items()

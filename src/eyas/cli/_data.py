@@ -1,5 +1,4 @@
-"""The examples of a training: read from --data, or from --features, a folder that `eyas features`
-wrote."""
+"""The examples of a training: read from --data, or from --features, a folder that `eyas features` wrote."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.cli._errors import UsageError, note
-from eyas.cli._options import DraftOptions, SamplingOptions, StructureOptions, TargetOptions
+from eyas.cli._options import DraftOptions, FilterOptions, StructureOptions, TargetOptions
 from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
         note(f"no --draft: the text itself drafts ({llm.method}); a draft head for this target would make it faster")
 
 
-def sampling_of(options: SamplingOptions) -> dict[str, Any]:
+def sampling_of(options: FilterOptions) -> dict[str, Any]:
     """The keywords of `LLM.request` from options. Refuses impossible values before a model is loaded."""
     from eyas.core.sampling import Sampling
 
@@ -218,8 +218,8 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "predicted_tokens": stats.predicted_tokens,
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
-        "runs_by": llm.target.run.name,
-        **asdict(llm.target.run.form),
+        "runs_by": llm.target.runner.name,
+        **asdict(llm.target.runner.weight_format),
         "versions": hardware.versions(),
     }
 

@@ -141,7 +141,7 @@ class TemperatureOptions:
 
 
 @option_group
-class SamplingOptions:
+class FilterOptions:
     """How tokens are sampled from the target's distribution; see `eyas.Sampling`."""
 
     top_k: Annotated[int, "Sampling"] = 0
@@ -157,7 +157,7 @@ class SamplingOptions:
 
 
 @option_group
-class DrawOptions(SamplingOptions, TemperatureOptions):
+class SamplingOptions(FilterOptions, TemperatureOptions):
     """How tokens are sampled, with the temperature."""
 
 
@@ -172,7 +172,7 @@ class LengthOptions:
 
 
 @option_group
-class LawOptions:
+class PenaltyOptions:
     """Options that change the distribution of an answer's tokens further."""
 
     presence_penalty: Annotated[float, "Sampling"] = 0.0
@@ -188,7 +188,7 @@ class LawOptions:
 
 
 @option_group
-class AnswerOptions(LawOptions, SamplingOptions, TemperatureOptions, LengthOptions):
+class AnswerOptions(PenaltyOptions, FilterOptions, TemperatureOptions, LengthOptions):
     """How an answer is sampled, and where it ends."""
 
 

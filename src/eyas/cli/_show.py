@@ -131,8 +131,7 @@ def progress_bar(title: str, total: int | None = None, unit: str = "", hidden: b
 def print_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, bold: int | None = None
 ) -> None:
-    """Print a table on stdout; `bold` is the number of a row to stress. Narrow terminals fold the
-    cells."""
+    """Print a table on stdout; `bold` is the number of a row to stress. Narrow terminals fold the cells."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table

@@ -21,7 +21,7 @@ from eyas.cli._options import (
     DRAFT_WEIGHTS,
     BenchMethodOptions,
     DraftOptions,
-    SamplingOptions,
+    FilterOptions,
     TargetOptions,
     option_group,
 )
@@ -85,7 +85,7 @@ class BenchOptions:
     draft_weights: DRAFT_WEIGHTS = "exact"
 
 
-def command(*, job: BenchOptions, sampling: SamplingOptions, model: TargetOptions, options: BenchMethodOptions) -> int:
+def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions, options: BenchMethodOptions) -> int:
     """Compare methods: speed, acceptance, and whether the texts are equal."""
     if job.compare:
         _refuse_others(job, sampling, model)

@@ -114,11 +114,11 @@ def _best(job: DemoOptions, options: dict[str, Any]) -> LLM:
     few cycles to measure."""
     from eyas import drafters, tiny
     from eyas.adaptive import mode_of
-    from eyas.core.drafter import flags
+    from eyas.core.drafter import option_defaults
 
     name = job.method or tiny.BEST
     mode, options = mode_of(options)
-    defaults = flags(drafters.find(name).Options)
+    defaults = option_defaults(drafters.find(name).Options)
     options = tiny.with_small_tree(options, defaults)
     if mode == "auto" and job.tree is None and defaults.get("tree.nodes") is not None:
         mode, options = "fixed", {**GROWN_TREE, **options}

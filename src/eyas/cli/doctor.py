@@ -36,8 +36,7 @@ class Finding(NamedTuple):
 
 
 def command(*, as_json: AS_JSON = False) -> int:
-    """Check the installation, the machine and the embedded model. Exit status 1 when something is
-    broken."""
+    """Check the installation, the machine and the embedded model. Exit status 1 when something is broken."""
     machine = _machine()
     findings = [*_requirements(), *_bfloat16(), *_embedded()]
     broken = [finding.what for finding in findings if finding.good is False]

@@ -166,7 +166,7 @@ def _planned(
         _agree(manifest, folder, job, [i for i in missing if i % step == first])
 
     data = functools.partial(read_data, llm, job.data, job.max_length, job.heldout)
-    return open_or_plan(folder, settings, data, llm.target.is_named, agree)
+    return open_or_plan(folder, settings, data, llm.target.has_fingerprint, agree)
 
 
 def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequence[int]) -> None:

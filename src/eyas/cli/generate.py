@@ -92,8 +92,7 @@ class InputOptions:
     drafting: Annotated[str | None, "Method", "auto|off|N"] = None
     """off: decode plainly; N: verify at most N draft tokens per cycle."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8
-    elsewhere."""
+    """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
 
 
 def command(
@@ -237,8 +236,7 @@ def _answer_one(
 
 
 def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: InputOptions) -> None:
-    """Answer one prompt several times: the texts one below the other, or one JSON object with the
-    results."""
+    """Answer one prompt several times: the texts one below the other, or one JSON object with the results."""
     results = llm.generate(prompt, n=inputs.n, batch_size=inputs.batch_size, **keywords)
     if inputs.as_json:
         print(json.dumps({"results": [record(llm, result) for result in results]}, ensure_ascii=False))
@@ -257,10 +255,13 @@ class _Run(FileRun):
         self.keywords = keywords
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
-        """The tasks without a result. OptionError when the results are those of other prompts or
-        settings."""
+        """The tasks without a result. OptionError when the results are those of other prompts or settings."""
         first, target = self.results.first, self.llm.target
-        settings = {"target": target.name, "dtype": str(target.dtype).removeprefix("torch."), **asdict(target.run.form)}
+        settings = {
+            "target": target.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            **asdict(target.runner.weight_format),
+        }
         self.refuse_others(
             differences(first, settings, UNWRITTEN_FORM)
             + differences(first.get("settings"), self.keywords, OLD_KEYWORD_DEFAULTS)
@@ -311,8 +312,7 @@ class _Run(FileRun):
                 bar.show(self.counts["results"], f"tau {self.tau:.2f}")
 
     def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Prompt]]:
-        """The tasks that can be answered, with their prompts as token ids; a line that cannot is
-        reported."""
+        """The tasks that can be answered, with their prompts as token ids; a line that cannot is reported."""
         from eyas.arguments import MediaIds
         from eyas.core.engine import Decoder
 

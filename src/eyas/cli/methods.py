@@ -40,13 +40,13 @@ def command(
 
 def _describe(name: str) -> dict[str, Any]:
     from eyas import drafters
-    from eyas.core.drafter import flags
+    from eyas.core.drafter import option_defaults
 
     method = drafters.find(name)
     return {
         "name": name,
         "summary": method.summary,
-        "options": flags(method.Options, deprecated=False),
+        "options": option_defaults(method.Options, deprecated=False),
         "needs_head": method.needs_weights,
         "trainable": method.trainable,
     }

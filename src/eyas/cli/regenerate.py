@@ -15,7 +15,7 @@ from eyas.cli._data import check_files
 from eyas.cli._errors import UsageError, note
 from eyas.cli._files import UNWRITTEN_FORM, FileRun, Results, differences
 from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
-from eyas.cli._options import AS_JSON, DraftOptions, DrawOptions, MethodOptions, TargetOptions, option_group
+from eyas.cli._options import AS_JSON, DraftOptions, MethodOptions, SamplingOptions, TargetOptions, option_group
 from eyas.cli._show import progress_bar
 from eyas.errors import InputError
 
@@ -68,7 +68,12 @@ class RegenerateOptions:
 
 
 def command(
-    *, job: RegenerateOptions, sampling: DrawOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions
+    *,
+    job: RegenerateOptions,
+    sampling: SamplingOptions,
+    model: TargetOptions,
+    draft: DraftOptions,
+    options: MethodOptions,
 ) -> None:
     """Let the target answer the data's questions itself."""
     keywords = sampling_of(sampling)
@@ -112,7 +117,7 @@ class _Run(FileRun):
             "max_new_tokens": job.max_new_tokens,
             "last_only": job.last_only,
             "drop_cut": job.drop_cut,
-            **asdict(llm.target.run.form),
+            **asdict(llm.target.runner.weight_format),
         }
         self.target = {"target": llm.target.name, "fingerprint": llm.target.fingerprint()}
 
@@ -125,7 +130,7 @@ class _Run(FileRun):
         there = self.results.first.get("by")
         other = differences(there, self.settings, UNWRITTEN_FORM)
         fingerprint = there.get("fingerprint", "") if isinstance(there, dict) else ""
-        if there and not self.llm.target.is_named(str(fingerprint)):
+        if there and not self.llm.target.has_fingerprint(str(fingerprint)):
             name = there.get("target") if isinstance(there, dict) else there
             other.insert(0, f"target {name!r} there, {self.llm.target.name!r} now")
         self.refuse_others(other)

@@ -35,8 +35,7 @@ class ServeOptions:
     name: Annotated[str | None, "Server", "NAME"] = None
     """The model's name for clients. Default: the last part of the target's."""
     api_key: Annotated[tuple[str, ...], "Server", "KEY"] = ()
-    """A key that clients need; may be given several times. Better: in the environment, as
-    EYAS_API_KEY."""
+    """A key that clients need; may be given several times. Better: in the environment, as EYAS_API_KEY."""
     cors_origin: Annotated[tuple[str, ...], "Server", "URL"] = ()
     """Let web pages of this origin use the server; may be given several times."""
     allowed_host: Annotated[tuple[str, ...], "Server", "NAME"] = ()

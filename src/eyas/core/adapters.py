@@ -99,8 +99,7 @@ class AdapterSet:
     """
 
     def __init__(self, tuned: Any, inner: Mapping[str, str] | None = None) -> None:
-        """`inner`: the name in PEFT of each adapter; None: adapters have the names that they have
-        there."""
+        """`inner`: the name in PEFT of each adapter; None: adapters have the names that they have there."""
         for name, config in tuned.peft_config.items():
             _check_kind(name, config)
         self.tuned = tuned
@@ -175,8 +174,7 @@ def has_adapter_layers(model: nn.Module) -> bool:
 
 
 def _layer_kinds() -> tuple[type, ...]:
-    """The classes of PEFT's layers; () where PEFT is not imported, as there can be no layers of it
-    then."""
+    """The classes of PEFT's layers; () where PEFT is not imported, as there can be no layers of it then."""
     layers, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
     kinds = getattr(layers, "BaseTunerLayer", None), getattr(others, "AuxiliaryTrainingWrapper", None)
     return tuple(kind for kind in kinds if kind is not None)

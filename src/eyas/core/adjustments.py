@@ -78,7 +78,7 @@ class Adjustments:
             lambda wait_B: wait_B[:, None] - tree.depth_BN
         )
         if self.seen is not None:
-            nodes = replace(nodes, seen=tree.seen(tokens_BN, self.seen))
+            nodes = replace(nodes, seen=tree.tokens_seen(tokens_BN, self.seen))
         if nodes.counts is not None:
             below_root_BNN = tree.mask_BNN.float()
             below_root_BNN[..., 0] = 0  # the root is counted already, or it is the prompt's last token

@@ -8,7 +8,7 @@ whatever its slot.
     row 0     c c c c c | n n n n n        5 committed, 5 nodes
     row 1     c c c n n   n n n            3 committed, nodes right behind
 
-`KVCache` is passed to Hugging Face models as `past_key_values`: `at` sets where the next forward
+`KVCache` is passed to Hugging Face models as `past_key_values`: `prepare` sets where the next forward
 writes, the model calls `update` once for each layer, `commit` moves the accepted nodes behind the
 committed slots. Sliding windows of a target are a matter of masks, not of slots. `WindowCache` is
 the cache of a draft net; with a window it keeps only the first and the last slots (SEAGLE).
@@ -35,13 +35,12 @@ __all__ = [
 
 # per layer: (heads, key width, value width); None = the layer stores nothing of its own
 Layout = tuple[tuple[int, int, int] | None, ...]
-Shape = tuple[int, int, torch.device]  # of the keys or values of one layer: heads, width, and where they lie
+StoreKey = tuple[int, int, torch.device]  # of the keys or values of one layer: heads, width, and where they lie
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
 SYSTEM_PAGES = 2**20  # bytes; larger tensors are made of pages of the system, see `_zeros`
-# on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and
-# few shapes
+# on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and few shapes
 ALIGNED = 64
 
 
@@ -153,9 +152,9 @@ class KVCache(Cache):
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
         self.slots = 0
-        self._place: dict[int, tuple[tuple[Shape, int], ...]] = {}  # layer -> where its keys, and where its values are:
-        # (shape, index in the first dimension of `_stores[shape]`)
-        self._count: dict[Shape, int] = {}  # shape -> size of that first dimension
+        # layer -> for its keys, then its values: (store, index in the first dimension of that store)
+        self._place: dict[int, tuple[tuple[StoreKey, int], ...]] = {}
+        self._count: dict[StoreKey, int] = {}  # store -> size of that first dimension
         for layer, sizes in enumerate(layout):
             if sizes is not None:
                 heads, *widths = sizes
@@ -163,13 +162,13 @@ class KVCache(Cache):
                 self._place[layer] = tuple(
                     ((heads, width, place), self._next((heads, width, place))) for width in widths
                 )
-        self._stores: dict[Shape, Tensor] = {}
+        self._stores: dict[StoreKey, Tensor] = {}
         self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
         self._where: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows [R, 1] and slots [R, N] of the next forward
         self._rows: Sequence[int] = range(0)
         self._width = 0
 
-    def _next(self, shape: Shape) -> int:
+    def _next(self, shape: StoreKey) -> int:
         self._count[shape] = self._count.get(shape, 0) + 1
         return self._count[shape] - 1
 
@@ -191,7 +190,7 @@ class KVCache(Cache):
         for store in self._stores.values():
             store[:, row] = 0
 
-    def at(self, rows: Sequence[int], slot_RN: Callable[[], Tensor], width: int) -> None:
+    def prepare(self, rows: Sequence[int], slot_RN: Callable[[], Tensor], width: int) -> None:
         """Set rows and slots of the next forward.
 
         Args:
@@ -215,9 +214,9 @@ class KVCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [R, H, N, width]; returns those of all slots below the forward's
         width. Called by attention layers."""
-        return self.part(layer_idx).update(key_states, value_states)
+        return self.layer_view(layer_idx).update(key_states, value_states)
 
-    def part(self, layer: int) -> LayerCache:
+    def layer_view(self, layer: int) -> LayerCache:
         """The cache of one layer for the next forward."""
         (_, _, device), _ = self._place[layer][0]
         return LayerCache(
@@ -275,8 +274,7 @@ class KVCache(Cache):
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width,
-        device)."""
+        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width, device)."""
         return tuple(self._stores.values())
 
     @property
@@ -336,8 +334,7 @@ class WindowCache(KVCache):
         window: tuple[int, int] | None,
         layers: int = 1,
     ) -> None:
-        """`window`: (sink, size); None: all slots are kept. `layers`: of the net, all of the same
-        size."""
+        """`window`: (sink, size); None: all slots are kept. `layers`: of the net, all of the same size."""
         keys_and_values = (heads, width, width)
         unrotated_keys = (heads, width, 0)  # stored as the keys of `layers` further layers
         super().__init__(
@@ -346,7 +343,7 @@ class WindowCache(KVCache):
         self.window, self.shape, self.net_layers = window, (heads, width, device), layers
         self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
-    def see(self, length_R: Tensor, visible_RNT: Tensor) -> None:
+    def set_mask(self, length_R: Tensor, visible_RNT: Tensor) -> None:
         """Set the mask of the next forward: the committed slots, and of the T slots behind them
         those that are visible."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
@@ -357,8 +354,8 @@ class WindowCache(KVCache):
 
     def layer_cache(self, number: int = 0) -> DraftLayerCache:
         """The tensors of one layer for the next forward."""
-        unrotated = None if self.window is None else self.part(self.net_layers + number)
-        return DraftLayerCache(self.part(number), unrotated, self._length_R, self._visible_RNT)
+        unrotated = None if self.window is None else self.layer_view(self.net_layers + number)
+        return DraftLayerCache(self.layer_view(number), unrotated, self._length_R, self._visible_RNT)
 
     @property
     def mask_R1NW(self) -> Tensor:

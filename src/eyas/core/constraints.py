@@ -23,8 +23,7 @@ __all__ = ["Constraint", "GuardedConstraint", "tree_mask"]
 
 
 class Constraint(Protocol):
-    """The texts that one request may have. It follows the emitted tokens, so it serves one request,
-    once."""
+    """The texts that one request may have. It follows the emitted tokens, so it serves one request, once."""
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """The tokens that may follow each node of a tree.
@@ -105,7 +104,7 @@ def tree_mask(
     padding, scouts, and what stands behind an EOS or the request's length.
     """
     parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-    candidates, depths = draft.tree.candidate_BN[row].tolist(), draft.tree.depth_BN[row].tolist()
+    candidates, depths = draft.tree.acceptable_BN[row].tolist(), draft.tree.depth_BN[row].tolist()
     number = {0: 0}  # node -> its number among those that the constraint sees
     for n in range(1, len(parents)):
         if parents[n] in number and candidates[n] and tokens[n] not in eos and depths[n] < remaining:

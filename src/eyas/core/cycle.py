@@ -22,7 +22,7 @@ from eyas.core.target import TargetSession
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.timing import StageTimer
 
-__all__ = ["Cycle", "CycleRunner", "Verify", "verified"]
+__all__ = ["Cycle", "CycleRunner", "Verify", "verify_forward"]
 
 # (draft, scores_BNV, position_B of the root, noise, ops)
 Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]
@@ -36,19 +36,18 @@ class Cycle:
     output: TargetOutput
     scores_BNV: Tensor  # float32, or logits in their own dtype if nothing changes them
     verdict: Verdict
-    # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P
-    # path nodes
-    columns_BX: Tensor
+    # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
+    packed_BX: Tensor
     failures: Failures  # nodes without a distribution
     logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
-    # waits until `columns_BX`, which is on its way to the host, has arrived; None: it is not
-    arrived: Callable[[], None] | None = None
+    # waits until `packed_BX`, which is on its way to the host, has arrived; None: it is not
+    wait_for_copy: Callable[[], None] | None = None
 
-    def columns(self) -> list[list[int]]:
-        """`columns_BX` on the host, which waits for the cycle's end."""
-        if self.arrived is not None:
-            self.arrived()
-        return self.columns_BX.tolist()
+    def read_on_host(self) -> list[list[int]]:
+        """`packed_BX` on the host, which waits for the cycle's end."""
+        if self.wait_for_copy is not None:
+            self.wait_for_copy()
+        return self.packed_BX.tolist()
 
     def check(self, row: int, path: Sequence[int]) -> None:
         """Raise the error of the first failed node on the row's path."""
@@ -68,10 +67,10 @@ class CycleRunner:
     extra_slots = 0
 
     def __init__(self, target: TargetSession, drafter: DraftSession, verify: Verify) -> None:
-        self.target, self.drafter, self.verify = target, drafter, verify
+        self.target_session, self.draft_session, self.verify = target, drafter, verify
 
     def __call__(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle:
-        return self.run(cycle_input, timer, self.drafter)
+        return self.run(cycle_input, timer, self.draft_session)
 
     def ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
         """Launch the cycle that follows the last one, before the host has read the last one's result.
@@ -100,29 +99,29 @@ class CycleRunner:
             with timer.stage("draft"):
                 draft = drafter.draft(cycle_input)
         with timer.stage("target"):
-            output = self.target.forward(draft.tokens_BN, draft.tree, cycle_input.active_rows)
+            output = self.target_session.forward(draft.tokens_BN, draft.tree, cycle_input.active_rows)
         with timer.stage("verify"):
-            cycle = verified(draft, output, cycle_input, self.verify, self.target.target.run.ops)
+            cycle = verify_forward(draft, output, cycle_input, self.verify, self.target_session.target.runner.ops)
         with timer.stage("commit"):
-            self.target.commit(cycle.verdict, cycle_input.active_B)
+            self.target_session.commit(cycle.verdict, cycle_input.active_B)
             if drafter is not None:
                 drafter.commit(draft, cycle.verdict, output)
         return cycle
 
 
-def verified(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
+def verify_forward(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
     """The cycle's result from the output of its forward; nothing is committed."""
     scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input, ops)
     verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
     width = cycle_input.logprobs
     logprobs_BPX = None if width is None else path_logprobs(output.logits_BNV, verdict, width)
-    return Cycle(draft, output, scores_BNV, verdict, _columns(scores_BNV, verdict), failures, logprobs_BPX)
+    return Cycle(draft, output, scores_BNV, verdict, _pack(scores_BNV, verdict), failures, logprobs_BPX)
 
 
-def _columns(scores_BNV: Tensor, verdict: Verdict) -> Tensor:
-    """int64 [B, 3 + 2 P]: see `Cycle.columns_BX`."""
-    if verdict.columns_BX is not None:
-        return verdict.columns_BX
-    nan_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.broken_B is None else verdict.broken_B
+def _pack(scores_BNV: Tensor, verdict: Verdict) -> Tensor:
+    """int64 [B, 3 + 2 P]: see `Cycle.packed_BX`."""
+    if verdict.packed_BX is not None:
+        return verdict.packed_BX
+    nan_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.has_nan_B is None else verdict.has_nan_B
     head = [verdict.length_B[:, None], verdict.bonus_B[:, None], nan_B[:, None].long()]
     return torch.cat([*head, verdict.tokens_BP, verdict.path_BP], 1)

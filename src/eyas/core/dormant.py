@@ -7,14 +7,14 @@ method drafts, and with which tree.
 
 While the method's session is dormant, accepted tokens and their features are stored here, and so is
 the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
-its text (`keep`), it reads the stored tokens with `prefill`, in one call for each row. A row that
+its text (`truncate`), it reads the stored tokens with `prefill`, in one call for each row. A row that
 has stored `WAITING` tokens is read at once, and a prompt of more tokens than that is not stored at
 all. So memory is bounded, no call takes long, and later drafts are the same as without the pause. A
 row whose request has ended is read too if the session has drafted for it: `prefill` goes on behind
-its last `commit`, of which the next `commit` leaves nothing.
+its last `commit`; the next `commit`, which is one for all rows, overwrites that state.
 
 A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy
-says; the policy is not asked about cycles in which all rows are plain for that reason.
+says; the policy is not asked_decision about cycles in which all rows are plain for that reason.
 
 A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs
 nothing while it does not draft.
@@ -32,11 +32,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Shape, method_name
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize, method_name
 from eyas.core.requests import Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
-__all__ = ["OFF", "WAITING", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "adapted"]
+__all__ = ["OFF", "WAITING", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "with_policy"]
 
 OFF = "off"  # why a cycle is plain: no request in it wants drafts
 WAITING = 512  # places for tokens that are stored for a row, at most
@@ -46,9 +46,10 @@ WAITING = 512  # places for tokens that are stored for a row, at most
 class Decision:
     """A policy's decision about one cycle, made before the cycle drafts anything."""
 
-    shape: Shape | None = None  # size of a dynamic tree; None: the drafter's options decide
+    tree_size: TreeSize | None = None  # of a dynamic tree; None: the drafter's options decide
     plain: frozenset[int] = frozenset()  # rows without a draft
-    why: str = ""  # the reason, for people
+    # what was chosen: a bandit arm ("plain", "fallback", "draft"), "explore", ...; `observe` reads it
+    arm: str = ""
     fallback: Drafter | None = None  # a method that drafts from the text alone, to be used in the method's place
 
     @property
@@ -63,7 +64,7 @@ class Decision:
             return "plain"
         if self.fallback is not None:
             return method_name(self.fallback)
-        return "fixed" if self.shape is None else "/".join(map(str, self.shape))
+        return "fixed" if self.tree_size is None else "/".join(map(str, self.tree_size))
 
 
 FIXED = Decision()
@@ -119,7 +120,7 @@ class AdaptiveDrafter(Drafter):
         return self.drafter.describe()
 
 
-def adapted(drafter: Drafter, policy: Policy | None) -> Drafter:
+def with_policy(drafter: Drafter, policy: Policy | None) -> Drafter:
     """The drafter with this policy; the drafter itself if there is none."""
     return drafter if policy is None else AdaptiveDrafter(drafter, policy)
 
@@ -160,10 +161,10 @@ class DormantSession(DraftSession):
         max_tree: `Drafter.max_tree` of the method.
     """
 
-    def __init__(self, session: DraftSession, rows: int, policy: Policy | None, max_tree: Shape | None) -> None:
+    def __init__(self, session: DraftSession, rows: int, policy: Policy | None, max_tree: TreeSize | None) -> None:
         self.session, self.rows, self.policy, self.max_tree = session, rows, policy, max_tree
         self.decision: Decision | None = None  # about the current cycle; None: the method drafts with its own options
-        self.asked: Decision | None = None  # the policy's decision about the current cycle
+        self.policy_decision: Decision | None = None  # the policy's decision about the current cycle
         self.decided = self.all_off = False  # whether there is a decision; whether it is that no row wants drafts
         self.missed: list[_Missed | None] = [None] * rows
         self.long_prompt = [False] * rows  # whether the row's prompt is too long to be stored
@@ -181,30 +182,40 @@ class DormantSession(DraftSession):
             off = frozenset(row for row in cycle_input.active_rows if limits[row] == 0) if limits else frozenset()
             self.all_off = bool(off) and off.issuperset(self.active_rows)
             if self.all_off:
-                self.decision = Decision(plain=off, why=OFF)
+                self.decision = Decision(plain=off, arm=OFF)
             else:
-                self.asked = self.decision = self.policy.decide(cycle_input) if self.policy is not None else None
+                self.policy_decision = self.decision = (
+                    self.policy.decide(cycle_input) if self.policy is not None else None
+                )
                 shape = self._limited_shape(cycle_input)
                 if off or shape is not None:
-                    asked = self.asked or Decision()
-                    self.decision = replace(asked, plain=asked.plain | off, shape=shape or asked.shape)
+                    asked_decision = self.policy_decision or Decision()
+                    self.decision = replace(
+                        asked_decision, plain=asked_decision.plain | off, tree_size=shape or asked_decision.tree_size
+                    )
         return self.decision or FIXED
 
-    def _limited_shape(self, cycle_input: CycleInput) -> Shape | None:
+    def _limited_shape(self, cycle_input: CycleInput) -> TreeSize | None:
         """The size of a dynamic tree if every active row is limited to fewer nodes than the tree
         has; else None."""
         limits = [cycle_input.draft_limits[row] for row in cycle_input.active_rows] if cycle_input.draft_limits else []
-        shape = self.asked.shape if self.asked is not None and self.asked.shape is not None else self.max_tree
+        shape = (
+            self.policy_decision.tree_size
+            if self.policy_decision is not None and self.policy_decision.tree_size is not None
+            else self.max_tree
+        )
         most = max((limit for limit in limits if limit is not None), default=0)
         if shape is None or not most or None in limits or most + 1 >= shape.nodes:
             return None
-        return Shape(most + 1, min(most, shape.depth), shape.branch)
+        return TreeSize(most + 1, min(most, shape.depth), shape.branch)
 
     def observe(self, steps: Sequence[Step], learn: bool = True) -> None:
         """`learn`: the policy hears of this cycle; not of one in which something else drafted too."""
-        asked, self.asked, self.decision, self.decided = self.asked, None, None, False
-        if learn and asked is not None and self.policy is not None:
-            self.policy.observe([step if step.decision is asked else replace(step, decision=asked) for step in steps])
+        asked_decision, self.policy_decision, self.decision, self.decided = self.policy_decision, None, None, False
+        if learn and asked_decision is not None and self.policy is not None:
+            self.policy.observe(
+                [step if step.decision is asked_decision else replace(step, decision=asked_decision) for step in steps]
+            )
 
     def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
         if self.policy is not None and not self.all_off and not self.long_prompt[row]:
@@ -216,26 +227,26 @@ class DormantSession(DraftSession):
         if not decision.awake or cycle_input.draft_limits:
             return None
         self._wake(cycle_input)
-        capturable = self.session.capturable(replace(cycle_input, tree_shape=decision.shape))
-        return capturable and replace(capturable, tree_shape=decision.shape, steady=self.policy is None)
+        capturable = self.session.capturable(replace(cycle_input, tree_size=decision.tree_size))
+        return capturable and replace(capturable, tree_size=decision.tree_size, runs_ahead=self.policy is None)
 
-    def keep(self, row: int, length: int) -> int:
-        self._catch_up(row)
-        return self.session.keep(row, length)
+    def truncate(self, row: int, length: int) -> int:
+        self._replay_missed(row)
+        return self.session.truncate(row, length)
 
     def copy(self, source: int, row: int, length: int) -> int:
-        self._catch_up(source)
+        self._replay_missed(source)
         if self.fallback is not None:
             self.fallback.read_tokens[row] = 0  # what it has read in this row was another text
         return self.session.copy(source, row, length)
 
-    def begin(self, row: int, kept: int, total: int) -> None:
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
         self.missed[row], self.has_drafted[row] = None, False
-        self.long_prompt[row] = total - kept > WAITING
+        self.long_prompt[row] = total - cached_tokens > WAITING
         self.active_rows.add(row)
         if self.fallback is not None:
-            self.fallback.begin(row, kept)
-        self.session.begin(row, kept, total)
+            self.fallback.begin(row, cached_tokens)
+        self.session.begin(row, cached_tokens, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
@@ -245,7 +256,7 @@ class DormantSession(DraftSession):
             or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
         )
         if not may_wait or self.long_prompt[row] or len(tokens_T) + (missed.places if missed else 0) > WAITING:
-            self._catch_up(row)
+            self._replay_missed(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return
         missed = self.missed[row] = missed or _Missed(position)
@@ -256,13 +267,13 @@ class DormantSession(DraftSession):
         decision = self._decide(cycle_input)
         plain, fallback = decision.plain, decision.fallback
         if decision is not FIXED:
-            cycle_input = replace(cycle_input, tree_shape=decision.shape)
+            cycle_input = replace(cycle_input, tree_size=decision.tree_size)
         all_plain = bool(plain) and plain.issuperset(cycle_input.active_rows)
         self.dormant_input = cycle_input if all_plain or fallback is not None else None
         if all_plain:
-            roots_B = cycle_input.tokens_B
-            self.root_tree = self.root_tree or Tree.chain(len(roots_B), 1, roots_B.device)
-            return Draft(self.root_tree, roots_B[:, None])
+            root_tokens_B = cycle_input.tokens_B
+            self.root_tree = self.root_tree or Tree.chain(len(root_tokens_B), 1, root_tokens_B.device)
+            return Draft(self.root_tree, root_tokens_B[:, None])
         if fallback is None:
             self._wake(cycle_input)
             draft = self.session.draft(cycle_input)
@@ -282,7 +293,7 @@ class DormantSession(DraftSession):
             missed.cycles.append(accepted)
             missed.places += accepted.tokens_BP.shape[1]
             if missed.places >= WAITING:
-                self._catch_up(row)
+                self._replay_missed(row)
 
     def end(self, row: int) -> None:
         self._forget(row)
@@ -303,10 +314,10 @@ class DormantSession(DraftSession):
         for row in range(self.rows):
             active = row in cycle_input.active_rows
             if active or self.has_drafted[row]:
-                self._catch_up(row)
+                self._replay_missed(row)
             self.has_drafted[row] |= active
 
-    def _catch_up(self, row: int) -> None:
+    def _replay_missed(self, row: int) -> None:
         """The session reads the stored tokens of the row."""
         missed, self.missed[row] = self.missed[row], None
         if missed is not None:
@@ -324,15 +335,15 @@ class _FallbackSession:
         self.read_tokens = [0] * rows  # how many tokens of each row's text the session has read
         self.new_rows = set(range(rows))  # rows that have a new request since the session last drafted
 
-    def begin(self, row: int, kept: int) -> None:
-        self.read_tokens[row] = min(self.read_tokens[row], kept)
+    def begin(self, row: int, cached_tokens: int) -> None:
+        self.read_tokens[row] = min(self.read_tokens[row], cached_tokens)
         self.new_rows.add(row)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
         for row in cycle_input.active_rows:
             text, read = cycle_input.row_tokens[row], self.read_tokens[row]
             if row in self.new_rows:
-                read = self.session.keep(row, read) if read else 0
+                read = self.session.truncate(row, read) if read else 0
                 self.session.begin(row, read, len(text) - 1)
                 self.new_rows.remove(row)
             if read < len(text) - 1:
@@ -353,6 +364,6 @@ def _accepted(draft: Draft, verdict: Verdict, output: TargetOutput) -> _Accepted
 
 def _without_drafts(draft: Draft, rows: frozenset[int]) -> Draft:
     """The draft in which all nodes of these rows but the root are padding."""
-    tree, candidate_BN = draft.tree, draft.tree.candidate_BN.clone()
-    candidate_BN[sorted(rows), 1:] = False
-    return replace(draft, tree=replace(tree, candidate_BN=candidate_BN))
+    tree, acceptable_BN = draft.tree, draft.tree.acceptable_BN.clone()
+    acceptable_BN[sorted(rows), 1:] = False
+    return replace(draft, tree=replace(tree, acceptable_BN=acceptable_BN))

@@ -9,7 +9,7 @@ features not yet read). The engine calls it in this order:
     [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all active rows together
     end(row), or clear(row)                                                       the request has ended, or failed
 
-Instead of `keep` it calls `copy(source, row, length)` if another row's text begins like the prompt.
+Instead of `truncate` it calls `copy(source, row, length)` if another row's text begins like the prompt.
 Cycles of other rows may come between the chunks of a prompt. Such a row is not active in them
 (`CycleInput.active_B`), and `draft` and `commit` leave its state as it is.
 
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.core.inputs import CycleInput, Shape
-from eyas.core.requests import PlanLabel, Step
+from eyas.core.inputs import CycleInput, TreeSize
+from eyas.core.requests import DecisionLabel, Step
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.errors import OptionError, UnknownOptionError, near
 from eyas.nn import Documents
@@ -47,7 +47,7 @@ __all__ = [
     "Drafter",
     "Loss",
     "NoOptions",
-    "Shape",
+    "TreeSize",
     "build_options",
     "method_name",
 ]
@@ -79,7 +79,7 @@ class Capturable:
     """A session whose cycles can be recorded as a CUDA graph and replayed.
 
     It drafts and commits without reading any value on the host. The operations are the same for all
-    inputs with the same Sampling of each row (seeds may differ), the same `tree_shape` and the same
+    inputs with the same Sampling of each row (seeds may differ), the same `tree_size` and the same
     `max_position`.
     """
 
@@ -91,23 +91,23 @@ class Capturable:
     """Data pointers of the session's caches: a recording is valid for these only."""
     inplace_state: tuple[Tensor, ...] = ()
     """Tensors that a cycle both reads and overwrites in place."""
-    tree_shape: Shape | None = None
+    tree_size: TreeSize | None = None
     """The size of tree that the session drafts, if an adaptive drafter has decided on one."""
-    steady: bool = True
+    runs_ahead: bool = True
     """Whether the next cycle of the same rows is made in the same way, whatever this one's result."""
 
 
 class DraftSession(ABC):
     """The drafter's state of B rows. Rows begin and end between cycles."""
 
-    decision: PlanLabel | None = None  # an adaptive drafter's decision about the current cycle
+    decision: DecisionLabel | None = None  # an adaptive drafter's decision about the current cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         """How to record the cycle that begins with this input; None: drafting or verifying it reads
         values on the host."""
         return None
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         """Cut the row back to its first `length` tokens or fewer. Returns how many are kept:
         `prefill` continues after these.
 
@@ -128,11 +128,11 @@ class DraftSession(ABC):
         """
         return 0
 
-    def begin(self, row: int, kept: int, total: int) -> None:
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
         """A request enters the row.
 
         Args:
-            kept: tokens of the prompt that are known already: the number that `keep` or `copy`
+            cached_tokens: tokens of the prompt that are known already: the number that `truncate` or `copy`
                 returned, or 0.
             total: tokens of the prompt.
         """
@@ -218,8 +218,8 @@ class Drafter(ABC):
         return self.feature_layers
 
     @property
-    def max_tree(self) -> Shape | None:
-        """The largest dynamic tree that `CycleInput.tree_shape` may ask for; None: the method has
+    def max_tree(self) -> TreeSize | None:
+        """The largest dynamic tree that `CycleInput.tree_size` may ask for; None: the method has
         no dynamic trees."""
         return None
 
@@ -233,12 +233,12 @@ class Drafter(ABC):
     def decoding_net(self) -> Any:
         """The net for decoding: `net` itself, or the version of the target's runner, which may be
         faster, or rounded on request."""
-        return None if self.net is None else self.target.run.ops.draft_net(self.net, self.target.draft_weights)
+        return None if self.net is None else self.target.runner.ops.draft_net(self.net, self.target.draft_weights)
 
     def __init__(self, target: Target, options: Any = None) -> None:
         self.target, self.options = target, self.Options() if options is None else options
 
-    def on(self, target: Target) -> Drafter:
+    def for_target(self, target: Target) -> Drafter:
         """The same method and weights for another view of its target (`Target.with_adapter`)."""
         if target is self.target:
             return self
@@ -320,10 +320,12 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
-            raise UnknownOptionError(prefix + name, near(prefix + name, flags(kind, prefix, deprecated=False)))
+            raise UnknownOptionError(
+                prefix + name, near(prefix + name, option_defaults(kind, prefix, deprecated=False))
+            )
         if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
             if not rest and not isinstance(value, Mapping):
-                inner_names = flags(type(getattr(defaults, head)), name + ".", deprecated=False)
+                inner_names = option_defaults(type(getattr(defaults, head)), name + ".", deprecated=False)
                 raise OptionError(f"option {prefix + name!r} is a group; give {', '.join(inner_names)}")
             groups.setdefault(head, {}).update({rest: value} if rest else value)
         else:
@@ -333,11 +335,11 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
     return replace(defaults, **changes)
 
 
-def flags(kind: type, prefix: str = "", deprecated: bool = True) -> dict[str, Any]:
+def option_defaults(kind: type, prefix: str = "", deprecated: bool = True) -> dict[str, Any]:
     """All dotted option names of a dataclass with their default values; `deprecated`: old names too."""
     found: dict[str, Any] = {}
     for field in fields(kind):
         name, value = prefix + field.name, getattr(kind(), field.name)
         if deprecated or "deprecated" not in field.metadata:
-            found.update(flags(type(value), f"{name}.", deprecated) if is_dataclass(value) else {name: value})
+            found.update(option_defaults(type(value), f"{name}.", deprecated) if is_dataclass(value) else {name: value})
     return found

@@ -36,7 +36,7 @@ from eyas.core.media import check_media
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RowDrafts, check_draft
-from eyas.core.rows import Row, RowSettings, cycle_input, prompt_end
+from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
@@ -44,7 +44,7 @@ from eyas.errors import EyasError, OptionError
 from eyas.hardware import release_threads
 from eyas.timing import StageTimer
 
-__all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "keeps_well"]
+__all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "is_worth_keeping"]
 
 SMALL_CACHE_BYTES = 64 * 2**20  # KV caches on a CPU up to this size are kept between requests
 
@@ -55,13 +55,12 @@ Watch = Callable[[CycleInput, Draft, Tensor, Verdict], None]
 class _Launched:
     """A cycle whose result the host has not read."""
 
-    roots: CycleInput
+    cycle_input: CycleInput
     cycle: Cycle
     rows: tuple[Row | None, ...]  # when it was launched
 
-    def still_in(self, rows: Sequence[Row | None]) -> list[int | None]:
-        """For each row of the cycle its number; None for rows that were empty, or whose request has
-        left."""
+    def live_rows(self, rows: Sequence[Row | None]) -> list[int | None]:
+        """For each row of the cycle its number; None for rows that were empty, or whose request has left."""
         return [b if row is not None and row is rows[b] else None for b, row in enumerate(self.rows)]
 
 
@@ -86,19 +85,19 @@ class Decoder:
         self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, prefill_budget: Budget = None,
         verify: Verify = verify, watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.watch, self.timer = target, watch, timer or StageTimer
-        self.target = target.open(rows, drafter.feature_layers)
-        self.drafter = RowDrafts(drafter, rows)
-        self.cycle = CycleRunner(self.target, self.drafter, verify)
+        self.target, self.watch, self.timer = target, watch, timer or StageTimer
+        self.target_session = target.open(rows, drafter.feature_layers)
+        self.draft_session = RowDrafts(drafter, rows)
+        self.cycle_runner = CycleRunner(self.target_session, self.draft_session, verify)
         if watch is None and timer is None:
-            self.cycle = target.run.wrap_cycle(self.cycle)
+            self.cycle_runner = target.runner.wrap_cycle(self.cycle_runner)
         self.prompts = PromptReader(
-            self.target, self.drafter, self.cycle.extra_slots, self.timer, reuse, prefill_budget
+            self.target_session, self.draft_session, self.cycle_runner.extra_slots, self.timer, reuse, prefill_budget
         )
         self.rows: list[Row | None] = [None] * rows  # requests whose prompts are read
         self._tickets = 0
         self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
-        self._roots_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
+        self._root_tokens_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
         self._ahead: _Launched | None = None
 
     @property
@@ -108,15 +107,15 @@ class Decoder:
     def add(self, request: Request) -> int:
         """Put a request into the queue; returns its number. InputError or FitError at once if it
         cannot be served."""
-        check_request(request, self.model.vocab_size)
-        check_draft(request, self.model.vocab_size)
-        if request.adapter not in (None, self.model.adapter):
+        check_request(request, self.target.vocab_size)
+        check_draft(request, self.target.vocab_size)
+        if request.adapter not in (None, self.target.adapter):
             raise OptionError(
-                f"this decoder serves the adapter {self.model.adapter!r}, and the request asks for {request.adapter!r}"
+                f"this decoder serves the adapter {self.target.adapter!r}, and the request asks for {request.adapter!r}"
             )
         if request.media:
-            check_media(self.model.model, self.model.family.has_states, request.media, request.prompt)
-        self.target.check_fit(len(request.prompt), request.max_new_tokens)
+            check_media(self.target.model, self.target.family.has_states, request.media, request.prompt)
+        self.target_session.check_fit(len(request.prompt), request.max_new_tokens)
         self._tickets += 1
         self.prompts.add(self._tickets, request)
         return self._tickets
@@ -137,32 +136,39 @@ class Decoder:
         if (launched := self._launch(timer)) is None:
             return prefills
         self._ahead = self._launch_ahead(launched, timer)
-        roots, cycle = launched.roots, launched.cycle
-        steps = self.drafter.count_predicted(self._emit(cycle, launched.still_in(self.rows), timer))
-        self.drafter.observe(steps)
+        cycle_input, cycle = launched.cycle_input, launched.cycle
+        steps = self.draft_session.count_predicted(self._emit(cycle, launched.live_rows(self.rows), timer))
+        self.draft_session.observe(steps)
         self.prompts.observe(steps[0].seconds)
         if self.watch is not None:
-            self.watch(roots, cycle.draft, cycle.scores_BNV.float(), cycle.verdict)
+            self.watch(cycle_input, cycle.draft, cycle.scores_BNV.float(), cycle.verdict)
         return prefills + steps
 
     def _launch(self, timer: StageTimer) -> _Launched | None:
         """The cycle that ran ahead, if a row of it is still in flight; else launch that of all rows
         in flight. None: there are none."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and any(b is not None for b in ahead.still_in(self.rows)):
+        if ahead is not None and any(b is not None for b in ahead.live_rows(self.rows)):
             return ahead
         if not any(self.rows):
             return None
-        if self._settings is None or self._roots_B is None:
-            self._roots_B = torch.tensor([row.tokens[-1] if row else 0 for row in self.rows], device=self.model.device)
+        if self._settings is None or self._root_tokens_B is None:
+            self._root_tokens_B = torch.tensor(
+                [row.tokens[-1] if row else 0 for row in self.rows], device=self.target.device
+            )
         if self._settings is None:
-            self._settings = RowSettings.of(self.rows, self.model)
-        roots = cycle_input(
-            self.rows, self._settings, self._roots_B, self.target.length_B, max(self.target.lengths), self.target.cache
+            self._settings = RowSettings.of(self.rows, self.target)
+        cycle_input = make_cycle_input(
+            self.rows,
+            self._settings,
+            self._root_tokens_B,
+            self.target_session.length_B,
+            max(self.target_session.lengths),
+            self.target_session.cache,
         )
-        cycle = self.cycle(roots, timer)
-        self._roots_B = cycle.verdict.bonus_B
-        return _Launched(roots, cycle, tuple(self.rows))
+        cycle = self.cycle_runner(cycle_input, timer)
+        self._root_tokens_B = cycle.verdict.bonus_B
+        return _Launched(cycle_input, cycle, tuple(self.rows))
 
     def _launch_ahead(self, last: _Launched, timer: StageTimer) -> _Launched | None:
         """Launch the cycle behind `last` for the same rows, if it does not depend on what the host
@@ -170,12 +176,14 @@ class Decoder:
         longest = last.cycle.verdict.path_BP.shape[1]
         if self._settings is None or any(row.remaining <= longest for row in self.rows if row):
             return None
-        bonus_B, farthest = last.cycle.verdict.bonus_B, max(self.target.lengths) + longest
-        roots = cycle_input(self.rows, self._settings, bonus_B, self.target.length_B, farthest, self.target.cache)
-        if (cycle := self.cycle.ahead(roots, timer)) is None:
+        bonus_B, farthest = last.cycle.verdict.bonus_B, max(self.target_session.lengths) + longest
+        cycle_input = make_cycle_input(
+            self.rows, self._settings, bonus_B, self.target_session.length_B, farthest, self.target_session.cache
+        )
+        if (cycle := self.cycle_runner.ahead(cycle_input, timer)) is None:
             return None
-        self._roots_B = cycle.verdict.bonus_B
-        return _Launched(roots, cycle, last.rows)
+        self._root_tokens_B = cycle.verdict.bonus_B
+        return _Launched(cycle_input, cycle, last.rows)
 
     def _first_token(self, prompt: Prompt, read: Tensor | EyasError) -> Step:
         """The row of a prompt that is read, and its first token.
@@ -188,12 +196,12 @@ class Decoder:
         """
         timer, b = prompt.timer, prompt.row
         assert timer is not None
-        row = Row.of(prompt.ticket, prompt.request, self.model)
+        row = Row.of(prompt.ticket, prompt.request, self.target)
         if isinstance(read, EyasError):
             return row.failed(0, read, timer, prefill=True)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens
-        about = {"prefill": True, "cached_tokens": prompt.kept, "prompt_logprobs": prompt.logprobs}
-        (step,) = self._emit(prompt_end(row, read, self.model), [b], timer, about)
+        step_fields = {"prefill": True, "cached_tokens": prompt.cached_tokens, "prompt_logprobs": prompt.logprobs}
+        (step,) = self._emit(first_token_cycle(row, read, self.target), [b], timer, step_fields)
         return step
 
     def _emit(
@@ -206,32 +214,34 @@ class Decoder:
             rows: the decoder's number of each row of the cycle; None: what it did is ignored.
             prefill: fields of the Step of a prompt's first token; None: a cycle of all rows.
         """
-        columns, P = cycle.columns(), cycle.verdict.path_BP.shape[1]
+        columns, P = cycle.read_on_host(), cycle.verdict.path_BP.shape[1]
         if prefill is None:
-            self.target.settle(
-                [n + (columns[b][0] if rows[b] is not None else 0) for b, n in enumerate(self.target.lengths)]
+            self.target_session.set_host_lengths(
+                [n + (columns[b][0] if rows[b] is not None else 0) for b, n in enumerate(self.target_session.lengths)]
             )
         steps = []
         for number, (b, (length, bonus, nan, *rest)) in enumerate(zip(rows, columns, strict=True)):
             if b is None or (row := self.rows[b]) is None:
                 continue
             tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
-            about = (
-                {"path": path, "draft": cycle.draft, "decision": self.drafter.decision} if prefill is None else prefill
+            step_fields = (
+                {"path": path, "draft": cycle.draft, "decision": self.draft_session.decision}
+                if prefill is None
+                else prefill
             )
             try:
                 if nan:
-                    raise self.model.nan_error(row.tokens)
+                    raise self.target.nan_error(row.tokens)
                 cycle.check(number, path)
                 emitted = row.emit(tokens)
             except EyasError as error:
                 self._release(b, failed=True)
-                steps.append(row.failed(b, error, timer, **about))
+                steps.append(row.failed(b, error, timer, **step_fields))
                 continue
             if row.finish:
                 self._release(b)
-            asked_for = row.asked_for(cycle, number, emitted, path if prefill is None else ())
-            steps.append(row.step(b, emitted, timer, **about, **asked_for))
+            optional_step_fields = row.optional_step_fields(cycle, number, emitted, path if prefill is None else ())
+            steps.append(row.step(b, emitted, timer, **step_fields, **optional_step_fields))
         return steps
 
     def _release(self, b: int, failed: bool = False) -> None:
@@ -239,16 +249,16 @@ class Decoder:
         request has failed."""
         self.rows[b], self._settings = None, None
         self.prompts.release(b, failed)
-        if self.finished and self.model.device.type == "cpu":
+        if self.finished and self.target.device.type == "cpu":
             release_threads()
 
 
-def keeps_well(decoder: Decoder) -> bool:
+def is_worth_keeping(decoder: Decoder) -> bool:
     """Whether to use an idle decoder again for the next request, instead of a new one.
 
     Recorded CUDA graphs are tied to the addresses of its caches. On a CPU a new cache costs
     milliseconds, which shows in short answers; a large cache is freed all the same.
     """
-    cache = decoder.target.cache
-    has_recordings = decoder.cycle.extra_slots > 0
+    cache = decoder.target_session.cache
+    has_recordings = decoder.cycle_runner.extra_slots > 0
     return has_recordings or (cache.device.type == "cpu" and cache.bytes_for(cache.slots) <= SMALL_CACHE_BYTES)

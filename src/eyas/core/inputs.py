@@ -14,19 +14,19 @@ from eyas.core.cache import KVCache
 from eyas.core.constraints import Constraint
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 
-__all__ = ["CycleInput", "Shape"]
+__all__ = ["CycleInput", "TreeSize"]
 
 
-class Shape(NamedTuple):
+class TreeSize(NamedTuple):
     """The size of a dynamic tree (EAGLE-2)."""
 
     nodes: int  # verified per cycle, the root included
     depth: int  # draft tokens on the longest path
     branch: int  # nodes expanded per level, and children drafted for each
 
-    def within(self, limit: Shape) -> Shape:
-        """The shape with each number cut to that of `limit`."""
-        return Shape(*map(min, self, limit))
+    def within(self, limit: TreeSize) -> TreeSize:
+        """The size with each number cut to that of `limit`."""
+        return TreeSize(*map(min, self, limit))
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CycleInput:
     sampling: tuple[Sampling, ...]  # of each row; empty rows have that of an active one
     noise: GumbelNoise
     max_position: int  # the largest of `position_B`
-    # [B, ...], of the texts up to the roots; None if no row's law depends on them
+    # [B, ...], of the texts up to the roots; None if no row's distribution depends on them
     adjustments: Adjustments | None = None
     active_rows: tuple[int, ...] = ()  # indices of the rows that are not empty
     # prompt and emitted tokens of each row, root last; these lists grow after the cycle
@@ -53,7 +53,7 @@ class CycleInput:
     predictions: tuple[tuple[int, ...], ...] = ()  # text that probably comes in each row; () if no row has any
     constraints: tuple[Constraint | None, ...] = ()  # of each row; () if no row has any
     logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
-    trace: bool = False  # whether scores or logits are read after the cycle
+    keep_scores: bool = False  # scores or logits are read afterwards, so the cycle is not recorded
     # the target's keys and values; slot s < `position_B` of a row holds those of its token s
     target_cache: KVCache | None = None
-    tree_shape: Shape | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide
+    tree_size: TreeSize | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

@@ -54,8 +54,7 @@ def _numbers(logits_NV: Tensor, tokens_N: Tensor, width: int) -> Tensor:
 
 
 def entries(numbers: Iterable[Sequence[float]], tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """The entries of these tokens, each with the `count` most probable ones, from rows of
-    `path_logprobs`."""
+    """The entries of these tokens, each with the `count` most probable ones, from rows of `path_logprobs`."""
     made = []
     for token, (logprob, *rest) in zip(tokens, numbers, strict=False):
         width = len(rest) // 2

@@ -83,14 +83,14 @@ class Ops:
         """See `core.sampling.apply_sampling_rows`. Logits that nothing changes may keep their dtype."""
         return apply_sampling_rows(logits_BNV, sampling, adjustments)
 
-    def choose(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+    def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
         """Verify a chosen tree: `draw` at every node, then `follow`."""
-        draw_BN, broken_B = self.draw(scores_BNV, draft.tree, position_B, noise)
+        draw_BN, has_nan_B = self.draw(scores_BNV, draft.tree, position_B, noise)
         if draft.tree.nodes == 1:  # plain decoding
             return Verdict(
-                torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], broken_B
+                torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], has_nan_B
             )
-        return replace(self.follow(draft, draw_BN), broken_B=broken_B)
+        return replace(self.accept_path(draft, draw_BN), has_nan_B=has_nan_B)
 
     def draw(
         self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
@@ -115,7 +115,7 @@ class Ops:
         depth_BNV = tree.depth_BN[..., None].expand_as(scores_BNV)
         return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
 
-    def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
+    def accept_path(self, draft: Draft, draw_BN: Tensor) -> Verdict:
         """The path from the root on which each node is the token that was drawn at its parent.
         Siblings have distinct tokens."""
         check_siblings(draft.tree, draft.tokens_BN)
@@ -150,7 +150,7 @@ REFERENCE = Ops()
 def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its
     ancestors were drawn at their parents."""
-    drawn_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.candidate_BN
+    drawn_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.acceptable_BN
     drawn_BN = drawn_BN | (tree.parents_BN < 0)
     accepted_BN = (drawn_BN[:, None] | ~tree.mask_BNN).all(-1)
     last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
@@ -171,6 +171,6 @@ def check_siblings(tree: Tree, tokens_BN: Tensor) -> None:
     """Assert that no two candidates have the same parent and the same token. On a GPU the error
     appears later, as nothing waits for it."""
     same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
-    both_BNN = tree.candidate_BN[:, :, None] & tree.candidate_BN[:, None]
+    both_BNN = tree.acceptable_BN[:, :, None] & tree.acceptable_BN[:, None]
     duplicate = (same_BNN & both_BNN).triu(1).any()
     torch._assert_async(~duplicate, "siblings with the same token; unite them before verification")

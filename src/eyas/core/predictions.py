@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 __all__ = ["Guess", "Prediction"]
 
-LONGEST = 32  # tokens of the answer's end that are looked up
-FIRST = 8  # tokens that are drafted before the answer has begun
-# so many tokens after the answer has left the prediction, it may still be a token by token
-# replacement, or an insertion
-LOST = 4
+MAX_MATCH = 32  # tokens of the answer's end that are looked up
+FIRST_GUESS_TOKENS = 8  # tokens that are drafted before the answer has begun
+# Within so many tokens after the answer has left the prediction, it may come back to it: words were
+# replaced or inserted.
+MAX_MISSED_TOKENS = 4
 
 
 class Guess(NamedTuple):
@@ -44,19 +44,19 @@ class Prediction:
     def __init__(self, text: Sequence[int], most: int) -> None:
         self.text, self.most = list(text), most
         self.place = 0  # index of the token that is expected next
-        self.matched = 0  # how many tokens before `place` are the answer's end, up to LONGEST
+        self.matched = 0  # how many tokens before `place` are the answer's end, up to MAX_MATCH
         self.missed = 0  # tokens of the answer since it left the prediction
-        self._answer: list[int] = []  # its end, LONGEST tokens
+        self._answer: list[int] = []  # its end, MAX_MATCH tokens
         self._behind: defaultdict[int, list[int]] = defaultdict(list)  # token -> the indices behind each of its places
         for index, token in enumerate(self.text, start=1):
             self._behind[token].append(index)
 
     def read(self, token: int) -> None:
         """The answer goes on with this token."""
-        self._answer = [*self._answer[1 - LONGEST :], token]
+        self._answer = [*self._answer[1 - MAX_MATCH :], token]
         if not self.missed and self.text[self.place : self.place + 1] == [token]:
             self.place += 1
-            self.matched = min(self.matched + 1, LONGEST)
+            self.matched = min(self.matched + 1, MAX_MATCH)
             return
         self.missed += 1
         found = [
@@ -79,9 +79,13 @@ class Prediction:
     def guesses(self) -> list[Guess]:
         """Guesses at the next tokens, the most probable first."""
         if self.missed:
-            places = sorted({self.place + self.missed, self.place}, reverse=True) if self.missed <= LOST else []
-            return [Guess(self.text[place : place + LOST], 0.3) for place in places if place < len(self.text)]
+            places = (
+                sorted({self.place + self.missed, self.place}, reverse=True) if self.missed <= MAX_MISSED_TOKENS else []
+            )
+            return [
+                Guess(self.text[place : place + MAX_MISSED_TOKENS], 0.3) for place in places if place < len(self.text)
+            ]
         started = self.matched or not self.place
-        count = min(self.most, FIRST if not self.matched else 2 * self.matched + 2) if started else 0
+        count = min(self.most, FIRST_GUESS_TOKENS if not self.matched else 2 * self.matched + 2) if started else 0
         tokens = self.text[self.place : self.place + count]
         return [Guess(tokens, (self.matched + 1) / (self.matched + 2))] if tokens else []

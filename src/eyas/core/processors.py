@@ -157,7 +157,7 @@ def apply_processors(
     """
     tree = draft.tree
     parents, drafted = tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-    candidates = tree.candidate_BN[row].tolist()
+    candidates = tree.acceptable_BN[row].tolist()
     scores_NV = logits_NV.float().clone()
     failures: dict[int, EyasError] = {}
     paths: list[list[int] | None] = []  # the tokens below the root; None: skipped

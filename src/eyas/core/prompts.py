@@ -10,9 +10,9 @@ rows whose prompts are read:
     row 2                        [192 ]    [ 8 ] cycle     a prompt of 200 tokens, which came later
 
 **Budgets.** A number of tokens is the same for every machine and load. "auto" gives prompts so many
-tokens that reading them takes about `PAUSE` times as long as a cycle takes at present: then two
-tokens of a running row are about 1 + `PAUSE` = 2.5 cycles apart while one prompt is read, whether
-the cycles are those of one row or of sixteen, and 1 + n `PAUSE` while n prompts are. Each prompt
+tokens that reading them takes about `PREFILL_PER_CYCLE` times as long as a cycle takes at present: then two
+tokens of a running row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, whether
+the cycles are those of one row or of sixteen, and 1 + n `PREFILL_PER_CYCLE` while n prompts are. Each prompt
 gets so much: if they only shared the time of one, rows would stay empty while prompts queue, and
 everybody would wait longer. While no row runs, chunks are large.
 
@@ -25,7 +25,7 @@ whole, in order of arrival. Rows are always given away in order of arrival.
 its last one, kept. A new prompt starts behind the longest prefix that it shares with any of them.
 It takes the place of a kept text that it continues; otherwise the prefix is copied into the empty
 row whose text was used least recently. What the drafter's session cannot copy is read again; so is
-what lies behind the last known state of a target with recurrent state (`TargetSession.longest`).
+what lies behind the last known state of a target with recurrent state (`TargetSession.longest_known_prefix`).
 
 This module knows no requests' sampling, no cycles and no method.
 """
@@ -52,9 +52,9 @@ __all__ = ["OLDEST_EVERY", "Budget", "Prompt", "PromptReader"]
 Budget = int | Literal["auto"] | None  # prompt tokens that a step reads, at most; None: whole prompts
 
 OLDEST_EVERY = 4  # steps; in one of them the oldest prompt is read first
-PAUSE = 1.5  # with a budget of "auto": seconds of reading per second of cycles
-LEAST, LARGEST = 4, 512  # tokens of such a budget
-RECENT = 0.3  # weight of the newest measurement in a moving average
+PREFILL_PER_CYCLE = 1.5  # with a budget of "auto": seconds of reading per second of cycles
+MIN_AUTO_BUDGET, MAX_AUTO_BUDGET = 4, 512  # tokens of such a budget
+AVERAGE_WEIGHT = 0.3  # weight of the newest measurement in a moving average
 WORTH_COPYING = 8  # tokens by which a prefix of another row must be longer than one in the row itself
 
 
@@ -65,7 +65,7 @@ class Prompt:
     ticket: int
     request: Request
     row: int = -1  # the row that it is read into; -1: it waits for one
-    kept: int = 0  # prompt tokens whose keys and values were there already
+    cached_tokens: int = 0  # prompt tokens whose keys and values were there already
     read: int = 0  # prompt tokens in the caches, those kept included
     timer: StageTimer | None = None  # since the first token was read
     scores: PromptLogprobs | None = None  # if the request asks for them
@@ -145,9 +145,11 @@ class PromptReader:
         elif not self.reuse:
             self.texts[row] = ()
             self.drafter.end(row)
-            self.target.keep(row, 0)
+            self.target.truncate(row, 0)
         else:  # a cycle that ran ahead has gone further, and the last path may go on behind the end of the text
-            self.target.keep(row, self.target.longest(row, min(self.target.lengths[row], len(self.texts[row]))))
+            self.target.truncate(
+                row, self.target.longest_known_prefix(row, min(self.target.lengths[row], len(self.texts[row])))
+            )
 
     def observe(self, seconds: float) -> None:
         """A cycle has taken so long."""
@@ -161,11 +163,13 @@ class PromptReader:
         running = self.target.rows - len(self.empty) - len(self.reading)
         seconds = self.beside_seconds + (self._cycle_seconds if running else 0.0)
         if not seconds:
-            return LARGEST
+            return MAX_AUTO_BUDGET
         if not self._token_seconds:
-            return LEAST
+            return MIN_AUTO_BUDGET
         prompts = max(1, len(self.reading) + min(len(self.waiting), len(self.empty)))
-        return max(LEAST, min(LARGEST, int(prompts * PAUSE * seconds / self._token_seconds)))
+        return max(
+            MIN_AUTO_BUDGET, min(MAX_AUTO_BUDGET, int(prompts * PREFILL_PER_CYCLE * seconds / self._token_seconds))
+        )
 
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.
@@ -211,12 +215,12 @@ class PromptReader:
             self.drafter.prefill(row, tokens_T, features_TF, position)
             self.drafter.observe_prompt(row, len(tokens_T), timer.now() - began)
 
-        before = prompt.timer.parts.get("prompt", 0.0)
+        before = prompt.timer.stage_seconds.get("prompt", 0.0)
         with prompt.timer.stage("prompt"):
             on_logits = prompt.scores.read if prompt.scores else None
             logits_V = self.target.prefill(row, tokens, on_chunk, on_logits, prompt.request.media)
-        if count >= LEAST and not prompt.request.media:  # fewer take long for their number, images for theirs
-            self._token_seconds = _average(self._token_seconds, (prompt.timer.parts["prompt"] - before) / count)
+        if count >= MIN_AUTO_BUDGET and not prompt.request.media:  # fewer take long for their number, images for theirs
+            self._token_seconds = _average(self._token_seconds, (prompt.timer.stage_seconds["prompt"] - before) / count)
         prompt.read += count
         return logits_V
 
@@ -232,10 +236,10 @@ class PromptReader:
         if request.prompt_logprobs is not None:  # then all logits are wanted
             prompt.scores = PromptLogprobs(request.prompt, request.prompt_logprobs)
         elif shared:
-            kept = self._kept(row, source, shared)
+            kept = self._reusable_prefix(row, source, shared)
         self.drafter.begin(row, kept, len(request.prompt))
         if source == row:
-            self.target.keep(row, kept)
+            self.target.truncate(row, kept)
         else:
             self.target.copy(source, row, kept)
         self._started += 1
@@ -244,7 +248,7 @@ class PromptReader:
         (self._unshared.add if request.media else self._unshared.discard)(row)
         self.empty.remove(row)
         self.reading[row] = prompt
-        prompt.row, prompt.kept, prompt.read = row, kept, kept
+        prompt.row, prompt.cached_tokens, prompt.read = row, kept, kept
 
     def _place(self, prompt: Sequence[int]) -> tuple[int, int, int]:
         """(the row for the prompt, the row whose prefix it starts behind, the length of that prefix)."""
@@ -263,16 +267,16 @@ class PromptReader:
         read: its logits are wanted."""
         if not self.reuse or row in self._unshared or not prompt:
             return 0
-        return self.target.longest(
+        return self.target.longest_known_prefix(
             row, min(common_prefix(self.texts[row], prompt), self.target.lengths[row], len(prompt) - 1)
         )
 
-    def _kept(self, row: int, source: int, shared: int) -> int:
+    def _reusable_prefix(self, row: int, source: int, shared: int) -> int:
         """How many of the shared tokens the drafter's session keeps or copies, and the target can."""
         kept = shared
         while kept:
-            fewer = self.drafter.keep(row, kept) if source == row else self.drafter.copy(source, row, kept)
-            kept = self.target.longest(source, fewer)
+            fewer = self.drafter.truncate(row, kept) if source == row else self.drafter.copy(source, row, kept)
+            kept = self.target.longest_known_prefix(source, fewer)
             if kept == fewer:
                 break
         return kept
@@ -280,4 +284,4 @@ class PromptReader:
 
 def _average(average: float, newest: float) -> float:
     """A moving average; 0: there is none yet."""
-    return average + RECENT * (newest - average) if average else newest
+    return average + AVERAGE_WEIGHT * (newest - average) if average else newest

@@ -26,11 +26,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = ["layers_of", "library_of", "mixing_layer", "response"]
 
 # tolerance, relative to the norm of a token's outputs; other orders of summation change less
-CLOSE = {torch.float32: 1e-3}
+TOLERANCE = {torch.float32: 1e-3}
 CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
 OUTLIER = 100.0  # every input of a token that comes along; far above the threshold of LLM.int8 (6)
-# the largest input of the token that is looked at, below that threshold, and the scale of its
-# others
+# the largest input of the token that is looked at, below that threshold, and the scale of its others
 PEAK, REST = 5.5, 0.05
 
 
@@ -78,8 +77,7 @@ def mixing_layer(model: nn.Module) -> str:
 
 @torch.no_grad()
 def response(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Returns the output of a layer for one fixed token, flat; None for a layer that is no matrix
-    product."""
+    """Returns the output of a layer for one fixed token, flat; None for a layer that is no matrix product."""
     x_TK = _token(layer, dtype)
     if x_TK is None:
         return None
@@ -109,7 +107,7 @@ def _mixes(layer: nn.Module, dtype: torch.dtype) -> bool:
         return False
     beside_TK = torch.cat([alone_TK, torch.full_like(alone_TK, OUTLIER).expand(8, -1)])
     alone, beside = layer(alone_TK[None])[0, 0].float(), layer(beside_TK[None])[0, 0].float()
-    return not bool((alone - beside).norm() <= CLOSE.get(dtype, CLOSE_ROUNDED) * alone.norm())
+    return not bool((alone - beside).norm() <= TOLERANCE.get(dtype, CLOSE_ROUNDED) * alone.norm())
 
 
 def _token(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:

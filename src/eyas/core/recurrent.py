@@ -189,7 +189,7 @@ class RowStates:
         while len(marks) > MARKS:
             del marks[next(iter(marks))]
 
-    def longest(self, row: int, length: int, most: int) -> int:
+    def longest_known_prefix(self, row: int, length: int, most: int) -> int:
         """The largest number of tokens, up to `most`, after which the state is known; `length`:
         number of committed ones."""
         if most >= length:
@@ -205,8 +205,8 @@ class RowStates:
         before = int(length_B[row])
         return range(before + 1, before + 1 + int(count_B[row]))
 
-    def keep(self, row: int, length: int, committed: int) -> None:
-        """Cut a row of `committed` tokens back to `length`, at which its state is known (`longest`)."""
+    def truncate(self, row: int, length: int, committed: int) -> None:
+        """Cut a row of `committed` tokens back to `length`, at which its state is known (TargetSession.longest_known_prefix)."""
         if length != committed and length:
             self._put(row, self._at(row, length))
         self._forget(row, length)

@@ -13,10 +13,10 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError
 
-__all__ = ["PlanLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_request", "check_steps"]
+__all__ = ["DecisionLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_request", "check_steps"]
 
 
-class PlanLabel(Protocol):
+class DecisionLabel(Protocol):
     """An adaptive drafter's decision about one cycle, as far as statistics need it."""
 
     def label(self, row: int) -> str:
@@ -43,18 +43,16 @@ class Request:
     trace: bool = False  # every Step has a `Trace`; cycles are then not recorded
     logits: bool = False  # every Step has the raw logits of its tokens; cycles are then not recorded
     constraint: Constraint | None = None  # the texts that the answer may have; it serves this request alone
-    # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified
-    # per cycle
+    # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     draft: str | int = "auto"
     # text that the answer probably repeats; it is drafted beside the method's own tree
     prediction: tuple[int, ...] = ()
-
-    # further inputs of the model's forward for the prompt, one row
     media: Mapping[str, Any] | None = field(default=None, compare=False)
-    # of each, such as pixel_values: the prompt's images. It is then read in one forward, and shares
-    # no keys with other prompts the adapter that answers, "" for none: a Decoder refuses requests
-    # for another than its target's. None: any
+    """Further inputs of the model's forward for the prompt, such as pixel_values, one row of each. Such
+    a prompt is prefilled in one forward, and never shares keys with another prompt."""
     adapter: str | None = None
+    """The LoRA adapter that answers, "" for none. A Decoder refuses requests for another adapter than
+    its target's. None: whatever the target uses."""
 
     @property
     def draft_limit(self) -> int | None:
@@ -83,8 +81,7 @@ class TraceNode:
     parent: int  # -1 for the root, which comes first
     token: int
     depth: int
-    # the draft's probability of the token after its parent; None if the method has none, and for
-    # the root
+    # the draft's probability of the token after its parent; None if the method has none, and for the root
     q: float | None
     p: float  # the target's, after penalties, masks and temperature (greedy rows: temperature 1); 1 for the root
     accepted: bool
@@ -92,16 +89,14 @@ class TraceNode:
 
 @dataclass(frozen=True)
 class Trace:
-    """One cycle of one row, for display. Only candidate nodes are listed; the others cannot be
-    accepted."""
+    """One cycle of one row, for display. Only candidate nodes are listed; the others cannot be accepted."""
 
     nodes: tuple[TraceNode, ...]
     path: tuple[int, ...]  # indices of the accepted nodes, root first, before the cut at stop and length
     bonus: int  # the target's own token after the path
-    # why the path ended: "no child" (its last node has none) | "other token" (the target drew a
-    # token that no child has);
     ended: str
-    # or why the answer did: "stop" | "length"
+    """Why the path ended: "no child" (its last node is a leaf), "other token" (the target drew a token
+    that no child has), or "stop" or "length" (the answer ended)."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +112,11 @@ class Step:
     draft: Draft | None = None  # the cycle's trees of all rows; this row's is number `row`
     row: int = 0
     seconds: float = 0.0  # of the whole cycle (all rows); of a prefill: since the prompt's first token was read
-    # seconds by stage, on the host's clock. Of a prefill: "prompt", those of
-    parts: dict[str, float] = field(default_factory=dict)
-    # reading it; the others went to other prompts and to cycles between its chunks
+    # seconds of each stage ("draft", "target", "verify", "commit") on the host's clock; of a prefill:
+    # "prompt", the time spent on this prompt, without other prompts and the cycles between its chunks
+    stage_seconds: dict[str, float] = field(default_factory=dict)
     ended_at: float = 0.0  # `time.perf_counter` seconds
-    decision: PlanLabel | None = None  # an adaptive drafter's decision about this cycle
+    decision: DecisionLabel | None = None  # an adaptive drafter's decision about this cycle
     error: EyasError | None = None  # with finish "error": why this request failed; the others go on
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks for them
     # of the prompt's tokens, in the prefill step; None for the first one
@@ -133,7 +128,7 @@ class Step:
     cached_tokens: int = 0  # of a prefill: prompt tokens whose keys and values were there already
 
     @property
-    def plan(self) -> str:
+    def drafted_by(self) -> str:
         """How this row was drafted: "fixed" (by the drafter's options), or the label of the
         decision, such as "plain" or "16/5/4"."""
         return "fixed" if self.decision is None else self.decision.label(self.row)

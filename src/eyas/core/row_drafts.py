@@ -34,14 +34,16 @@ from torch import Tensor
 from eyas.core.dormant import Decision, DormantSession
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
 from eyas.core.predictions import Guess, Prediction
-from eyas.core.requests import PlanLabel, Request, Step
-from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, merge, unite
+from eyas.core.requests import DecisionLabel, Request, Step
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie, merge
 from eyas.errors import InputError, OptionError
 
-__all__ = ["RowDrafts", "check_draft", "limited"]
+__all__ = ["RowDrafts", "check_draft", "limit_candidates"]
 
-MOST = 16  # tokens of a guess
-CONFIDENT = 8  # tokens: a row that has followed its prediction so long, or is forced so far, needs no other draft
+MAX_GUESS_TOKENS = 16  # tokens of a guess
+CONFIDENT_TOKENS = (
+    8  # tokens: a row that has followed its prediction so long, or is forced so far, needs no other draft
+)
 FORCED_CHANCE = 0.99  # of a forced token: another tokenisation of the same text may come
 
 
@@ -62,7 +64,7 @@ def check_draft(request: Request, vocab: int) -> None:
 class PredictedPlan:
     """The label of cycles in which the method was dormant because rows follow their predictions."""
 
-    decision: PlanLabel
+    decision: DecisionLabel
     rows: frozenset[int]  # which have a guess
 
     def label(self, row: int) -> str:
@@ -70,7 +72,7 @@ class PredictedPlan:
 
 
 @dataclass
-class _Guide:
+class _RowPrediction:
     """A prediction of the text in one row, and how much of the text it has read."""
 
     prediction: Prediction | None
@@ -85,37 +87,37 @@ class RowDrafts(DraftSession):
         self.session = (
             session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
         )
-        self.guides: list[_Guide | None] = [None] * rows
+        self.row_predictions: list[_RowPrediction | None] = [None] * rows
         self.predicted: dict[int, list[list[int]]] = {}  # by row: what its prediction proposed in the current cycle
         self._guessed = False  # whether nodes were added to the method's in the current cycle
-        self._decided: PlanLabel | None = None  # the label of the current cycle, where it is not that of `session`
+        self._decided: DecisionLabel | None = None  # the label of the current cycle, where it is not that of `session`
 
     @property
-    def decision(self) -> PlanLabel | None:  # type: ignore[override]
+    def decision(self) -> DecisionLabel | None:  # type: ignore[override]
         """The decision about the current cycle."""
         return self._decided or self.session.decision
 
     # --- rows come and go
 
-    def keep(self, row: int, length: int) -> int:
-        return self.session.keep(row, length)
+    def truncate(self, row: int, length: int) -> int:
+        return self.session.truncate(row, length)
 
     def copy(self, source: int, row: int, length: int) -> int:
         return self.session.copy(source, row, length)
 
-    def begin(self, row: int, kept: int, total: int) -> None:
-        self.guides[row] = None
-        self.session.begin(row, kept, total)
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
+        self.row_predictions[row] = None
+        self.session.begin(row, cached_tokens, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self.session.prefill(row, tokens_T, features_TF, position)
 
     def end(self, row: int) -> None:
-        self.guides[row] = None
+        self.row_predictions[row] = None
         self.session.end(row)
 
     def clear(self, row: int) -> None:
-        self.guides[row] = None
+        self.row_predictions[row] = None
         self.session.clear(row)
 
     # --- the cycle
@@ -135,10 +137,10 @@ class RowDrafts(DraftSession):
         if guesses:
             draft = _merged(draft, guesses)
         if guided and draft.q_BNV is not None:
-            chosen_B = torch.zeros_like(cycle_input.active_B)
-            chosen_B[sorted(guided)] = True
-            draft = replace(draft, chosen_B=chosen_B)
-        return limited(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
+            deterministic_B = torch.zeros_like(cycle_input.active_B)
+            deterministic_B[sorted(guided)] = True
+            draft = replace(draft, deterministic_B=deterministic_B)
+        return limit_candidates(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
 
     def _guesses(self, row: int, cycle_input: CycleInput) -> list[Guess]:
         """Guesses at the row's next tokens, the most certain first."""
@@ -147,12 +149,14 @@ class RowDrafts(DraftSession):
             cycle_input.row_tokens[row],
             cycle_input.constraints[row] if cycle_input.constraints else None,
         )
-        if (guide := self.guides[row]) is None:
+        if (guide := self.row_predictions[row]) is None:
             text = cycle_input.predictions[row] if cycle_input.predictions else ()
-            guide = self.guides[row] = _Guide(Prediction(text, MOST) if text else None, len(tokens) - 1)
+            guide = self.row_predictions[row] = _RowPrediction(
+                Prediction(text, MAX_GUESS_TOKENS) if text else None, len(tokens) - 1
+            )
         if cycle_input.draft_limits and cycle_input.draft_limits[row] == 0:
             return []
-        forced = constraint.forced(MOST) if constraint is not None else []
+        forced = constraint.forced(MAX_GUESS_TOKENS) if constraint is not None else []
         guesses = [Guess(forced, FORCED_CHANCE)] if forced else []
         if guide.prediction is not None:
             for token in tokens[guide.read :]:
@@ -199,7 +203,7 @@ class RowDrafts(DraftSession):
 
 
 def _confident(guess: Guess) -> bool:
-    return guess.chance > CONFIDENT / (CONFIDENT + 1) and len(guess.tokens) >= CONFIDENT
+    return guess.chance > CONFIDENT_TOKENS / (CONFIDENT_TOKENS + 1) and len(guess.tokens) >= CONFIDENT_TOKENS
 
 
 def _guided(cycle_input: CycleInput) -> frozenset[int]:
@@ -214,7 +218,7 @@ def _guided(cycle_input: CycleInput) -> frozenset[int]:
 
 def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
     """The method's tree, then the nodes of the guesses that it does not have."""
-    tries = {row: unite(guess.tokens for guess in found) for row, found in guesses.items()}
+    tries = {row: build_trie(guess.tokens for guess in found) for row, found in guesses.items()}
     most, nodes = max(len(tokens) for _, tokens in tries.values()), 2
     while nodes <= most:  # 2, 3, 5, 9, 17, ... nodes: few shapes
         nodes = 2 * nodes - 1
@@ -231,12 +235,12 @@ def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
     depth = max(len(guess.tokens) for found in guesses.values() for guess in found)
     guess = Draft(Tree.build(parents.to(device), depth, candidates.to(device)), tokens_BM, scores.to(device))
     if draft.tree.nodes == 1:
-        draft = replace(draft, score_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
+        draft = replace(draft, log_q_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
     merged = merge(draft, guess)
     return replace(merged, q_BNV=draft.q_BNV, block=draft.block)
 
 
-def limited(draft: Draft, limits: Sequence[int | None]) -> Draft:
+def limit_candidates(draft: Draft, limits: Sequence[int | None]) -> Draft:
     """The draft in which each row has at most so many candidates below the root; None: all that it
     has. See "Lawful limits" above."""
     tree = draft.tree
@@ -244,24 +248,28 @@ def limited(draft: Draft, limits: Sequence[int | None]) -> Draft:
     elder_BN = same_parent_BNN.tril(-1).sum(-1)  # siblings drawn or chosen before each node
     # falls from parents to children and from sibling to sibling
     place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
-    value_BN = torch.where(tree.candidate_BN, place_BN, -math.inf)
-    score_BN = draft.value_BN if draft.value_BN is not None else _path_scores(draft)
+    value_BN = torch.where(tree.acceptable_BN, place_BN, -math.inf)
+    log_q_BN = draft.value_BN if draft.value_BN is not None else _path_scores(draft)
     if draft.q_BNV is not None:
         place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' guesses
-        sampled_B1 = torch.ones_like(tree.candidate_BN[:, :1]) if draft.chosen_B is None else ~draft.chosen_B[:, None]
+        sampled_B1 = (
+            torch.ones_like(tree.acceptable_BN[:, :1])
+            if draft.deterministic_B is None
+            else ~draft.deterministic_B[:, None]
+        )
         value_BN = torch.where(sampled_B1, place_BN, value_BN)
-    elif score_BN is not None:
-        value_BN = torch.where(tree.candidate_BN, score_BN.double(), -math.inf)
+    elif log_q_BN is not None:
+        value_BN = torch.where(tree.acceptable_BN, log_q_BN.double(), -math.inf)
     value_BN[:, 0] = math.inf
     rank_BN = value_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)  # the root has rank 0
     limit_B1 = torch.tensor([tree.nodes if limit is None else limit for limit in limits], device=rank_BN.device)[
         :, None
     ]
-    return replace(draft, tree=replace(tree, candidate_BN=tree.candidate_BN & (rank_BN <= limit_B1)))
+    return replace(draft, tree=replace(tree, acceptable_BN=tree.acceptable_BN & (rank_BN <= limit_B1)))
 
 
 def _path_scores(draft: Draft) -> Tensor | None:
     """float32 [B, N]: the log-probability of the path to each node by the draft; None if it has none."""
-    if draft.score_BN is None:
+    if draft.log_q_BN is None:
         return None
-    return torch.where(draft.tree.mask_BNN, draft.score_BN[:, None], 0.0).sum(-1)
+    return torch.where(draft.tree.mask_BNN, draft.log_q_BN[:, None], 0.0).sum(-1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
 from eyas.core.constraints import Constraint, GuardedConstraint
-from eyas.core.cycle import Cycle, verified
+from eyas.core.cycle import Cycle, verify_forward
 from eyas.core.drafter import CycleInput
 from eyas.core.logprobs import entries, width_for
 from eyas.core.requests import Request, Step
@@ -27,7 +27,7 @@ from eyas.core.verify import verify
 from eyas.errors import EyasError, code_of_request
 from eyas.timing import StageTimer
 
-__all__ = ["Row", "RowSettings", "cycle_input", "prompt_end"]
+__all__ = ["Row", "RowSettings", "first_token_cycle", "make_cycle_input"]
 
 
 @dataclass
@@ -37,7 +37,9 @@ class Row:
     ticket: int
     request: Request
     tokens: list[int]  # prompt and emitted tokens; the last one is the root of the next cycle
-    text: Adjustments | None  # of `tokens`, without `wait`; None if the request's law does not depend on the text
+    penalty_state: (
+        Adjustments | None
+    )  # of `tokens`, without `wait`; None if the request's law does not depend on the text
     constraint: GuardedConstraint | None
     finish: str | None = None
 
@@ -60,18 +62,18 @@ class Row:
 
     def adjustments(self) -> Adjustments | None:
         """Those of the text so far; None if the next tokens' law depends on nothing of it."""
-        if self.text is None or self.text.ending is None:
-            return self.text
+        if self.penalty_state is None or self.penalty_state.ending is None:
+            return self.penalty_state
         wait = self.request.min_tokens - self.emitted
         if wait > 0:
-            return replace(self.text, wait=torch.tensor(wait, device=self.text.ending.device))
-        return replace(self.text, ending=None) if self.request.sampling.adjusts else None
+            return replace(self.penalty_state, wait=torch.tensor(wait, device=self.penalty_state.ending.device))
+        return replace(self.penalty_state, ending=None) if self.request.sampling.has_penalties else None
 
     def append(self, token: int) -> None:
         """One more emitted token."""
         self.tokens.append(token)
-        if self.text is not None:
-            self.text.append(token)
+        if self.penalty_state is not None:
+            self.penalty_state.append(token)
 
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Append tokens until one of them ends the text; returns those appended. The text is cut
@@ -94,9 +96,9 @@ class Row:
         return tuple(emitted)
 
     def step(
-        self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **about: Any
+        self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **step_fields: Any
     ) -> Step:
-        """The Step in which this row, number `b`, emits these tokens. `about`: further fields of
+        """The Step in which this row, number `b`, emits these tokens. `step_fields`: further fields of
         the Step."""
         ended_at = timer.now()
         return Step(
@@ -107,12 +109,14 @@ class Row:
             path=path,
             row=b,
             seconds=ended_at - timer.began,
-            parts=dict(timer.parts),
+            stage_seconds=dict(timer.stage_seconds),
             ended_at=ended_at,
-            **{"prefill": False, **about},
+            **{"prefill": False, **step_fields},
         )
 
-    def asked_for(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:
+    def optional_step_fields(
+        self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]
+    ) -> dict[str, Any]:
         """The fields of a Step that only some requests ask for: log-probabilities, logits, and the
         trace of row `number` of the cycle."""
         fields: dict[str, Any] = {}
@@ -126,10 +130,10 @@ class Row:
             fields["trace"] = trace_of(cycle.draft, number, cycle.scores_BNV[number].float(), path, bonus, self.finish)
         return fields
 
-    def failed(self, b: int, error: EyasError, timer: StageTimer, **about: Any) -> Step:
+    def failed(self, b: int, error: EyasError, timer: StageTimer, **step_fields: Any) -> Step:
         """The last Step of a request that fails."""
         self.finish = "error"
-        return self.step(b, (), timer, error=error, **about)
+        return self.step(b, (), timer, error=error, **step_fields)
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class RowSettings:
     predictions: tuple[tuple[int, ...], ...]  # () if no row has any
     constraints: tuple[Constraint | None, ...]  # () if no row has any
     logprobs: int | None
-    trace: bool
+    keep_scores: bool
 
     @classmethod
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
@@ -163,7 +167,7 @@ class RowSettings:
         constraints = tuple(row.constraint if row else None for row in rows)
         return cls(
             sampling=sampling,
-            noise=target.run.ops.noise(sampling, target.device),
+            noise=target.runner.ops.noise(sampling, target.device),
             active_B=torch.tensor([row is not None for row in rows], device=target.device),
             active_rows=tuple(b for b, row in enumerate(rows) if row),
             processors=processors if any(processors) else (),
@@ -172,11 +176,11 @@ class RowSettings:
             predictions=predictions if any(predictions) else (),
             constraints=constraints if any(constraint is not None for constraint in constraints) else (),
             logprobs=width_for((row.request.logprobs for row in rows if row), target.vocab_size),
-            trace=any(row.request.trace or row.request.logits for row in rows if row),
+            keep_scores=any(row.request.trace or row.request.logits for row in rows if row),
         )
 
 
-def cycle_input(
+def make_cycle_input(
     rows: Sequence[Row | None],
     settings: RowSettings,
     tokens_B: Tensor,
@@ -202,26 +206,26 @@ def cycle_input(
         predictions=settings.predictions,
         constraints=settings.constraints,
         logprobs=settings.logprobs,
-        trace=settings.trace,
+        keep_scores=settings.keep_scores,
         target_cache=target_cache,
     )
 
 
-def prompt_end(row: Row, logits_V: Tensor, target: Target) -> Cycle:
+def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
     """The cycle whose tree is the prompt's last token alone: it draws the first token from the
     logits that the prefill returns."""
     position = len(row.tokens) - 1
     token_1, position_1 = (torch.tensor([number], device=target.device) for number in (row.tokens[-1], position))
-    roots = cycle_input([row], RowSettings.of([row], target), token_1, position_1, position)
+    first_input = make_cycle_input([row], RowSettings.of([row], target), token_1, position_1, position)
     root = Draft(Tree.chain(1, 1, target.device), token_1[:, None])
     output = TargetOutput(logits_V[None, None], logits_V.new_empty(1, 1, 0))
-    return verified(root, output, roots, verify, target.run.ops)
+    return verify_forward(root, output, first_input, verify, target.runner.ops)
 
 
 def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
     """[V], of the prompt; None if the request's law does not depend on the text."""
     sampling, ends = request.sampling, [token for token in request.eos if token < vocab]
-    if not sampling.adjusts and not (request.min_tokens and ends):
+    if not sampling.has_penalties and not (request.min_tokens and ends):
         return None
 
     def zeros(dtype: torch.dtype, wanted: bool) -> Tensor | None:

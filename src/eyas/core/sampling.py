@@ -98,19 +98,19 @@ class Sampling:
         return f"Sampling({', '.join(changed)})"
 
     @property
-    def adjusts(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether logits are changed by what `core.adjustments` follows."""
         return self.repetition_penalty != 1.0 or bool(
             self.presence_penalty or self.frequency_penalty or self.logit_bias
         )
 
     @property
-    def plain(self) -> bool:
-        """Whether tokens are sampled by the logits as they are, apart from what `adjusts`."""
-        return self.temperature == 1.0 and not self.filters
+    def is_raw_softmax(self) -> bool:
+        """Whether tokens are sampled by the logits as they are, apart from what `has_penalties`."""
+        return self.temperature == 1.0 and not self.has_filters
 
     @property
-    def filters(self) -> bool:
+    def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p exclude tokens."""
         return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
 
@@ -160,7 +160,7 @@ def apply_sampling(
     if adjustments is not None:
         scores_NV = _adjusted(scores_NV, sampling, adjustments)
     else:
-        assert not sampling.adjusts, "penalties and biases need the text of every node"
+        assert not sampling.has_penalties, "penalties and biases need the text of every node"
     if custom is not None:
         scores_NV = custom(scores_NV)
     if sampling.greedy:

@@ -63,8 +63,7 @@ class StateModule:
 
 @dataclass(frozen=True)
 class Place:
-    """The argument of a module that holds its input, the hidden states of the tokens: a number, or
-    a name."""
+    """The argument of a module that holds its input, the hidden states of the tokens: a number, or a name."""
 
     argument: int | str
 

@@ -50,8 +50,8 @@ __all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
 # The same for models whose state modules cannot go on from a state with several tokens
 # (`StateModule.continues`):
-MOST_AT_ONCE = 8192  # at the beginning of a text
-STEPPED_CHUNK = 16  # later; each of these tokens has a state of its own in memory
+FIRST_CHUNK_MAMBA1 = 8192  # at the beginning of a text
+LATER_CHUNK_MAMBA1 = 16  # later; each of these tokens has a state of its own in memory
 
 Adapters = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
@@ -68,12 +68,12 @@ class ForwardInput:
     length_R: Tensor  # int64; number of committed tokens
     depth_RT: Tensor  # int64; depth of all T nodes behind them
     visible_RQT: Tensor  # bool; which of the T nodes each new node attends to
-    cache: KVCache  # `KVCache.at` has been called for this forward
+    cache: KVCache  # `KVCache.prepare` has been called for this forward
     rows: Sequence[int]  # which rows of the cache the R rows are: a range, unless rows are left out
     width: int  # upper bound of the slots in use
     feature_layers: tuple[int, ...]  # hidden states to return (`Target.tap`)
     last_only: bool  # only the logits of the last node are needed
-    prompt: bool = False  # the nodes are a chunk of a prompt, of any length: not worth a recording
+    prompt: bool = False  # the nodes are a chunk of a prompt; as its length varies, it is not recorded
 
 
 class Runner(Protocol):
@@ -82,7 +82,7 @@ class Runner(Protocol):
     Attributes:
         name: "model": the model's own code; "kernels": C++ kernels; "graphs", "compiled graphs":
             the model's code as CUDA graphs.
-        form: weight format of the linear layers. A target with rounded weights is another target
+        weight_format: weight format of the linear layers. A target with rounded weights is another target
             than the model.
         ops: implementation of the operations of a cycle.
         records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one
@@ -91,13 +91,13 @@ class Runner(Protocol):
     """
 
     name: str
-    form: WeightFormat
+    weight_format: WeightFormat
     ops: Ops
     records_cycles: bool
     skips_rows: bool
 
-    def __call__(self, work: ForwardInput) -> TargetOutput:
-        """Run one forward; the keys and values of the new nodes are stored in `work.cache`."""
+    def __call__(self, inputs: ForwardInput) -> TargetOutput:
+        """Run one forward; the keys and values of the new nodes are stored in `inputs.cache`."""
         ...
 
     @property
@@ -148,7 +148,7 @@ class Target:
         self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
-        self.run: Runner = ModelRunner()
+        self.runner: Runner = ModelRunner()
         self.draft_weights = "exact"  # weight format of draft nets for this target; "fp8", "int4": rounded
         self.shifts_positions = counts_otherwise(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -156,7 +156,7 @@ class Target:
         self.adapter = ""  # the one that this view of the target uses; "": none
         # `core.adapters.digest` of the adapter that is always in use, merged into the weights or
         # not; "": there is none
-        self.merged = ""
+        self.merged_adapter_digest = ""
         self.base_fingerprint = ""  # of the weights before an adapter was added to the model; "": there is none
         self.state_modules: tuple[StateModule, ...] = ()
         # where each layer's keys and values lie; (): all on `device`
@@ -217,7 +217,7 @@ class Target:
             target.adapters = found
         else:
             target = cls((beside if target.quantised_by else merge)(model, adapters), name)
-            target.merged = digest(adapters)
+            target.merged_adapter_digest = digest(adapters)
         target.base_fingerprint = base
         return target
 
@@ -275,7 +275,7 @@ class Target:
     def head(self, hidden: Tensor) -> Tensor:
         """Final-norm features [..., D] -> logits [..., V], with the family's softcap and scales."""
         self._use_adapter()
-        return self.run.head(self, hidden)
+        return self.runner.head(self, hidden)
 
     @contextmanager
     def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
@@ -341,13 +341,17 @@ class Target:
         between. It is saved with draft heads."""
         if self.adapters is not None and self.base_fingerprint:
             return self.base_fingerprint
-        return f"{self.merged}+{fingerprint_of(self.model)}" if self.merged else fingerprint_of(self.model)
+        return (
+            f"{self.merged_adapter_digest}+{fingerprint_of(self.model)}"
+            if self.merged_adapter_digest
+            else fingerprint_of(self.model)
+        )
 
-    def is_named(self, fingerprint: str) -> bool:
+    def has_fingerprint(self, fingerprint: str) -> bool:
         """Whether `fingerprint` is that of these weights, up to the rounding of dtypes."""
         return same_weights(fingerprint, self.fingerprint())
 
-    def is_adapted_from(self, fingerprint: str) -> bool:
+    def base_has_fingerprint(self, fingerprint: str) -> bool:
         """Whether `fingerprint` is that of the weights before an adapter was added."""
         return bool(self.base_fingerprint) and same_weights(fingerprint, self.base_fingerprint)
 
@@ -389,7 +393,7 @@ class Target:
     def run_with(self, runner: Runner) -> Target:
         """A copy of the target whose forwards are run by `runner`; the model is shared."""
         other = copy(self)
-        other.run = runner
+        other.runner = runner
         return other
 
     def open(self, rows: int, feature_layers: Sequence[int] = ()) -> TargetSession:
@@ -403,7 +407,7 @@ class TargetSession:
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
         self.cache = KVCache(
-            target.layout, rows, target.dtype, target.device, target.run.ops.commit, target.layer_devices
+            target.layout, rows, target.dtype, target.device, target.runner.ops.commit, target.layer_devices
         )
         self.states: RowStates | None = None  # recurrent and convolutional states; None: the target has none
         if target.state_modules:
@@ -412,7 +416,7 @@ class TargetSession:
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         # positions are slot numbers + this
         self.shift_B = torch.zeros_like(self.length_B) if target.shifts_positions else None
-        self.lengths = [0] * rows  # the same, known to the host; behind `length_B` from `commit` to `settle`
+        self.lengths = [0] * rows  # the same, known to the host; behind `length_B` from `commit` to `set_host_lengths`
 
     def reserve(self, tokens: int) -> None:
         """Allocate slots for that many tokens per row, before a request starts; FitError, with the
@@ -489,13 +493,12 @@ class TargetSession:
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None, on_logits: Callable[[Tensor, int], None] | None,
         media: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
-        """As `prefill`, in one forward of the model's own; its keys and values are copied into the
-        row."""
+        """As `prefill`, in one forward of the model's own; its keys and values are copied into the row."""
         assert self.lengths[row] == 0, "a prompt with media is read whole"
         target, T = self.target, len(tokens)
         tokens_1T = torch.tensor([list(tokens)], device=target.device)
         read = read_media(target.model, tokens_1T, media, target.tap(self.feature_layers), on_logits is not None)
-        self.cache.at(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
+        self.cache.prepare(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
         for number, (keys, values) in read.keys_values.items():
             if self.cache.stores_of(number):
                 self.cache.update(keys, values, number)
@@ -513,7 +516,7 @@ class TargetSession:
         """Most tokens of a prompt that go through the model at a time."""
         if self.states is None or self.states.continues:
             return PREFILL_CHUNK
-        return STEPPED_CHUNK if self.lengths[row] else MOST_AT_ONCE
+        return LATER_CHUNK_MAMBA1 if self.lengths[row] else FIRST_CHUNK_MAMBA1
 
     @torch.inference_mode()
     def forward(self, tokens_BN: Tensor, tree: Tree, rows: Sequence[int] = ()) -> TargetOutput:
@@ -544,7 +547,7 @@ class TargetSession:
     ) -> TargetOutput:
         """A forward of some rows, if the runner can leave the others out; their output is zero.
         Else of all."""
-        if not self.target.run.skips_rows or len(rows) in (0, self.rows):
+        if not self.target.runner.skips_rows or len(rows) in (0, self.rows):
             return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width)
         row_R = torch.tensor(rows, device=self.target.device)
         output = self._run(rows, tokens_BQ[row_R], depth_BT[row_R], visible_BQT[row_R], width)
@@ -566,7 +569,7 @@ class TargetSession:
     ) -> TargetOutput:
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
-        self.cache.at(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
+        self.cache.prepare(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
         position_RQ = length_R[:, None] + depth_RT[:, T - Q :]
         if self.shift_B is not None:
             position_RQ = (
@@ -578,21 +581,21 @@ class TargetSession:
         # nodes past the context are never emitted, but the model needs a valid position for them
         if width > target.context:
             position_RQ = position_RQ.clamp(max=target.context - 1)
-        work = ForwardInput(
+        inputs = ForwardInput(
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, rows, self.cache.width, self.feature_layers,
             last_only,
             prompt,
         )  # fmt: skip
-        with self._reading(work, prompt):
-            return target.run(work)
+        with self._reading(inputs, prompt):
+            return target.runner(inputs)
 
-    def _reading(self, work: ForwardInput, prompt: bool) -> AbstractContextManager[None]:
+    def _reading(self, inputs: ForwardInput, prompt: bool) -> AbstractContextManager[None]:
         """The context in which a forward reads and writes the rows' states, if the target has any."""
         if self.states is None:
             return nullcontext()
-        if prompt and (self.states.continues or self.lengths[work.rows[0]] == 0):
-            return self.states.prompt(work.rows[0], fresh=self.lengths[work.rows[0]] == 0)
-        return self.states.tree(work.rows, work.depth_RT, work.visible_RQT)
+        if prompt and (self.states.continues or self.lengths[inputs.rows[0]] == 0):
+            return self.states.prompt(inputs.rows[0], fresh=self.lengths[inputs.rows[0]] == 0)
+        return self.states.tree(inputs.rows, inputs.depth_RT, inputs.visible_RQT)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
@@ -620,25 +623,25 @@ class TargetSession:
         chain_BP = torch.arange(self.states.node_count, device=self.target.device).expand(self.rows, -1)
         self.states.commit(self.length_B, chain_BP, count_B, count_B > 0)
 
-    def settle(self, lengths: Sequence[int]) -> None:
+    def set_host_lengths(self, lengths: Sequence[int]) -> None:
         """Set the host's copy of the lengths, which it reads after each cycle."""
         self.lengths = list(lengths)
 
-    def longest(self, row: int, most: int) -> int:
-        """The most tokens, up to `most`, to which `keep` can cut a row, and which `copy` can copy.
+    def longest_known_prefix(self, row: int, most: int) -> int:
+        """The most tokens, up to `most`, to which `truncate` can cut a row, and which `copy` can copy.
         Fewer only if the target has states."""
         most = min(most, self.lengths[row])
-        return most if self.states is None else self.states.longest(row, self._length(row), most)
+        return most if self.states is None else self.states.longest_known_prefix(row, self._length(row), most)
 
     def _length(self, row: int) -> int:
         """Number of committed tokens; `lengths` may be an upper bound."""
         return int(self.length_B[row])
 
-    def keep(self, row: int, length: int) -> None:
-        """Cut a row back to its first `length` tokens, a number that `longest` has returned."""
+    def truncate(self, row: int, length: int) -> None:
+        """Cut a row back to its first `length` tokens, a number that TargetSession.longest_known_prefix has returned."""
         assert length <= self.lengths[row]
         if self.states is not None:
-            self.states.keep(row, length, self._length(row))
+            self.states.truncate(row, length, self._length(row))
         self.length_B[row] = length
         self.lengths[row] = length
         if self.shift_B is not None and length == 0:
@@ -647,7 +650,7 @@ class TargetSession:
     @torch.inference_mode()
     def copy(self, source: int, row: int, length: int) -> None:
         """Replace a row's text by the first `length` tokens of another row's, a number that
-        `longest` has returned."""
+        TargetSession.longest_known_prefix has returned."""
         assert length <= self.lengths[source]
         if self.states is not None:
             self.states.copy(source, row, length, self._length(source))
@@ -659,7 +662,7 @@ class TargetSession:
 
     def clear(self, row: int) -> None:
         """Empty a row whose keys and values may be NaN."""
-        self.keep(row, 0)
+        self.truncate(row, 0)
         self.cache.clear(row)
         if self.states is not None:
             self.states.clear(row)
@@ -668,7 +671,7 @@ class TargetSession:
 class ModelRunner:
     """Runs the model's own forward, with a 4-D mask and our cache."""
 
-    name, form = "model", EXACT
+    name, weight_format = "model", EXACT
     threads: int | None = None
     backend = None
     records_cycles, skips_rows = False, True
@@ -676,20 +679,20 @@ class ModelRunner:
     def __init__(self, ops: Ops = REFERENCE) -> None:
         self.ops = ops
 
-    def __call__(self, work: ForwardInput) -> TargetOutput:
-        target = work.target
+    def __call__(self, inputs: ForwardInput) -> TargetOutput:
+        target = inputs.target
         extra: dict[str, Any] = {}
         # given a number, layers that share keys (Gemma 4) leave out the other tokens' features; a
         # tensor must lie on the LM head's device
-        if work.last_only and target._keeps_logits and not (target.family.shares_keys and target.has_several_devices):
-            last = work.tokens_RQ.shape[1] - 1
+        if inputs.last_only and target._keeps_logits and not (target.family.shares_keys and target.has_several_devices):
+            last = inputs.tokens_RQ.shape[1] - 1
             extra["logits_to_keep"] = torch.tensor([last], device=target.device) if target.family.shares_keys else 1
-        with target.tap(work.feature_layers) as features:
+        with target.tap(inputs.feature_layers) as features:
             if target.family.has_attention:
-                extra |= {"attention_mask": _masks(work), "position_ids": work.position_RQ}
-            extra[target.family.cache_argument] = work.cache
-            logits_RQV = target.model(input_ids=work.tokens_RQ, use_cache=True, **extra).logits
-            features_RQF = features() if work.feature_layers else logits_RQV[..., :0]
+                extra |= {"attention_mask": _masks(inputs), "position_ids": inputs.position_RQ}
+            extra[target.family.cache_argument] = inputs.cache
+            logits_RQV = target.model(input_ids=inputs.tokens_RQ, use_cache=True, **extra).logits
+            features_RQF = features() if inputs.feature_layers else logits_RQV[..., :0]
         return TargetOutput(logits_RQV, features_RQF)
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
@@ -702,19 +705,19 @@ class ModelRunner:
         return families.head(target.family, hidden)
 
 
-def _masks(work: ForwardInput) -> Tensor | dict[str, Tensor]:
+def _masks(inputs: ForwardInput) -> Tensor | dict[str, Tensor]:
     """Additive float masks, which all attention backends that support a 4-D mask accept. Sliding
     windows count positions, not slots."""
-    family, length_R, visible_RQT, width = work.target.family, work.length_R, work.visible_RQT, work.width
+    family, length_R, visible_RQT, width = inputs.target.family, inputs.length_R, inputs.visible_RQT, inputs.width
     allowed_RQW = slot_mask(length_R, visible_RQT, width)
 
     def additive(allowed: Tensor) -> Tensor:
-        mask = torch.zeros(allowed.shape, dtype=work.target.dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, torch.finfo(work.target.dtype).min)[:, None]
+        mask = torch.zeros(allowed.shape, dtype=inputs.target.dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(inputs.target.dtype).min)[:, None]
 
     def near(apart: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        new_RQ1 = (length_R[:, None] + work.depth_RT[:, -visible_RQT.shape[1] :])[..., None]
-        return additive(allowed_RQW & apart(new_RQ1, slot_positions(length_R, work.depth_RT, width)[:, None]))
+        new_RQ1 = (length_R[:, None] + inputs.depth_RT[:, -visible_RQT.shape[1] :])[..., None]
+        return additive(allowed_RQW & apart(new_RQ1, slot_positions(length_R, inputs.depth_RT, width)[:, None]))
 
     def of_kind(kind: str) -> Tensor:
         if kind == families.SLIDING and (window := family.window) is not None:

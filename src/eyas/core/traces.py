@@ -28,11 +28,11 @@ def trace_of(draft: Draft, row: int, scores_NV: Tensor, path: Sequence[int], bon
     tree = draft.tree
     parents_N, tokens_N = tree.parents_BN[row], draft.tokens_BN[row]
     p_N = scores_NV.softmax(-1)[parents_N.clamp(min=0), tokens_N]
-    log_q_N = torch.full_like(p_N, torch.nan) if draft.score_BN is None else draft.score_BN[row]
+    log_q_N = torch.full_like(p_N, torch.nan) if draft.log_q_BN is None else draft.log_q_BN[row]
     numbers = torch.stack(
         [parents_N.double(), tokens_N.double(), tree.depth_BN[row].double(), log_q_N.exp().double(), p_N.double()]
     )
-    candidates = tree.candidate_BN[row].tolist()
+    candidates = tree.acceptable_BN[row].tolist()
     place: dict[int, int] = {}  # node -> its index among those listed
     nodes = list[TraceNode]()
     for n, (parent, token, depth, q, p) in enumerate(numbers.T.tolist()):

@@ -39,12 +39,12 @@ __all__ = [
     "TargetOutput",
     "Tree",
     "Verdict",
+    "build_trie",
     "chain_choices",
     "check_choices",
     "matching_nodes",
     "merge",
-    "unite",
-    "verdict_of_columns",
+    "unpack_verdict",
 ]
 
 
@@ -54,22 +54,21 @@ class Tree:
     comes before its children."""
 
     parents_BN: Tensor  # int64; -1 for the root, node 0
-    # bool; False: the node is forwarded but never accepted (padding; lookahead's scouts). True for
-    # the root
-    candidate_BN: Tensor
+    # bool; False: padding, or a node that is forwarded for its logits only (lookahead decoding)
+    acceptable_BN: Tensor
     depth_BN: Tensor  # int64; 0 for the root
     mask_BNN: Tensor  # bool; [b, n, m] = m is n or an ancestor of n
     max_depth: int  # upper bound of the depths, known to the host
 
     @classmethod
-    def build(cls, parents_BN: Tensor, max_depth: int, candidate_BN: Tensor | None = None) -> Tree:
+    def build(cls, parents_BN: Tensor, max_depth: int, acceptable_BN: Tensor | None = None) -> Tree:
         """Build trees from the parents of their nodes.
 
         Args:
             parents_BN: int64, -1 in column 0 and nowhere else, each parent before its children.
             max_depth: an upper bound of the depths. With it, shapes do not depend on the values of
                 `parents_BN`.
-            candidate_BN: which nodes may be accepted; all by default. Nodes below one that may not
+            acceptable_BN: which nodes may be accepted; all by default. Nodes below one that may not
                 be accepted are not accepted either.
         """
         B, N = parents_BN.shape
@@ -79,33 +78,32 @@ class Tree:
             reached_BNN = torch.arange(N, device=parents_BN.device) == ancestor_BN[..., None]
             mask_BNN = mask_BNN | reached_BNN
             ancestor_BN = torch.where(ancestor_BN < 0, -1, parents_BN.gather(1, ancestor_BN.clamp(min=0)))
-        if candidate_BN is None:
-            candidate_BN = torch.ones_like(parents_BN, dtype=torch.bool)
-        return cls(parents_BN, candidate_BN, mask_BNN.sum(-1) - 1, mask_BNN, max_depth)
+        if acceptable_BN is None:
+            acceptable_BN = torch.ones_like(parents_BN, dtype=torch.bool)
+        return cls(parents_BN, acceptable_BN, mask_BNN.sum(-1) - 1, mask_BNN, max_depth)
 
     @classmethod
     def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain
-        decoding."""
+        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain decoding."""
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
 
     def for_rows(self, rows: int) -> Tree:
         """Repeat a tree of one row for `rows` rows."""
-        parents_BN, candidate_BN, depth_BN = (
-            x.expand(rows, -1) for x in (self.parents_BN, self.candidate_BN, self.depth_BN)
+        parents_BN, acceptable_BN, depth_BN = (
+            x.expand(rows, -1) for x in (self.parents_BN, self.acceptable_BN, self.depth_BN)
         )
-        return Tree(parents_BN, candidate_BN, depth_BN, self.mask_BNN.expand(rows, -1, -1), self.max_depth)
+        return Tree(parents_BN, acceptable_BN, depth_BN, self.mask_BNN.expand(rows, -1, -1), self.max_depth)
 
-    def first(self, nodes: int) -> Tree:
+    def first_nodes(self, nodes: int) -> Tree:
         """The trees of the first nodes."""
         part = slice(nodes)
         mask_BNN = self.mask_BNN[:, part, part]
         return Tree(
-            self.parents_BN[:, part], self.candidate_BN[:, part], self.depth_BN[:, part], mask_BNN, self.max_depth
+            self.parents_BN[:, part], self.acceptable_BN[:, part], self.depth_BN[:, part], mask_BNN, self.max_depth
         )
 
-    def seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
+    def tokens_seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
         """bool [B, N, V]: which tokens occur in the text up to and including each node: in
         `history_BV`, in its ancestors or in itself."""
         seen_BNV = history_BV[:, None].repeat(1, self.nodes, 1)
@@ -137,21 +135,23 @@ class Draft:
 
     tree: Tree
     tokens_BN: Tensor  # int64; column 0 holds the root
-    # float32; log q(node | parent), EAGLE-2's confidence; 0 at the root; None: the drafter has no q
-    score_BN: Tensor | None = None
-    # float32; at node n the draft's distribution (after `apply_sampling`) from which the children
-    # of n
+    log_q_BN: Tensor | None = None
+    """float32; log q(node | parent); 0 at the root. None: the drafter has no q."""
     q_BNV: Tensor | None = None
-    # were drawn without replacement, in node order; None: the children were chosen, not drawn. [B,
-    # n, V]: only the first n nodes are such a tree; the others are candidates in rows of `chosen_B`
-    # only
-    block: bool = False  # with q_BNV: the tree is one chain, and block verification applies (`core.verify`)
-    value_BN: Tensor | None = (
-        None  # float32; log of EAGLE-2's value: the estimate that the path to the node is accepted; dynamic trees only
-    )
-    drafted: FullDraft | None = None  # the nodes among which a dynamic tree keeps those of the highest values
-    # bool; with q_BNV: rows whose trees are verified as chosen nevertheless; None: greedy rows only
-    chosen_B: Tensor | None = None
+    """float32 [B, n, V] with n <= N. At node n: the draft's distribution (after `apply_sampling`) from
+    which the children of n were sampled without replacement, in node order. None: the children are
+    the most probable tokens, not samples. With n < N only the first n nodes are the sampled tree;
+    the others may be accepted in rows of `deterministic_B` only."""
+    block: bool = False
+    """With `q_BNV`: the tree is one chain, and block verification applies (`core.verify`)."""
+    value_BN: Tensor | None = None
+    """float32; log of EAGLE-2's value, the estimated probability that the path to the node is
+    accepted. Dynamic trees only."""
+    drafted: FullDraft | None = None
+    """All nodes that were drafted; a dynamic tree keeps those of the highest values."""
+    deterministic_B: Tensor | None = None
+    """bool; with `q_BNV`: rows that are verified as deterministic trees, although the children in
+    other rows were sampled. None: greedy rows only."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +170,15 @@ class Verdict:
     tokens_BP: Tensor  # int64; the tokens of those nodes; 0 past the end
     length_B: Tensor  # int64; nodes on the path, the root included: 1 or more
     bonus_B: Tensor  # int64; the target's own token after the path: the next root
-    broken_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not look
-    columns_BX: Tensor | None = None  # all of this as `core.cycle.Cycle.columns_BX`, if verification has made it
+    has_nan_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not look
+    packed_BX: Tensor | None = None  # all of this as `core.cycle.Cycle.packed_BX`, if verification has made it
 
 
-def verdict_of_columns(columns_BX: Tensor) -> Verdict:
+def unpack_verdict(packed_BX: Tensor) -> Verdict:
     """The verdict whose parts are columns of one tensor, which the host reads in one transfer."""
-    P = (columns_BX.shape[1] - 3) // 2
-    length_B, bonus_B, broken_B = columns_BX[:, :3].unbind(1)
-    return Verdict(columns_BX[:, 3 + P :], columns_BX[:, 3 : 3 + P], length_B, bonus_B, broken_B, columns_BX)
+    P = (packed_BX.shape[1] - 3) // 2
+    length_B, bonus_B, has_nan_B = packed_BX[:, :3].unbind(1)
+    return Verdict(packed_BX[:, 3 + P :], packed_BX[:, 3 : 3 + P], length_B, bonus_B, has_nan_B, packed_BX)
 
 
 def matching_nodes(draft: Draft, other: Draft) -> Tensor:
@@ -188,9 +188,11 @@ def matching_nodes(draft: Draft, other: Draft) -> Tensor:
     The roots match each other. Other nodes match only if both may be accepted.
     """
     tree, other_tree = draft.tree, other.tree
-    candidate_BM = other_tree.candidate_BN & (other_tree.parents_BN >= 0)
+    acceptable_BM = other_tree.acceptable_BN & (other_tree.parents_BN >= 0)
     same_token_BMN = (
-        (other.tokens_BN[:, :, None] == draft.tokens_BN[:, None]) & candidate_BM[..., None] & tree.candidate_BN[:, None]
+        (other.tokens_BN[:, :, None] == draft.tokens_BN[:, None])
+        & acceptable_BM[..., None]
+        & tree.acceptable_BN[:, None]
     )
     match_BM = torch.where(other_tree.parents_BN < 0, 0, -1)
     # each round matches one more level: parents before children
@@ -227,17 +229,17 @@ def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
         return torch.cat([first_BN, second_BM[:, 1:]], dim=1)
 
     scores = None
-    if draft.score_BN is not None and other.score_BN is not None:
-        scores = join(draft.score_BN, other.score_BN)
+    if draft.log_q_BN is not None and other.log_q_BN is not None:
+        scores = join(draft.log_q_BN, other.log_q_BN)
     tree = Tree.build(
         join(draft.tree.parents_BN, parents_BM),
         max(draft.tree.max_depth, other.tree.max_depth),
-        join(draft.tree.candidate_BN, other.tree.candidate_BN & (match_BM < 0)),
+        join(draft.tree.acceptable_BN, other.tree.acceptable_BN & (match_BM < 0)),
     )
     return Draft(tree, join(draft.tokens_BN, other.tokens_BN), scores)
 
 
-def unite(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+def build_trie(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     """(parents, tokens) of the trie of chains, in order; parent -1 is the root."""
     parents, tokens, known = list[int](), list[int](), dict[tuple[int, int], int]()
     for chain in chains:
@@ -251,9 +253,9 @@ def unite(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     return parents, tokens
 
 
-# a static tree: the path to each node, as ranks among siblings; (0, 1) is the second child of
+# A static tree: for each node its path from the root, as ranks among siblings; (0, 1) is the second
+# child of the root's first child.
 Choices = tuple[tuple[int, ...], ...]
-# the root's first child
 
 
 def chain_choices(depth: int) -> Choices:

@@ -6,7 +6,7 @@ distribution p. The path descends as long as the drawn token is one of the node'
 first drawn token that is no child is the bonus. For distinct siblings this equals recursive
 rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise):
 the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
-greedy verification. `core.ops` has the draw and the descent (`Ops.choose`).
+greedy verification. `core.ops` has the draw and the descent (`Ops.verify_deterministic`).
 
 **Drawn trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
 replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
@@ -25,7 +25,7 @@ token above):
     prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
     the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-Greedy rows, and rows of `Draft.chosen_B`, are verified as chosen trees, whatever the other rows of
+Greedy rows, and rows of `Draft.deterministic_B`, are verified as chosen trees, whatever the other rows of
 the batch do.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 """
@@ -57,7 +57,7 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
         ops: the implementation of draws and paths: torch or compiled kernels.
     """
     if draft.q_BNV is None:
-        return ops.choose(draft, scores_BNV, position_B, noise)
+        return ops.verify_deterministic(draft, scores_BNV, position_B, noise)
     tree = draft.tree
     draw_BN, _ = ops.draw(scores_BNV, tree, position_B, noise)
     check_siblings(tree, draft.tokens_BN)
@@ -65,12 +65,12 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
     verify_drawn = _verify_block if draft.block else _verify_by_rejection
     drawn, sampled = draft.q_BNV.shape[1], draft
     if drawn < tree.nodes:
-        sampled = replace(draft, tree=tree.first(drawn), tokens_BN=draft.tokens_BN[:, :drawn])
+        sampled = replace(draft, tree=tree.first_nodes(drawn), tokens_BN=draft.tokens_BN[:, :drawn])
     sampled_accepted_BN, sampled_bonus_B = verify_drawn(sampled, draft.q_BNV, scores_BNV[:, :drawn], position_B, noise)
     sampled_accepted_BN = pad(sampled_accepted_BN, (0, tree.nodes - drawn))
-    chosen_B = noise.greedy_B if draft.chosen_B is None else noise.greedy_B | draft.chosen_B
-    accepted_BN = torch.where(chosen_B[:, None], accepted_BN, sampled_accepted_BN)
-    bonus_B = torch.where(chosen_B, bonus_B, sampled_bonus_B)
+    deterministic_B = noise.greedy_B if draft.deterministic_B is None else noise.greedy_B | draft.deterministic_B
+    accepted_BN = torch.where(deterministic_B[:, None], accepted_BN, sampled_accepted_BN)
+    bonus_B = torch.where(deterministic_B, bonus_B, sampled_bonus_B)
     return verdict_of(tree, draft.tokens_BN, accepted_BN, bonus_B)
 
 
@@ -126,13 +126,13 @@ def _verify_block(
     tree, N = draft.tree, draft.tree.nodes
     order_N = torch.arange(N, device=position_B.device)
     torch._assert_async((tree.parents_BN == order_N - 1).all(), "block verification needs a chain")
-    weight_B, goes_on_B = torch.ones_like(scores_BNV[:, 0, 0]), tree.candidate_BN[:, 0]
+    weight_B, goes_on_B = torch.ones_like(scores_BNV[:, 0, 0]), tree.acceptable_BN[:, 0]
     end_B, final_BV = torch.zeros_like(position_B), torch.zeros_like(scores_BNV[:, 0])
     for n in range(N):
         p_BV, here_B = scores_BNV[:, n].softmax(-1), goes_on_B
         next_B1 = draft.tokens_BN[:, min(n + 1, N - 1), None]
         p_next_B, q_next_B = (x_BV.gather(1, next_B1)[:, 0] for x_BV in (p_BV, q_BNV[:, n]))
-        goes_on_B = here_B & tree.candidate_BN[:, n + 1] & (q_next_B > 0) if n + 1 < N else torch.zeros_like(here_B)
+        goes_on_B = here_B & tree.acceptable_BN[:, n + 1] & (q_next_B > 0) if n + 1 < N else torch.zeros_like(here_B)
         left_BV = (weight_B[:, None] * p_BV - torch.where(goes_on_B[:, None], q_BNV[:, n], 0.0)).clamp(min=0)
         mass_B = left_BV.sum(-1)
         passed_B = here_B
@@ -148,7 +148,7 @@ def _verify_block(
 def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     """The children of one node of each row: (sibling number, child node [B], whether the row has
     that child [B]), in node order."""
-    child_BN = (tree.parents_BN == node_B[:, None]) & tree.candidate_BN
+    child_BN = (tree.parents_BN == node_B[:, None]) & tree.acceptable_BN
     rank_BN = child_BN.cumsum(-1)
     most = int(rank_BN[:, -1].max())
     kth_child = ((child_BN & (rank_BN == k + 1)) for k in range(most))

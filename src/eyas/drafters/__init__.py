@@ -11,10 +11,10 @@ import importlib
 import pkgutil
 from pathlib import Path
 
-from eyas.core.drafter import Batch, Capturable, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.drafter import Batch, Capturable, CycleInput, Drafter, DraftSession, Loss, TreeSize
 from eyas.errors import OptionError, near
 
-__all__ = ["Batch", "Capturable", "CycleInput", "DraftSession", "Drafter", "Loss", "Shape", "find", "names"]
+__all__ = ["Batch", "Capturable", "CycleInput", "DraftSession", "Drafter", "Loss", "TreeSize", "find", "names"]
 
 
 def names() -> list[str]:

@@ -20,10 +20,10 @@ from torch import Tensor
 from eyas.core.drafter import CycleInput
 from eyas.errors import EyasError
 
-__all__ = ["SoFar", "only_allowed"]
+__all__ = ["PartialTree", "only_allowed"]
 
 
-class SoFar(NamedTuple):
+class PartialTree(NamedTuple):
     """A tree that grows, and the nodes whose children are sought."""
 
     parents_BM: Tensor  # int64; a parent before its children, -1 for the root
@@ -31,12 +31,12 @@ class SoFar(NamedTuple):
     nodes_Q: Tensor  # int64; node numbers
 
     @classmethod
-    def root(cls, cycle_input: CycleInput) -> SoFar:
+    def root(cls, cycle_input: CycleInput) -> PartialTree:
         """The root alone."""
         tokens_B1 = cycle_input.tokens_B[:, None]
         return cls(torch.full_like(tokens_B1, -1), tokens_B1, torch.zeros_like(tokens_B1[0]))
 
-    def then(self, parent_BK: Tensor, tokens_BK: Tensor) -> SoFar:
+    def then(self, parent_BK: Tensor, tokens_BK: Tensor) -> PartialTree:
         """The tree with a level more, whose children are sought next.
 
         Args:
@@ -44,32 +44,32 @@ class SoFar(NamedTuple):
         """
         M, K = self.parents_BM.shape[1], tokens_BK.shape[1]
         parents_BM = torch.cat([self.parents_BM, self.nodes_Q[parent_BK]], dim=1)
-        return SoFar(
+        return PartialTree(
             parents_BM, torch.cat([self.tokens_BM, tokens_BK], dim=1), torch.arange(M, M + K, device=tokens_BK.device)
         )
 
 
 def only_allowed(
-    logits_BQv: Tensor, cycle_input: CycleInput, so_far: SoFar | None, draft_ids_v: Tensor | None
+    logits_BQv: Tensor, cycle_input: CycleInput, partial_tree: PartialTree | None, draft_ids_v: Tensor | None
 ) -> Tensor:
     """The logits with -inf for the tokens that the constraint of their row forbids; the same tensor
     without constraints.
 
     Args:
-        logits_BQv: of the nodes `so_far.nodes_Q`.
-        so_far: None is enough without constraints.
+        logits_BQv: of the nodes `partial_tree.nodes_Q`.
+        partial_tree: None is enough without constraints.
         draft_ids_v: the target's ids of a draft vocabulary that is smaller than the target's.
     """
     if not cycle_input.constraints:
         return logits_BQv
-    assert so_far is not None
-    masked_BQv, nodes = logits_BQv.clone(), so_far.nodes_Q.tolist()
+    assert partial_tree is not None
+    masked_BQv, nodes = logits_BQv.clone(), partial_tree.nodes_Q.tolist()
     for b, constraint in enumerate(cycle_input.constraints):
         if constraint is None:
             continue
         with suppress(EyasError):  # verification reports it
-            mask_QV = constraint.mask(so_far.parents_BM[b].tolist(), so_far.tokens_BM[b].tolist())[nodes].to(
-                logits_BQv.device
-            )
+            mask_QV = constraint.mask(partial_tree.parents_BM[b].tolist(), partial_tree.tokens_BM[b].tolist())[
+                nodes
+            ].to(logits_BQv.device)
             masked_BQv[b].masked_fill_(~(mask_QV if draft_ids_v is None else mask_QV[:, draft_ids_v]), -torch.inf)
     return masked_BQv

@@ -83,8 +83,7 @@ class Net(nn.Module):
             attention_mask={kind: each.mask_B1QW for kind, each in seen.items()},
             shared_kv_states={kind: (each.key_BHWw, each.value_BHWw) for kind, each in seen.items()},
             use_cache=False,
-            # a number, the default too, makes transformers 5.23 leave nodes out; of a tensor it
-            # reads nothing
+            # a number, the default too, makes transformers 5.23 leave nodes out; of a tensor it reads nothing
             logits_to_keep=position_BQ,
         )
         hidden: Tensor = output.last_hidden_state

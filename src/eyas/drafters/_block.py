@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.core.tree import Draft
@@ -114,7 +114,7 @@ class BlockMethod(Drafter):
         return self.net.norm.weight.dtype
 
     @property
-    def max_tree(self) -> Shape | None:
+    def max_tree(self) -> TreeSize | None:
         return self.tree.shape
 
     # --- weights

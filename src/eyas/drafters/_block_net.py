@@ -139,7 +139,7 @@ class BlockNet(nn.Module):
         """The target's features [..., F] -> what all layers make keys and values of [..., D]."""
         return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
 
-    def remember(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:
+    def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:
         """Store the keys and values of committed tokens in every layer."""
         for layer, store in zip(self.blocks, stores, strict=True):
             k_RTKh, v_RTKh = layer.attention.keys(context_RTD, position_RT)

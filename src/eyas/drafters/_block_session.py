@@ -80,7 +80,7 @@ class BlockSession(DraftSession):
 
     # --- rows come and go
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         kept = min(int(self.length_B[row]), length)
         self.length_B[row] = kept
         return kept
@@ -91,8 +91,8 @@ class BlockSession(DraftSession):
         self.length_B[row] = kept
         return kept
 
-    def begin(self, row: int, kept: int, total: int) -> None:
-        self.end(row, kept)
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
+        self.end(row, cached_tokens)
         self.cache.reserve(total)  # once: growing copies what is there
 
     def end(self, row: int, kept: int = 0) -> None:
@@ -121,8 +121,8 @@ class BlockSession(DraftSession):
         self.active_B = cycle_input.active_B
         self._read_pending(cycle_input)
         plan, levels = self.drafter.plan, self.drafter.tree.depth
-        if cycle_input.tree_shape is not None:
-            levels = min(levels, cycle_input.tree_shape.depth)
+        if cycle_input.tree_size is not None:
+            levels = min(levels, cycle_input.tree_size.depth)
         hidden_BnD = self._read_block(cycle_input)
         return self.drafter.grow(hidden_BnD[:, plan.first_slot : plan.first_slot + levels], cycle_input)
 
@@ -142,8 +142,8 @@ class BlockSession(DraftSession):
         self.length_B, self.pending_B = self.length_B + count_B, self.pending_B - count_B
 
     def _remember(self, rows: range, features_RTF: Tensor, slot_RT: Tensor, width: int) -> None:
-        self.cache.at(rows, lambda: slot_RT, width)
-        self.net.remember(self.net.context(features_RTF.to(self.drafter.dtype)), slot_RT, self._layers())
+        self.cache.prepare(rows, lambda: slot_RT, width)
+        self.net.store_kv(self.net.context(features_RTF.to(self.drafter.dtype)), slot_RT, self._layers())
 
     def _read_block(self, cycle_input: CycleInput) -> Tensor:
         """The net's pass over the block: the normed hidden of its slots [B, n, D]."""
@@ -151,10 +151,10 @@ class BlockSession(DraftSession):
         n, width = plan.block, cycle_input.max_position + plan.block
         slot_Bn = self.length_B[:, None] + torch.arange(n, device=roots_B1.device)
         ids_Bn = torch.cat([roots_B1, torch.full_like(roots_B1, plan.mask_token).expand(-1, n - 1)], dim=1)
-        self.cache.at(range(self.rows), lambda: slot_Bn, width)
+        self.cache.prepare(range(self.rows), lambda: slot_Bn, width)
         every_Bnn = torch.ones(self.rows, n, n, dtype=torch.bool, device=roots_B1.device)
         mask_B1nW = slot_mask(self.length_B, every_Bnn, self.cache.width)[:, None]
         return self.net(self.drafter.embed(ids_Bn), slot_Bn, self._layers(), mask_B1nW)  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Any]:
-        return [self.cache.part(layer) for layer in range(len(self.drafter.net.layers))]
+        return [self.cache.layer_view(layer) for layer in range(len(self.drafter.net.layers))]

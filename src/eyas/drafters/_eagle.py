@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.cache import WindowCache
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Shape
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
 from eyas.core.ops import TreeGrower, WindowGrower
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
@@ -70,7 +70,7 @@ class EagleNet(Protocol):
         """The target's features [..., F] -> hidden [..., D]."""
         ...
 
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
         """Store the keys and values of pairs in the cache, without computing an output. The cache's
         mask shows each pair itself and those before it."""
         ...
@@ -125,7 +125,7 @@ class EagleMethod(Drafter):
         of several layers."""
         if self.layers > 1:
             return None
-        grower = self.target.run.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
+        grower = self.target.runner.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
         return None if self.window() and not isinstance(grower, WindowGrower) else grower
 
     @cached_property
@@ -133,7 +133,7 @@ class EagleMethod(Drafter):
         """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if
         the runner compiles nothing, if kernels compute the layer, or if there are several
         layers."""
-        backend = self.target.run.backend
+        backend = self.target.runner.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
         return (
             None
@@ -204,7 +204,7 @@ class DynamicEagle(EagleMethod):
         return 1 + int(self.options.tree.depth)
 
     @property
-    def max_tree(self) -> Shape | None:
+    def max_tree(self) -> TreeSize | None:
         tree: DynamicTree = self.options.tree
         return tree.shape
 
@@ -240,9 +240,9 @@ class EagleSession(DraftSession):
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)  # slots in use
         # pairs before the next one to read, including those that the window has lost
         self.pairs_B = torch.zeros_like(self.length_B)
-        self.bound = [0] * rows  # with a window: upper bound of `length_B`, known to the host
+        self.max_slots_by_row = [0] * rows  # with a window: upper bound of `length_B`, known to the host
         # pairs [begin, end) of the prompt that are not read because of the window
-        self.skipped: list[tuple[int, int]] = [(0, 0)] * rows
+        self.unread_range: list[tuple[int, int]] = [(0, 0)] * rows
         width = target.hidden_size * len(drafter.feature_layers)
         self.pending_BPF = torch.zeros(rows, longest_path, width, dtype=target.dtype, device=target.device)
         self.pending_tokens_BP = torch.zeros(rows, longest_path, dtype=torch.long, device=target.device)
@@ -261,18 +261,18 @@ class EagleSession(DraftSession):
         max_tree, length = self.drafter.max_tree, cycle_input.max_position
         if self.window:
             # a prompt that was read without cropping fills more slots than a window has
-            if max(self.bound) > sum(self.window):
+            if max(self.max_slots_by_row) > sum(self.window):
                 return None
             length = min(length, sum(self.window))
             # a recording serves all rows: either it trims every row in each cycle, or none
-            self.bound = [length] * self.rows
+            self.max_slots_by_row = [length] * self.rows
         tree_slots = self.drafter.longest_path + (max_tree.depth * max_tree.branch if max_tree else 0)
         self.cache.reserve(length + max(MARGIN, tree_slots))
         return Capturable(self, self.state, self.cache.addresses, self.cache.stores if self.window else ())
 
     # --- rows come and go
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         """Keep the first `length` - 1 pairs, as pair t needs token t+1; no pair if the window has
         lost some of them."""
         slots, pairs = int(self.length_B[row]), int(self.pairs_B[row])
@@ -286,33 +286,37 @@ class EagleSession(DraftSession):
 
     def copy(self, source: int, row: int, length: int) -> int:
         """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as
-        `keep` does."""
+        `truncate` does."""
         slots = int(self.length_B[source])
         self.cache.reserve(slots)
         self.cache.copy(source, row, slots)
-        self.length_B[row], self.pairs_B[row], self.bound[row] = slots, self.pairs_B[source], self.bound[source]
-        return self.keep(row, length)
+        self.length_B[row], self.pairs_B[row], self.max_slots_by_row[row] = (
+            slots,
+            self.pairs_B[source],
+            self.max_slots_by_row[source],
+        )
+        return self.truncate(row, length)
 
-    def begin(self, row: int, kept: int, total: int) -> None:
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
         """Decide which pairs of the prompt are read: all, or with a window that is too short for
         them, as the option `crop` says."""
-        self.end(row, kept)
-        self.skipped[row] = (total, total)
+        self.end(row, cached_tokens)
+        self.unread_range[row] = (total, total)
         slots = int(self.length_B[row])
         if self.window is not None:
-            self.bound[row] = slots
+            self.max_slots_by_row[row] = slots
             full = sum(self.window)
-            if self.crop != "none" and slots + total - kept > full:
+            if self.crop != "none" and slots + total - cached_tokens > full:
                 half = full // 2
-                self.skipped[row] = (
-                    (0, total - full) if self.crop == "last" else (kept + max(0, half - slots), total - half)
+                self.unread_range[row] = (
+                    (0, total - full) if self.crop == "last" else (cached_tokens + max(0, half - slots), total - half)
                 )
         else:
-            self.cache.reserve(slots + total - kept)  # once: growing copies what is there
+            self.cache.reserve(slots + total - cached_tokens)  # once: growing copies what is there
 
     def end(self, row: int, kept: int = 0) -> None:
         if not kept:
-            self.length_B[row] = self.pairs_B[row] = self.bound[row] = 0
+            self.length_B[row] = self.pairs_B[row] = self.max_slots_by_row[row] = 0
         self.pending_B[row] = 0
 
     def clear(self, row: int) -> None:
@@ -332,15 +336,15 @@ class EagleSession(DraftSession):
         for begin, end in self._read_ranges(row, first, first + len(ids_T)):
             part, T = slice(begin - first, end - first), end - begin
             slot_1T = self.length_B[row : row + 1, None] + torch.arange(T, device=ids_T.device)
-            used = self.bound[row] if self.window else begin
-            self.cache.at(range(row, row + 1), _always(slot_1T), used + T)
-            self.cache.see(
+            used = self.max_slots_by_row[row] if self.window else begin
+            self.cache.prepare(range(row, row + 1), _always(slot_1T), used + T)
+            self.cache.set_mask(
                 self.length_B[row : row + 1], torch.ones(1, T, T, dtype=torch.bool, device=ids_T.device).tril()
             )
             hidden, embeddings = self._inputs(ids_T[None, part], self.net.fuse(self._cast(features_NF[None, part])))
-            self.net.remember(hidden, embeddings, slot_1T, self.cache)
+            self.net.store_kv(hidden, embeddings, slot_1T, self.cache)
             self.length_B[row] += T
-            self.bound[row] += T
+            self.max_slots_by_row[row] += T
         self.pairs_B[row] += len(ids_T)
         if self.window and self.crop != "none":
             self._trim()
@@ -349,7 +353,7 @@ class EagleSession(DraftSession):
 
     def _read_ranges(self, row: int, first: int, end: int) -> Iterator[tuple[int, int]]:
         """The ranges [begin, end) of pairs to read, of those from `first` to `end` - 1."""
-        skip_begin, skip_end = self.skipped[row]
+        skip_begin, skip_end = self.unread_range[row]
         for begin, stop in ((first, min(end, skip_begin)), (max(first, skip_end, skip_begin), end)):
             if begin < stop:
                 yield begin, stop
@@ -370,7 +374,7 @@ class EagleSession(DraftSession):
             self.pending_B = verdict.length_B.clone()
             return
         self.pending_BPF[:, 0] = torch.where(self.active_B[:, None], self.pending_BPF[:, 0], waiting_BF)
-        # more: its request has ended
+        # a row of a finished request may have more
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def growth(self, cycle_input: CycleInput) -> Growth:
@@ -383,11 +387,11 @@ class EagleSession(DraftSession):
             offset_BQ = torch.full_like(tokens_BQ, level)
             return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, self._max_slots(cycle_input) + T)
 
-        read = lambda: self._catch_up(cycle_input)  # noqa: E731
+        read = lambda: self._forward_pending(cycle_input)  # noqa: E731
         at_once = lambda tree: self._at_once(cycle_input, tree)  # noqa: E731
         return Growth(read, self.drafter.head, expand, self.drafter.draft_ids_v, at_once)
 
-    def _catch_up(self, cycle_input: CycleInput) -> Tensor:
+    def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
         """Read the pending pairs; returns the net's output [B, D] at the newest one.
 
         They are padded to the longest path, so that shapes do not depend on values.
@@ -414,7 +418,7 @@ class EagleSession(DraftSession):
         P = self.pending_BPF.shape[1]
         self._mark_read(self.pending_B * cycle_input.active_B)
         if self.window:
-            self.bound = [min(bound + P, cycle_input.max_position) for bound in self.bound]
+            self.max_slots_by_row = [min(bound + P, cycle_input.max_position) for bound in self.max_slots_by_row]
             self._trim()
 
     def _at_once(self, cycle_input: CycleInput, tree: DynamicTree) -> Draft | None:
@@ -424,7 +428,7 @@ class EagleSession(DraftSession):
             return None
         if self.window:
             assert isinstance(grower, WindowGrower)
-            hidden_BD = self._catch_up(cycle_input)
+            hidden_BD = self._forward_pending(cycle_input)
             slots = self._max_slots(cycle_input) + tree.depth * tree.branch
             return grower.grow(hidden_BD, cycle_input, tree, self.cache, self.length_B, slots)
         count_B = self.pending_B * cycle_input.active_B
@@ -450,8 +454,8 @@ class EagleSession(DraftSession):
             slots: upper bound of the slots in use afterwards.
         """
         begin_B1 = self.length_B[:, None]
-        self.cache.at(range(self.rows), lambda: begin_B1 + slot_BN, slots)
-        self.cache.see(self.length_B, visible_BNT)
+        self.cache.prepare(range(self.rows), lambda: begin_B1 + slot_BN, slots)
+        self.cache.set_mask(self.length_B, visible_BNT)
         hidden, embeddings = self._inputs(ids_BN, hidden_BND)
         position_BN = begin_B1 + offset_BN
         if self.drafter.compiled is None:
@@ -473,13 +477,13 @@ class EagleSession(DraftSession):
         """Forget the pairs that have left the window."""
         assert self.window is not None
         full = sum(self.window)
-        if max(self.bound) > full:
+        if max(self.max_slots_by_row) > full:
             self.length_B = self.cache.trim(self.length_B, self.frequency_h)
-            self.bound = [min(bound, full) for bound in self.bound]
+            self.max_slots_by_row = [min(bound, full) for bound in self.max_slots_by_row]
 
     def _max_slots(self, cycle_input: CycleInput) -> int:
         """Upper bound of `length_B`, known to the host."""
-        return min(max(self.bound), cycle_input.max_position) if self.window else cycle_input.max_position
+        return min(max(self.max_slots_by_row), cycle_input.max_position) if self.window else cycle_input.max_position
 
 
 def _always(x: Tensor) -> Callable[[], Tensor]:

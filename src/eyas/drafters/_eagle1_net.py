@@ -49,7 +49,7 @@ class Net(nn.Module):
         joined: Tensor = self.fc(torch.cat(read, dim=-1))
         return joined
 
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
         self.layer.attention.store(self.join(hidden_RND, embeddings_RND), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:

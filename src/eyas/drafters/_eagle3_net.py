@@ -31,7 +31,7 @@ class Architecture:
     fc_norm: bool = False  # EAGLE-3.1: a norm for the features of each layer before fc
     norm_before_fc: bool = False  # one norm over the concatenated features before fc
     norm_before_residual: bool = False  # the residual stream starts from the normed hidden
-    carries_normed: bool = False  # EAGLE-3.1: the next step reads the normed hidden
+    norm_output: bool = False  # EAGLE-3.1: the next step reads the normed hidden
     layers: int = 1  # decoder layers; those behind the first read hidden states only
 
 
@@ -93,13 +93,13 @@ class Net(nn.Module):
         joined = join_normed(self.layer.embed_norm, embeddings, self.layer.hidden_norm, hidden)
         return joined, joined[..., embeddings.shape[-1] :] if self.plan.norm_before_residual else hidden
 
-    def handed_on(self, hidden: Tensor) -> Tensor:
+    def next_input(self, hidden: Tensor) -> Tensor:
         """The hidden that the next step reads."""
-        return self.norm(hidden) if self.plan.carries_normed else hidden
+        return self.norm(hidden) if self.plan.norm_output else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The input of the head, from the hidden that `forward` returned."""
-        normed: Tensor = hidden if self.plan.carries_normed else self.norm(hidden)
+        normed: Tensor = hidden if self.plan.norm_output else self.norm(hidden)
         return normed
 
     @property
@@ -107,7 +107,7 @@ class Net(nn.Module):
         """The layers behind the first."""
         return [layer for layer in self.later if isinstance(layer, LaterLayer)]
 
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> None:
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> None:
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
         last: DecoderLayer = self.layer
         # every layer but the last is computed; of the last, keys and values are enough
@@ -122,7 +122,7 @@ class Net(nn.Module):
         out_RND = self.layer.decode(x_RND, residual_RND, position_RN, cache)
         for number, layer in enumerate(self.later_layers, start=1):
             out_RND = layer.decode(layer.input_norm(out_RND), out_RND, position_RN, cache.layer(number))
-        return self.handed_on(out_RND)
+        return self.next_input(out_RND)
 
     def training_time_test(
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
@@ -141,10 +141,10 @@ class Net(nn.Module):
         hidden_MD = passes.first(
             *self.join(self.fuse(features_NF), embed((torch.arange(N, device=device) + 1).clamp(max=N - 1)))
         )
-        hidden = [self.handed_on(hidden_MD)]  # of steps 0, 1, ...
+        hidden = [self.next_input(hidden_MD)]  # of steps 0, 1, ...
         for i in range(1, steps):
             x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
-            hidden.append(self.handed_on(passes.next(x_MD, residual_MD)))
+            hidden.append(self.next_input(passes.next(x_MD, residual_MD)))
         return hidden
 
 
@@ -172,11 +172,11 @@ class ParallelNet(Net):
         N, device = len(features_NF), features_NF.device
         passes = PackedPasses(self, rows_M, documents, device, gradient_checkpointing)
         following_ND = embed((torch.arange(N, device=device) + 1).clamp(max=N - 1))
-        hidden = [self.handed_on(passes.first(*self.join(self.fuse(features_NF), following_ND)))]
+        hidden = [self.next_input(passes.first(*self.join(self.fuse(features_NF), following_ND)))]
         mask_1D = self.fuse(self.mask_hidden[None])
         x_1D, residual_1D = self.join(mask_1D, mask_D[None])
         x_MD, residual_MD = (one.expand(len(rows_M), -1) for one in (x_1D, residual_1D))
-        return hidden + [self.handed_on(passes.next(x_MD, residual_MD)) for _ in range(1, steps)]
+        return hidden + [self.next_input(passes.next(x_MD, residual_MD)) for _ in range(1, steps)]
 
 
 class PackedPasses:

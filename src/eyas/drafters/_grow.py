@@ -12,11 +12,12 @@ ranks children by log q + g, with q processed by the row's own Sampling like p: 
 that the target will draw with this seed (drafter-invariant coupling: Daliri, Musco, Suresh 2024;
 here with K children). Greedy rows are the case g = 0.
 
-**Confidence temperature.** Greedily, or with known noise, the target's token is determined, not
-random: the draft is uncertain about it only because log q differs from log p. A child's confidence
-is softmax((log q + g) / confidence_temperature), which is exact if these differences are Gumbel
-variables of that scale. The paper's confidence is q itself: temperature 1 without noise, the
-probability of a token that is sampled with unknown noise.
+**Confidence temperature.** EAGLE-2 takes q itself as the confidence of a child. That is right when
+the target samples with noise that the draft does not know. Greedily, or with coupled noise, the
+target's next token is the argmax of log p + g and not random; only the draft's error, log q - log p,
+is unknown. If these errors are modelled as Gumbel variables of scale T, then the child x is the
+argmax with probability softmax((log q + g) / T). T is `confidence_temperature`; T = 1 without noise
+is the paper's rule.
 
 Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted
 nodes, N nodes of the final tree, M those without the root, D hidden, V vocabulary of the target, v of the
@@ -37,11 +38,11 @@ import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
-from eyas.core.drafter import CycleInput, Shape
+from eyas.core.drafter import CycleInput, TreeSize
 from eyas.core.options import DEPRECATED
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
-from eyas.drafters._allowed import SoFar, only_allowed
+from eyas.drafters._allowed import PartialTree, only_allowed
 from eyas.drafters._options import check_choice, check_whole, current_noise
 from eyas.errors import OptionError
 
@@ -72,8 +73,7 @@ class DynamicTree:
     stop: float = 0.0
     """A node gets no children when its path is not more probable than this."""
     confidence_temperature: float = 0.5
-    """A child's chance is softmax(log q / this), greedily or with coupled noise; 1: as in the
-    paper."""
+    """A child's chance is softmax(log q / this), greedily or with coupled noise; 1: as in the paper."""
     sharpness: float | None = field(default=None, metadata=DEPRECATED)
     """Old name: 1 / confidence_temperature."""
 
@@ -103,8 +103,8 @@ class DynamicTree:
         object.__setattr__(self, "sharpness", None)
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.nodes, self.depth, self.branch)
+    def shape(self) -> TreeSize:
+        return TreeSize(self.nodes, self.depth, self.branch)
 
     @property
     def log_stop(self) -> float:
@@ -124,10 +124,9 @@ def _is_number(value: object) -> bool:
 class Growth:
     """A draft net in one cycle, as the functions that growing a tree needs."""
 
-    # reads the newly committed tokens; returns the net's output [B, D] at the newest one, which
-    # predicts
-    read: Callable[[], Tensor]
-    # the tokens after the root
+    # a forward of the net over the newly committed tokens; returns its output [B, D] at the newest
+    # one, from which the children of the root are predicted
+    forward_pending: Callable[[], Tensor]
     head: Callable[[Tensor], Tensor]  # hidden [..., D] -> logits [..., V or v]
     # (tokens_BQ, hidden_BQD of their parents, visible_BQT, level) -> hidden_BQD
     expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -138,7 +137,7 @@ class Growth:
     @cached_property
     def hidden_BD(self) -> Tensor:
         """The result of `read`, which is called once."""
-        return self.read()
+        return self.forward_pending()
 
     def ids(self, tokens: Tensor) -> Tensor:
         """Token ids of the draft vocabulary -> the target's."""
@@ -179,20 +178,20 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
 
     A node's value is the product of the confidences along its path. At every level the `branch`
     best new nodes get `branch` children each; at the end the `nodes - 1` best of all nodes are
-    kept. Ties go to the shallower node, then to the one drafted earlier. `cycle_input.tree_shape`
+    kept. Ties go to the shallower node, then to the one drafted earlier. `cycle_input.tree_size`
     may ask for a smaller tree than the options.
     """
-    if cycle_input.tree_shape is not None:
-        tree = replace(tree, **cycle_input.tree_shape.within(tree.shape)._asdict())
+    if cycle_input.tree_size is not None:
+        tree = replace(tree, **cycle_input.tree_size.within(tree.shape)._asdict())
     if growth.at_once is not None and not cycle_input.constraints and (draft := growth.at_once(tree)) is not None:
         return draft
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     hidden_BQD, adjustments = growth.hidden_BD[:, None], growth.adjustments(cycle_input)
-    so_far = SoFar.root(cycle_input) if cycle_input.constraints else None
-    children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, so_far, 0)
+    partial_tree = PartialTree.root(cycle_input) if cycle_input.constraints else None
+    children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, partial_tree, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
-    value_BX, pick_BK, visible_BKT = children.chance[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
+    value_BX, pick_BK, visible_BKT = children.log_confidence[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
     # all drafted nodes, in the order of drafting: token, log q, value, and index of the parent in
     # this order (-1: the root)
     drafted = [(growth.ids(children.index[:, 0]), children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))]
@@ -205,22 +204,22 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
             adjustments = adjustments.take(parent_BK).then(index_BK)
         tokens_BK = growth.ids(index_BK)
         hidden_BQD = growth.expand(tokens_BK, _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
-        if so_far is not None:
-            so_far = so_far.then(parent_BK, tokens_BK)
-        children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, so_far, level)
+        if partial_tree is not None:
+            partial_tree = partial_tree.then(parent_BK, tokens_BK)
+        children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, partial_tree, level)
         parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
-        chance_BKK = children.chance.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
-        value_BX = (parent_value_BK1 + chance_BKK).flatten(1)
+        log_confidence_BKK = children.log_confidence.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
+        value_BX = (parent_value_BK1 + log_confidence_BKK).flatten(1)
         begin += drafted[-1][0].shape[1]
         parent_BX = expanded[-1].repeat_interleave(K, dim=1)
         drafted.append((growth.ids(children.index).flatten(1), children.log_q.flatten(1), value_BX, parent_BX))
-        pick_BK = _best(value_BX if tree.expand == "value" else chance_BKK.flatten(1), K)[1]
+        pick_BK = _best(value_BX if tree.expand == "value" else log_confidence_BKK.flatten(1), K)[1]
         expanded.append(begin + pick_BK)
         visible_BKT = torch.cat([_rows(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
     tokens_BX, log_q_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
-    keep_BX = _best(value_BX, tree.nodes - 1)[1] if tree.rerank else torch.cat(expanded, dim=1)
-    keep_BM = keep_BX[:, : tree.nodes - 1].sort(dim=-1).values
-    draft = _kept(cycle_input, tree.depth, keep_BM, tokens_BX, log_q_BX, value_BX, parent_BX)
+    selected_BX = _best(value_BX, tree.nodes - 1)[1] if tree.rerank else torch.cat(expanded, dim=1)
+    selected_BM = selected_BX[:, : tree.nodes - 1].sort(dim=-1).values
+    draft = _kept(cycle_input, tree.depth, selected_BM, tokens_BX, log_q_BX, value_BX, parent_BX)
     if not tree.rerank:  # the kept nodes are not those of the highest values, as `Draft.drafted` promises
         return draft
     zero_B1 = torch.zeros_like(parent_BX[:, :1])
@@ -239,15 +238,17 @@ class _Children:
 
     index: Tensor  # int64 [B, Q, K]; token ids of the draft vocabulary
     log_q: Tensor  # float32 [B, Q, K]
-    chance: Tensor  # float32 [B, Q, K]; log of the child's confidence: the estimate that the target draws it; at most 0
+    log_confidence: (
+        Tensor  # float32 [B, Q, K]; log of the child's confidence: the estimate that the target draws it; at most 0
+    )
 
 
 def _best_children(
     growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None,
-    so_far: SoFar | None, level: int,
+    partial_tree: PartialTree | None, level: int,
 ) -> _Children:  # fmt: skip
     """The `branch` most likely children of each node of a level."""
-    logits_BQv = only_allowed(growth.head(hidden_BQD), cycle_input, so_far, growth.draft_ids_v)
+    logits_BQv = only_allowed(growth.head(hidden_BQD), cycle_input, partial_tree, growth.draft_ids_v)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
     log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv)
@@ -258,39 +259,39 @@ def _best_children(
     log_q_BQK = log_q_BQv.gather(-1, index_BQK)
     if not noisy and tree.confidence_temperature == 1:
         return _Children(index_BQK, log_q_BQK, log_q_BQK)
-    chance_BQK = _log_q(key_BQv / tree.confidence_temperature).gather(-1, index_BQK)
+    log_confidence_BQK = _log_q(key_BQv / tree.confidence_temperature).gather(-1, index_BQK)
     # rows whose next token is determined: greedy, or known noise
     determined_B11 = cycle_input.noise.greedy_B[:, None, None] | coupled
-    return _Children(index_BQK, log_q_BQK, torch.where(determined_B11, chance_BQK, log_q_BQK))
+    return _Children(index_BQK, log_q_BQK, torch.where(determined_B11, log_confidence_BQK, log_q_BQK))
 
 
 def _kept(
     cycle_input: CycleInput,
     depth: int,
-    keep_BM: Tensor,
+    selected_BM: Tensor,
     tokens_BX: Tensor,
     log_q_BX: Tensor,
     value_BX: Tensor,
     parent_BX: Tensor,
 ) -> Draft:
-    """The tree of the drafted nodes with indices `keep_BM`.
+    """The tree of the drafted nodes with indices `selected_BM`.
 
     With each node its parent is kept too: its value is at least the child's, and it was drafted earlier.
     """
-    number_M = torch.arange(1, keep_BM.shape[1] + 1, device=keep_BM.device)
-    node_BX = torch.zeros_like(parent_BX).scatter(1, keep_BM, number_M.expand_as(keep_BM))
-    parent_BM = parent_BX.gather(1, keep_BM)
+    number_M = torch.arange(1, selected_BM.shape[1] + 1, device=selected_BM.device)
+    node_BX = torch.zeros_like(parent_BX).scatter(1, selected_BM, number_M.expand_as(selected_BM))
+    parent_BM = parent_BX.gather(1, selected_BM)
     parent_BM = torch.where(parent_BM < 0, 0, node_BX.gather(1, parent_BM.clamp(min=0)))
 
     def with_root(root_B: Tensor, rest_BM: Tensor) -> Tensor:
         return torch.cat([root_B[:, None], rest_BM], dim=1)
 
     parents_BN = with_root(torch.full_like(cycle_input.tokens_B, -1), parent_BM)
-    possible_BM = value_BX.gather(1, keep_BM) > -math.inf
+    possible_BM = value_BX.gather(1, selected_BM) > -math.inf
     tree = Tree.build(parents_BN, depth, with_root(torch.ones_like(cycle_input.active_B), possible_BM))
     zero_B = torch.zeros_like(log_q_BX[:, 0])
-    score_BN, value_BN = (with_root(zero_B, x_BX.gather(1, keep_BM)) for x_BX in (log_q_BX, value_BX))
-    return Draft(tree, with_root(cycle_input.tokens_B, tokens_BX.gather(1, keep_BM)), score_BN, value_BN=value_BN)
+    log_q_BN, value_BN = (with_root(zero_B, x_BX.gather(1, selected_BM)) for x_BX in (log_q_BX, value_BX))
+    return Draft(tree, with_root(cycle_input.tokens_B, tokens_BX.gather(1, selected_BM)), log_q_BN, value_BN=value_BN)
 
 
 # --- static trees
@@ -351,19 +352,16 @@ def grow_static(
     """EAGLE-1's tree of a fixed shape. In greedy rows the children of a node are the tokens of the
     highest q.
 
-    In rows that sample, `noise` decides:
-
-    sampled: the children are drawn from q without replacement, as the tokens with the largest log q
-    + Gumbel noise of the draft's own
-        stream (Kool, van Hoof, Welling 2019). Siblings stay in draw order, and the draft has q_BNV;
-    coupled: the children are chosen, as the tokens with the largest log q + the noise with which
-    the target draws.
-
     q is processed by the row's own Sampling like p. A node of probability 0 in q is no candidate.
 
     Args:
-        block: the tree is a chain; if its tokens are drawn, they are to be verified by block
-            verification (`core.verify`).
+        noise: for rows that sample. "sampled": the children are sampled from q without replacement,
+            as the tokens with the largest log q + Gumbel noise of the draft's own stream (Kool, van
+            Hoof, Welling 2019); siblings stay in draw order, and the draft has q_BNV. "coupled":
+            the children are the tokens with the largest log q + the noise with which the target
+            samples.
+        block: the tree is a chain; if its tokens are samples, block verification applies
+            (`core.verify`).
     """
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     plan = _Static.of(choices, device)
@@ -372,8 +370,8 @@ def grow_static(
     coupled = noise == "coupled" and not cycle_input.noise.all_greedy
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
     tokens_BN[:, 0] = cycle_input.tokens_B
-    score_BN = torch.zeros(B, N, device=device)
-    candidate_BN = torch.ones(B, N, dtype=torch.bool, device=device)
+    log_q_BN = torch.zeros(B, N, device=device)
+    acceptable_BN = torch.ones(B, N, dtype=torch.bool, device=device)
     q_BNV: Tensor | None = None
     hidden_BND = growth.hidden_BD[:, None].repeat(1, N, 1)  # the net's output at each node
     for number, level in enumerate(plan.levels):
@@ -386,8 +384,8 @@ def grow_static(
         adjustments = (
             None if cycle_input.adjustments is None else cycle_input.adjustments.at(shape, tokens_BN)[:, inner_Q]
         )
-        so_far = SoFar(shape.parents_BN, tokens_BN, inner_Q)
-        logits_BQV = only_allowed(growth.head(hidden_BND[:, inner_Q]), cycle_input, so_far, growth.draft_ids_v)
+        partial_tree = PartialTree(shape.parents_BN, tokens_BN, inner_Q)
+        logits_BQV = only_allowed(growth.head(hidden_BND[:, inner_Q]), cycle_input, partial_tree, growth.draft_ids_v)
         scores_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
         key_BQV = scores_BQV
         if coupled:
@@ -404,7 +402,7 @@ def grow_static(
         log_q_BQK = _log_q(scores_BQV).gather(-1, token_BQK)
         key_BM, token_BM, log_q_BM = (x.flatten(1)[:, level.flat_M] for x in (key_BQK, token_BQK, log_q_BQK))
         tokens_BN[:, level.child_M] = token_BM
-        score_BN[:, level.child_M] = log_q_BM
-        candidate_BN[:, level.child_M] = key_BM > -math.inf
-    tree = Tree(shape.parents_BN, candidate_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
-    return Draft(tree, tokens_BN, score_BN, q_BNV, block and q_BNV is not None)
+        log_q_BN[:, level.child_M] = log_q_BM
+        acceptable_BN[:, level.child_M] = key_BM > -math.inf
+    tree = Tree(shape.parents_BN, acceptable_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
+    return Draft(tree, tokens_BN, log_q_BN, q_BNV, block and q_BNV is not None)

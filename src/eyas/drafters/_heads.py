@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.core.drafter import Batch, Capturable, CycleInput, DraftSession, Loss, Shape
+from eyas.core.drafter import Batch, Capturable, CycleInput, DraftSession, Loss, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.sampling import apply_sampling_rows
 from eyas.core.target import Target
@@ -63,8 +63,7 @@ class RankTree:
         self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)
 
     def draft(self, cycle_input: CycleInput, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
-        """The tree below the roots with these tokens, which must differ among siblings, and their
-        log q."""
+        """The tree below the roots with these tokens, which must differ among siblings, and their log q."""
         tree = Tree.build(self.parents_N.expand(len(cycle_input.tokens_B), -1), self.depth)
         tokens_BN = torch.cat([cycle_input.tokens_B[:, None], tokens_BM], dim=1)
         return Draft(tree, tokens_BN, F.pad(score_BM, (1, 0)))
@@ -85,7 +84,7 @@ class HeadsTree:
         self.fixed = None if self.dynamic else RankTree(options.for_heads(heads, target.vocab_size), target.device)
 
     @property
-    def max_tree(self) -> Shape | None:
+    def max_tree(self) -> TreeSize | None:
         return None if self.dynamic is None else self.dynamic.shape
 
     @property
@@ -145,7 +144,7 @@ class FeatureSession(DraftSession):
     def capturable(self, cycle_input: CycleInput) -> Capturable:
         return Capturable(self, {"feature_BD": tuple(self.feature_BD.shape)})
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         return length  # the prompt's last token is always offered again
 
     def copy(self, source: int, row: int, length: int) -> int:

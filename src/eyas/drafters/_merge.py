@@ -44,8 +44,8 @@ class Merged(Drafter):
         self.target_fingerprint = first.target_fingerprint
         self.model_free = first.model_free and second.model_free
 
-    def on(self, target: Target) -> Drafter:
-        return Merged(*(part.on(target) for part in self.parts))
+    def for_target(self, target: Target) -> Drafter:
+        return Merged(*(part.for_target(target) for part in self.parts))
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)
@@ -66,25 +66,24 @@ class Session(DraftSession):
         # the node of the first tree that stands for the same tokens as each of the second, or -1
         self.match_BM = torch.empty(0)
 
-    def keep(self, row: int, length: int) -> int:
-        """The number of tokens that both sessions still know; each may know less than it is asked
-        to keep."""
-        first = self.first.keep(row, length)
-        kept = self.second.keep(row, first)
-        if kept < first and self.first.keep(row, kept) < kept:
+    def truncate(self, row: int, length: int) -> int:
+        """The number of tokens that both sessions still know; each may know less than it is asked to keep."""
+        first = self.first.truncate(row, length)
+        kept = self.second.truncate(row, first)
+        if kept < first and self.first.truncate(row, kept) < kept:
             return 0
         return kept
 
     def copy(self, source: int, row: int, length: int) -> int:
         first = self.first.copy(source, row, length)
         kept = self.second.copy(source, row, first) if first else 0
-        if kept < first and self.first.keep(row, kept) < kept:
+        if kept < first and self.first.truncate(row, kept) < kept:
             return 0
         return kept
 
-    def begin(self, row: int, kept: int, total: int) -> None:
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
         for session in (self.first, self.second):
-            session.begin(row, kept, total)
+            session.begin(row, cached_tokens, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         for session, columns in zip((self.first, self.second), self.columns, strict=True):
@@ -147,7 +146,7 @@ def _with_others(seen: Draft, draft: Draft, number_BX: Tensor) -> Draft:
     if draft.tree.nodes == both:
         return seen
     parents_BX = torch.cat([seen.tree.parents_BN, number_BX.gather(1, draft.tree.parents_BN[:, both:])], dim=1)
-    candidate_BX = torch.cat([seen.tree.candidate_BN, draft.tree.candidate_BN[:, both:]], dim=1)
+    candidate_BX = torch.cat([seen.tree.acceptable_BN, draft.tree.acceptable_BN[:, both:]], dim=1)
     tokens_BX = torch.cat([seen.tokens_BN, draft.tokens_BN[:, both:]], dim=1)
     return Draft(Tree.build(parents_BX, draft.tree.max_depth, candidate_BX), tokens_BX)
 
@@ -158,8 +157,7 @@ def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:
 
 
 def _take(features: Tensor, columns: Sequence[int] | None, width: int) -> Tensor:
-    """The features of some layers, of those that lie side by side, each `width` wide; None: all of
-    them."""
+    """The features of some layers, of those that lie side by side, each `width` wide; None: all of them."""
     if columns is None:
         return features
     return torch.cat([features[..., :0], *(features[..., i * width : (i + 1) * width] for i in columns)], dim=-1)

@@ -49,8 +49,8 @@ class LlamaNet(nn.Module):
         joined: Tensor = self.fc(join_normed(self.embed_norm, embeddings, self.hidden_norm, hidden))
         return joined
 
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
-        """Store the keys and values of pairs; see `EagleNet.remember`."""
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+        """Store the keys and values of pairs; see `EagleNet.store_kv`."""
         self.layer.attention.store(self.input_norm(self.join(hidden_RND, embeddings_RND)), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:

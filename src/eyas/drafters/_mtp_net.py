@@ -45,7 +45,7 @@ class LayoutCache(WindowCache):
     def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         KVCache.__init__(self, layout, rows, dtype, device)
         self.window = None
-        self.see(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool))
+        self.set_mask(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool))
 
 
 class Net(nn.Module):
@@ -69,11 +69,11 @@ class Net(nn.Module):
         """The target's features after the final norm [..., D], unchanged."""
         return features
 
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
-        """Store the keys and values of consecutive pairs of a prompt; see `EagleNet.remember`."""
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+        """Store the keys and values of consecutive pairs of a prompt; see `EagleNet.store_kv`."""
         N = position_RN.shape[1]
         causal_NN = torch.ones(N, N, dtype=torch.bool, device=hidden_RND.device).tril()
-        cache.see(position_RN[:, 0], causal_NN.expand(len(position_RN), N, N))
+        cache.set_mask(position_RN[:, 0], causal_NN.expand(len(position_RN), N, N))
         self(hidden_RND, embeddings_RND, position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:

@@ -185,8 +185,7 @@ def layer_config(shape: LayerShape) -> dict[str, Any]:
 
 
 def target_layer_shape(target: Target, **sizes: Any) -> LayerShape:
-    """A layer of the target's sizes, where all of its layers have the same; `sizes` replaces some
-    of them."""
+    """A layer of the target's sizes, where all of its layers have the same; `sizes` replaces some of them."""
     config = target.model.config.get_text_config(decoder=True)
     heads = _size(config, "num_attention_heads") or max(1, target.hidden_size // 64)
     head_dim = _size(config, "head_dim") or max(2, target.hidden_size // heads)

@@ -67,7 +67,7 @@ class TextSession(DraftSession):
         self.rows = [index() for _ in range(rows)]
         self.active = [False] * rows  # in the cycle under way
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         self.rows[row].cut(length)
         return length
 
@@ -76,8 +76,8 @@ class TextSession(DraftSession):
         self._learn(row, self.rows[source].tokens[:length])
         return len(self.rows[row].tokens)
 
-    def begin(self, row: int, kept: int, total: int) -> None:
-        if not kept:
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
+        if not cached_tokens:
             self.rows[row] = self.index()
 
     def end(self, row: int) -> None:
@@ -114,10 +114,10 @@ class TextSession(DraftSession):
             return torch.tensor(rows, device=device)
 
         parents_BN = table(lambda _: -1, lambda guess: guess.parent, 0)
-        candidate_BN = table(lambda _: True, lambda _: True, False)
+        acceptable_BN = table(lambda _: True, lambda _: True, False)
         scores_BN = table(lambda _: 0.0, lambda guess: guess.logp, -math.inf) if self.scored else None
         tokens_BN = table(lambda root: root, lambda guess: guess.token, 0)
-        return Draft(Tree.build(parents_BN, self.depth if most else 0, candidate_BN), tokens_BN, scores_BN)
+        return Draft(Tree.build(parents_BN, self.depth if most else 0, acceptable_BN), tokens_BN, scores_BN)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         rows = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)

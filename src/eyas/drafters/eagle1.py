@@ -66,8 +66,7 @@ class StaticTree:
     """A tree of fixed shape."""
 
     choices: str | Choices = "reference"
-    """"reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of
-    ranks."""
+    """"reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of ranks."""
     noise: str = "sampled"
     """Sampling: siblings are sampled from q (sampled, the paper's), or chosen with the target's
     noise (coupled)."""
@@ -127,8 +126,7 @@ class Options(HeadOptions):
 
     tree: StaticTree = field(default_factory=StaticTree)
     verification: str = "token"
-    """Sampling, of a sampled chain: token by token, or as a block (Sun et al. 2024: accepts
-    more)."""
+    """Sampling, of a sampled chain: token by token, or as a block (Sun et al. 2024: accepts more)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,8 +134,7 @@ class Options(HeadOptions):
 
 
 class UnshiftedSession(EagleSession):
-    """The session of the `unshifted` net: in front of each feature stands the embedding of its own
-    token."""
+    """The session of the `unshifted` net: in front of each feature stands the embedding of its own token."""
 
     drafter: Method
 

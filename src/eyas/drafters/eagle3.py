@@ -63,8 +63,7 @@ class TrainingTimeTest(SelfTraining):
 
     steps: Annotated[int, TRAINING] = 7
     feature: Annotated[float, TRAINING] = 0.0
-    """Weight of a smooth L1 between what the head reads and what the target's head reads
-    (EAGLE-1)."""
+    """Weight of a smooth L1 between what the head reads and what the target's head reads (EAGLE-1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,7 +166,7 @@ class Method(DynamicEagle):
             fc_norm=config["fc_norm"],
             norm_before_fc=config["norm_before_fc"],
             norm_before_residual=config["norm_before_residual"],
-            carries_normed=config["carries"] == "normed",
+            norm_output=config["carries"] == "normed",
             layers=config["layers"],
         )
         shape, size = layer_shape(config), config["draft_vocab_size"]
@@ -203,7 +202,7 @@ class Method(DynamicEagle):
         size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
         new = options.head
         plan = Architecture(
-            target.hidden_size, len(layers), size, fc_norm=new.fc_norm, carries_normed=new.norm_output, layers=new.depth
+            target.hidden_size, len(layers), size, fc_norm=new.fc_norm, norm_output=new.norm_output, layers=new.depth
         )
         net = random_net(lambda: cls.net_class(layer, plan), target, seed)
         draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
@@ -253,7 +252,7 @@ class Method(DynamicEagle):
             "norm_before_fc": plan.norm_before_fc,
             "fc_norm": plan.fc_norm,
             "norm_before_residual": plan.norm_before_residual,
-            "carries": "normed" if plan.carries_normed else "raw",
+            "carries": "normed" if plan.norm_output else "raw",
             "head": "own" if plan.draft_vocab_size else "target",
             "window": self.trained_window,
         }

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Shape
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters._assistant_net import SLIDING, Net, Seen, load_net, random_net, source_layers
@@ -79,7 +79,7 @@ class Method(Drafter):
     # --- drafting
 
     @property
-    def max_tree(self) -> Shape | None:
+    def max_tree(self) -> TreeSize | None:
         tree: DynamicTree = self.options.tree
         return tree.shape
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss, Shape
+from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss, TreeSize
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft
@@ -128,7 +128,7 @@ class Net(nn.Module):
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
-    def remember(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
         assert self.prefix is not None
         self.prefix.attention.store(self.prefix.input_norm(hidden_RND), position_RN, cache)
 
@@ -204,7 +204,7 @@ class Method(EagleMethod):
         return 1 + self.tree.depth
 
     @property
-    def max_tree(self) -> Shape | None:
+    def max_tree(self) -> TreeSize | None:
         return self.tree.max_tree
 
     # --- weights
@@ -223,8 +223,7 @@ class Method(EagleMethod):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, **shape: Any) -> Self:
-        """Heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of
-        them."""
+        """Heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of them."""
         options, layer = options or cls.Options(), target_layer_shape(target, **shape)
         new, (D, V) = options.head, (target.hidden_size, target.vocab_size)
         prefix = layer if new.arch == "prefix-mlp" else None

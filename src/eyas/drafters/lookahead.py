@@ -43,7 +43,7 @@ from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, DraftSession
 from eyas.core.sampling import apply_sampling_rows
-from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, unite
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie
 from eyas.drafters._options import check_whole
 
 __all__ = ["Lookahead", "Method", "Pool"]
@@ -128,7 +128,7 @@ class Session(DraftSession):
         W = shape.width
         self._window_parents = [*range(-1, W - 1), *range(shape.window - W)]  # a chain; below it, the node one level up
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         del self.rows[row].tokens[length:]
         return len(self.rows[row].tokens)
 
@@ -137,9 +137,9 @@ class Session(DraftSession):
         self._read(row, self.rows[source].tokens[:length])
         return len(self.rows[row].tokens)
 
-    def begin(self, row: int, kept: int, total: int) -> None:
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
         old = self.rows[row]
-        self.rows[row] = _Row(old.pool if kept else Pool(self.shape.guesses), old.tokens[:kept])
+        self.rows[row] = _Row(old.pool if cached_tokens else Pool(self.shape.guesses), old.tokens[:cached_tokens])
 
     def end(self, row: int) -> None:
         self.rows[row] = _Row(Pool(self.shape.guesses))
@@ -168,7 +168,7 @@ class Session(DraftSession):
         shape, size, device = self.shape, self.shape.nodes, cycle_input.tokens_B.device
         parents, tokens, candidates = list[list[int]](), list[list[int]](), list[list[bool]]()
         for row, root, active in zip(self.rows, cycle_input.tokens_B.tolist(), self._active, strict=True):
-            branch = unite(row.pool.after(root) if active else [])
+            branch = build_trie(row.pool.after(root) if active else [])
             if active:
                 row.levels[0][0] = root
             window = [token for level in row.levels for token in level] if active else [root] * shape.window

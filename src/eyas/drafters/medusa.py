@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, TreeSize
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, chain_choices, check_choices
@@ -197,7 +197,7 @@ class Method(Drafter):
         return next(self.net.parameters()).dtype
 
     @property
-    def max_tree(self) -> Shape | None:
+    def max_tree(self) -> TreeSize | None:
         return self.tree.max_tree
 
     # --- weights

@@ -155,7 +155,7 @@ class Method(DynamicEagle):
         """The module by eyas' own layer, where the target's runner has kernels for that; else the
         net itself."""
         own = llama_net(self.net)
-        converted = self.net if own is None else self.target.run.ops.draft_net(own, self.target.draft_weights)
+        converted = self.net if own is None else self.target.runner.ops.draft_net(own, self.target.draft_weights)
         return self.net if converted is own else converted
 
     @cached_property

@@ -173,8 +173,8 @@ class ParallelSession(EagleSession):
     def growth(self, cycle_input: CycleInput) -> Growth:
         """The functions that grow the tree of this cycle from the laws of its levels."""
         levels: int = self.drafter.options.tree.depth
-        if cycle_input.tree_shape is not None:
-            levels = min(levels, cycle_input.tree_shape.depth)
+        if cycle_input.tree_size is not None:
+            levels = min(levels, cycle_input.tree_size.depth)
         laws_BSv = self.drafter.head(self._read_levels(cycle_input, max(1, levels)))
 
         def expand(tokens_BQ: Tensor, parents_BQv: Tensor, visible_BQT: Tensor, level: int) -> Tensor:

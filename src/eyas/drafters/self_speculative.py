@@ -66,8 +66,8 @@ class Method(small_model.Method):
         super().__init__(target, options, draft)
         self.net = None  # nothing beside the target's own weights
 
-    def on(self, target: Target) -> Drafter:
-        other = super().on(target)
+    def for_target(self, target: Target) -> Drafter:
+        other = super().for_target(target)
         assert isinstance(other, Method)
         other.draft_model = self.draft_model.with_adapter(target.adapter)
         return other

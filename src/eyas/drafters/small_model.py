@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from eyas import checkpoints, tiny
 from eyas.checkpoints import Weights
 from eyas.core import families
-from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Shape
+from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, TreeSize
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
 from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
@@ -91,8 +91,7 @@ class DraftOptions:
     confidence: float = 0.0
     """Nothing is drafted behind a token that the draft gives less probability."""
     verification: str = "token"
-    """Sampling, of a sampled chain: token by token, or as a block (Sun et al. 2024: accepts
-    more)."""
+    """Sampling, of a sampled chain: token by token, or as a block (Sun et al. 2024: accepts more)."""
     tree: Chain = field(default_factory=Chain)
     dynamic: Dynamic = field(default_factory=Dynamic)
 
@@ -161,7 +160,7 @@ class Method(Drafter):
 
     def __init__(self, target: Target, options: Any, draft: Target) -> None:
         super().__init__(target, options)
-        self.draft_model = target.run.wrap_draft_model(draft, target.draft_weights)
+        self.draft_model = target.runner.wrap_draft_model(draft, target.draft_weights)
         self.net = draft.model
         # tokens that both know; the larger vocabulary is padded
         self.vocab_size = min(draft.vocab_size, target.vocab_size)
@@ -193,7 +192,7 @@ class Method(Drafter):
         return self.dynamic.depth if self.dynamic else max(len(path) for path in self.choices)
 
     @property
-    def max_tree(self) -> Shape | None:
+    def max_tree(self) -> TreeSize | None:
         return None if self.dynamic is None else self.dynamic.shape
 
     @property
@@ -338,16 +337,16 @@ class LanguageModelSession(DraftSession):
         self.pending_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.active_B = torch.zeros(rows, dtype=torch.bool, device=device)  # in the current cycle
 
-    def keep(self, row: int, length: int) -> int:
-        return self.model.longest(row, min(length, int(self.model.length_B[row])))
+    def truncate(self, row: int, length: int) -> int:
+        return self.model.longest_known_prefix(row, min(length, int(self.model.length_B[row])))
 
     def copy(self, source: int, row: int, length: int) -> int:
-        kept = self.model.longest(source, min(length, int(self.model.length_B[source])))
+        kept = self.model.longest_known_prefix(source, min(length, int(self.model.length_B[source])))
         self.model.copy(source, row, kept)
         return kept
 
-    def begin(self, row: int, kept: int, total: int) -> None:
-        self.model.keep(row, kept)
+    def begin(self, row: int, cached_tokens: int, total: int) -> None:
+        self.model.truncate(row, cached_tokens)
         self.model.reserve(total)
         self.pending_B[row] = 0
 
@@ -367,13 +366,13 @@ class LanguageModelSession(DraftSession):
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         # without the old root; the next `draft` puts the new one behind them
         self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)
-        # more: its request has ended
+        # a row of a finished request may have more
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def growth(self, cycle_input: CycleInput) -> Growth:
         """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden
         of a node are its logits."""
-        root_BV = self._catch_up(cycle_input)
+        root_BV = self._forward_pending(cycle_input)
         depths: list[int] = []
 
         def expand(tokens_BQ: Tensor, parent_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
@@ -388,7 +387,7 @@ class LanguageModelSession(DraftSession):
 
         return Growth(lambda: root_BV, lambda logits: logits, expand)
 
-    def _catch_up(self, cycle_input: CycleInput) -> Tensor:
+    def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
         """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits
         [B, V] behind the root."""
         P = self.pending_BP.shape[1]

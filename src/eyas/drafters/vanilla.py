@@ -20,7 +20,7 @@ class Session(DraftSession):
     def capturable(self, cycle_input: CycleInput) -> Capturable:
         return Capturable(self, {})
 
-    def keep(self, row: int, length: int) -> int:
+    def truncate(self, row: int, length: int) -> int:
         return length
 
     def copy(self, source: int, row: int, length: int) -> int:

@@ -165,26 +165,26 @@ def _commit_kernel(store, length, path, P, p_b, s_e, s_b, s_k, s_s, WIDTH: tl.co
 
 def draw(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool,
-    drawn_BN: Tensor, broken_BN: Tensor,
+    drawn_BN: Tensor, has_nan_BN: Tensor,
 ) -> None:  # fmt: skip
     """Fill the drawn tokens, and which nodes have NaN among their scores. The sum of score and
     noise is taken in float64."""
     best, token, broken = _draw_parts(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
     nodes, parts = best.shape
     _draw_merge_kernel[(nodes,)](
-        best, token, broken, drawn_BN, broken_BN.view(torch.uint8), parts, BLOCK=triton.next_power_of_2(parts), num_warps=1
+        best, token, broken, drawn_BN, has_nan_BN.view(torch.uint8), parts, BLOCK=triton.next_power_of_2(parts), num_warps=1
     )  # fmt: skip
 
 
 def choose(
-    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
-    greedy_B: Tensor, noisy: bool, columns_BX: Tensor,
+    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
+    greedy_B: Tensor, noisy: bool, packed_BX: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the columns of the verdict (`core.cycle.Cycle.columns_BX`) of chosen trees."""
+    """Fill the columns of the verdict (`core.cycle.Cycle.packed_BX`) of chosen trees."""
     best, token, broken = _draw_parts(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
-    (B, N), P = tokens_BN.shape, (columns_BX.shape[1] - 3) // 2
+    (B, N), P = tokens_BN.shape, (packed_BX.shape[1] - 3) // 2
     _choose_kernel[(B,)](
-        best, token, broken, tokens_BN.contiguous(), parents_BN.contiguous(), candidate_BN.contiguous().view(torch.uint8), columns_BX,
+        best, token, broken, tokens_BN.contiguous(), parents_BN.contiguous(), acceptable_BN.contiguous().view(torch.uint8), packed_BX,
         N, P, best.shape[1], BLOCK=max(16, triton.next_power_of_2(N)), BLOCK_P=16, num_warps=4,
     )  # fmt: skip
 
@@ -206,14 +206,14 @@ def _draw_parts(
 
 
 def given_path(
-    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, broken_B: Tensor,
-    rates_D: Tensor, seed: int, stride: int, columns_BX: Tensor,
+    tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
+    rates_D: Tensor, seed: int, stride: int, packed_BX: Tensor,
 ) -> None:  # fmt: skip
     """Fill the columns of a path by lot (`bench.simulate`)."""
     B, N = tokens_BN.shape
     _given_path_kernel[(B,)](
-        tokens_BN.contiguous(), parents_BN.contiguous(), candidate_BN.contiguous().view(torch.uint8), depth_BN.contiguous(), position_B,
-        bonus_B.contiguous(), broken_B.contiguous(), rates_D, columns_BX, N, rates_D.shape[0] + 1, seed, stride,
+        tokens_BN.contiguous(), parents_BN.contiguous(), acceptable_BN.contiguous().view(torch.uint8), depth_BN.contiguous(), position_B,
+        bonus_B.contiguous(), has_nan_B.contiguous(), rates_D, packed_BX, N, rates_D.shape[0] + 1, seed, stride,
         BLOCK=max(16, triton.next_power_of_2(N)), num_warps=1,
     )  # fmt: skip
 

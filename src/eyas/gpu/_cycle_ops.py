@@ -68,19 +68,19 @@ def _empty_draws(
 
 @torch.library.custom_op("eyas::choose", mutates_args=())
 def choose(
-    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
+    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
     greedy_B: Tensor, noisy: bool, longest: int,
 ) -> Tensor:  # fmt: skip
     """`draw` at every node, then the path of the nodes that were drawn at their parents:
-    `core.cycle.Cycle.columns_BX`."""
-    inputs = (scores_BNV, tokens_BN, parents_BN, candidate_BN, depth_BN, position_B, seed_B, greedy_B, noisy)
+    `core.cycle.Cycle.packed_BX`."""
+    inputs = (scores_BNV, tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, seed_B, greedy_B, noisy)
     cycle_kernels().choose(*inputs, columns := _empty_columns(*inputs, longest))
     return columns
 
 
 @choose.register_fake
 def _empty_columns(
-    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
+    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
     greedy_B: Tensor, noisy: bool, longest: int,
 ) -> Tensor:  # fmt: skip
     return tokens_BN.new_empty(tokens_BN.shape[0], 3 + 2 * longest)
@@ -88,19 +88,19 @@ def _empty_columns(
 
 @torch.library.custom_op("eyas::given_path", mutates_args=())
 def given_path(
-    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, broken_B: Tensor,
+    tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
     rates_D: Tensor, seed: int, stride: int,
 ) -> Tensor:  # fmt: skip
     """The path to a deepest candidate, cut where a test with the rate of its depth fails, as
-    `Cycle.columns_BX` (`bench.simulate`)."""
-    inputs = (tokens_BN, parents_BN, candidate_BN, depth_BN, position_B, bonus_B, broken_B, rates_D, seed, stride)
+    `Cycle.packed_BX` (`bench.simulate`)."""
+    inputs = (tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, bonus_B, has_nan_B, rates_D, seed, stride)
     cycle_kernels().given_path(*inputs, columns := _empty_path(*inputs))
     return columns
 
 
 @given_path.register_fake
 def _empty_path(
-    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, broken_B: Tensor,
+    tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
     rates_D: Tensor, seed: int, stride: int,
 ) -> Tensor:  # fmt: skip
     return tokens_BN.new_empty(tokens_BN.shape[0], 5 + 2 * rates_D.shape[0])
@@ -170,8 +170,8 @@ def _empty_children(
 
 @torch.library.custom_op("eyas::grow_step", mutates_args=("tokens_BX", "log_q_BX", "value_BX", "parents_BX"))
 def grow_step(
-    index_BQK: Tensor, log_q_BQK: Tensor, chance_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
-    visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, roots_B: Tensor,
+    index_BQK: Tensor, log_q_BQK: Tensor, log_confidence_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
+    visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, root_tokens_B: Tensor,
     first: int, log_stop: float, by_value: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Write the children of a level's nodes down as the drafted nodes `first` and following, and
@@ -186,20 +186,22 @@ def grow_step(
         are, and visible [B, K, T + K].
     """
     outputs = _empty_level(
-        index_BQK, log_q_BQK, chance_BQK, ids_v, value_BQ, number_BQ, visible_BQT, tokens_BX, log_q_BX, value_BX, parents_BX, roots_B,
+        index_BQK, log_q_BQK, log_confidence_BQK, ids_v, value_BQ, number_BQ, visible_BQT,
+        tokens_BX, log_q_BX, value_BX, parents_BX, root_tokens_B,
         first, log_stop, by_value,
     )  # fmt: skip
     growth_kernels().step(
-        (index_BQK, log_q_BQK, chance_BQK), roots_B if ids_v is None else ids_v, ids_v is not None, (value_BQ, number_BQ, visible_BQT),
-        (tokens_BX, log_q_BX, value_BX, parents_BX), roots_B, first, log_stop, by_value, outputs,
+        (index_BQK, log_q_BQK, log_confidence_BQK), root_tokens_B if ids_v is None else ids_v, ids_v is not None,
+        (value_BQ, number_BQ, visible_BQT),
+        (tokens_BX, log_q_BX, value_BX, parents_BX), root_tokens_B, first, log_stop, by_value, outputs,
     )  # fmt: skip
     return outputs
 
 
 @grow_step.register_fake
 def _empty_level(
-    index_BQK: Tensor, log_q_BQK: Tensor, chance_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
-    visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, roots_B: Tensor,
+    index_BQK: Tensor, log_q_BQK: Tensor, log_confidence_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
+    visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, root_tokens_B: Tensor,
     first: int, log_stop: float, by_value: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, _, K = index_BQK.shape
@@ -224,21 +226,21 @@ def _empty_kept(value_BX: Tensor, most: int) -> Tensor:
 
 @torch.library.custom_op("eyas::build_tree", mutates_args=())
 def build_tree(
-    keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
+    selected_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The tree of the root and the kept nodes: tokens, log q, values, parents, candidates, depths
     [B, N], mask [B, N, N]."""
-    outputs = _empty_tree(keep_BM, tokens_BX, log_q_BX, value_BX, parents_BX, depth)
-    growth_kernels().build(keep_BM, (tokens_BX, log_q_BX, value_BX, parents_BX), depth, outputs)
+    outputs = _empty_tree(selected_BM, tokens_BX, log_q_BX, value_BX, parents_BX, depth)
+    growth_kernels().build(selected_BM, (tokens_BX, log_q_BX, value_BX, parents_BX), depth, outputs)
     return outputs
 
 
 @build_tree.register_fake
 def _empty_tree(
-    keep_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
+    selected_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B, N = keep_BM.shape[0], keep_BM.shape[1] + 1
-    tokens, parents, depths = (keep_BM.new_empty(B, N) for _ in range(3))
+    B, N = selected_BM.shape[0], selected_BM.shape[1] + 1
+    tokens, parents, depths = (selected_BM.new_empty(B, N) for _ in range(3))
     log_q, values = (value_BX.new_empty(B, N) for _ in range(2))
-    candidate, mask = keep_BM.new_empty(B, N, dtype=torch.bool), keep_BM.new_empty(B, N, N, dtype=torch.bool)
+    candidate, mask = selected_BM.new_empty(B, N, dtype=torch.bool), selected_BM.new_empty(B, N, N, dtype=torch.bool)
     return tokens, log_q, values, parents, candidate, depths, mask

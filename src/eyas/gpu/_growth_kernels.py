@@ -208,7 +208,7 @@ def _build_kernel(
 
 def best_children(
     logits_BQv: Tensor, ids_v: Tensor, has_ids: bool, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
-    confidence_temperature: float, noisy: bool, coupled: bool, index_BQK: Tensor, log_q_BQK: Tensor, chance_BQK: Tensor,
+    confidence_temperature: float, noisy: bool, coupled: bool, index_BQK: Tensor, log_q_BQK: Tensor, log_confidence_BQK: Tensor,
 ) -> None:  # fmt: skip
     (B, Q, V), K = logits_BQv.shape, index_BQK.shape[2]
     parts, greedy = triton.cdiv(V, BLOCK_V), greedy_B.view(torch.uint8)
@@ -221,40 +221,40 @@ def best_children(
         Q, V, parts, level, 1 / temperature, sharpness, K=K, NOISY=noisy, HAS_IDS=has_ids, BLOCK=BLOCK_V, num_warps=4,
     )  # fmt: skip
     _best_merge_kernel[(B * Q,)](
-        keys[0], keys[1], indices, sums, greedy, index_BQK, log_q_BQK, chance_BQK, Q, parts, sharpness,
+        keys[0], keys[1], indices, sums, greedy, index_BQK, log_q_BQK, log_confidence_BQK, Q, parts, sharpness,
         K=K, COUPLED=coupled, BLOCK_P=triton.next_power_of_2(parts), BLOCK_C=triton.next_power_of_2(parts * K), num_warps=4,
     )  # fmt: skip
 
 
 def step(
     children: tuple[Tensor, Tensor, Tensor], ids_v: Tensor, has_ids: bool, nodes: tuple[Tensor, Tensor, Tensor],
-    drafted: tuple[Tensor, Tensor, Tensor, Tensor], roots_B: Tensor, first: int, log_stop: float, by_value: bool,
+    drafted: tuple[Tensor, Tensor, Tensor, Tensor], root_tokens_B: Tensor, first: int, log_stop: float, by_value: bool,
     chosen: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Fill this level's part of `drafted` and the next level's nodes (`_ops.grow_step`)."""
     (B, Q, K), slots, X = children[0].shape, nodes[2].shape[2], drafted[0].shape[1]
     seen, next_seen = nodes[2].view(torch.uint8), chosen[4].view(torch.uint8)
     _step_kernel[(B,)](
-        *children, ids_v, *nodes[:2], seen, *drafted, roots_B, *chosen[:4], next_seen, Q, X, first, slots, log_stop,
+        *children, ids_v, *nodes[:2], seen, *drafted, root_tokens_B, *chosen[:4], next_seen, Q, X, first, slots, log_stop,
         K=K, HAS_IDS=has_ids, BY_VALUE=by_value, FIRST=first == 1, BLOCK_C=triton.next_power_of_2(Q * K),
         BLOCK_T=triton.next_power_of_2(slots + K), num_warps=4,
     )  # fmt: skip
 
 
-def keep_best(values_BX: Tensor, keep_BM: Tensor) -> None:
-    (B, X), M = values_BX.shape, keep_BM.shape[1]
+def keep_best(values_BX: Tensor, selected_BM: Tensor) -> None:
+    (B, X), M = values_BX.shape, selected_BM.shape[1]
     kept = torch.empty((B, X), dtype=torch.uint8, device=values_BX.device)
     _rank_kernel[(B, triton.cdiv(X - 1, 64))](values_BX, kept, X, M, BLOCK=64, num_warps=4)
-    _pack_kernel[(B,)](kept, keep_BM, X, M, BLOCK=triton.next_power_of_2(X - 1), num_warps=4)
+    _pack_kernel[(B,)](kept, selected_BM, X, M, BLOCK=triton.next_power_of_2(X - 1), num_warps=4)
 
 
 def build(
-    keep_BM: Tensor, drafted: tuple[Tensor, Tensor, Tensor, Tensor], depth: int, outputs: tuple[Tensor, ...]
+    selected_BM: Tensor, drafted: tuple[Tensor, Tensor, Tensor, Tensor], depth: int, outputs: tuple[Tensor, ...]
 ) -> None:
     """Fill tokens, scores, values, parents, candidates, depths and mask of the tree."""
-    B, N = keep_BM.shape[0], keep_BM.shape[1] + 1
+    B, N = selected_BM.shape[0], selected_BM.shape[1] + 1
     tokens, scores, values, parents, candidate, depths, mask = outputs
     _build_kernel[(B,)](
-        keep_BM, *drafted, tokens, scores, values, parents, candidate.view(torch.uint8), depths, mask.view(torch.uint8),
+        selected_BM, *drafted, tokens, scores, values, parents, candidate.view(torch.uint8), depths, mask.view(torch.uint8),
         drafted[0].shape[1], N, depth, BLOCK=max(16, triton.next_power_of_2(N)), num_warps=4 if N <= 64 else 8,
     )  # fmt: skip

@@ -22,8 +22,7 @@ __all__ = ["JSON_OPTIONS", "KEYWORDS", "Structure", "structure_of"]
 
 KEYWORDS = ("response_format", "regex", "grammar", "choice")
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is spaced: as Python writes it. A schema inside a grammar says so under the key
-"x-guidance"."""
+"""How JSON is spaced: as Python writes it. A schema inside a grammar says so under the key "x-guidance"."""
 FORMATS = ("text", "json_object", "json_schema")
 MAX_CHARACTERS = 128 * 1024  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 1000

@@ -23,10 +23,10 @@ from eyas.arguments import whole_number
 from eyas.errors import InputError, OptionError
 from eyas.hooks.caller import arguments_of_generate
 from eyas.hooks.inputs import Batch
-from eyas.hooks.laws import Law
 from eyas.hooks.loop import Lockstep, decode
 from eyas.hooks.models import Settings, llm_for, lock_of
 from eyas.hooks.refusals import check_call, media_of
+from eyas.hooks.sampling import Law
 
 __all__ = ["CustomGenerate", "hf"]
 

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from eyas.api import LLM, Stats
 from eyas.core.requests import Step, check_steps
-from eyas.hooks.laws import Law
+from eyas.hooks.sampling import Law
 from eyas.metrics import StepTotals
 
 __all__ = ["Lockstep", "decode"]
@@ -141,7 +141,7 @@ class Lockstep:
 def decode(llm: LLM, law: Law, lockstep: Lockstep, rows: int) -> tuple[Stats, ...]:
     """Decode a batch, at most `rows` of its rows at a time; the figures of each row."""
     shared = len(set(law.batch.prompts)) < len(law.batch.prompts)  # a prompt that stands there twice is read once
-    decoder, keep = llm.take_decoder(min(rows, len(law.batch.prompts)), shared)
+    decoder, give_back = llm.take_decoder(min(rows, len(law.batch.prompts)), shared)
     requests = [law.request(row, lockstep.needs_logits) for row in range(len(law.batch.prompts))]
     tickets = [decoder.add(request) for request in requests]
     totals = [StepTotals() for _ in tickets]
@@ -154,5 +154,5 @@ def decode(llm: LLM, law: Law, lockstep: Lockstep, rows: int) -> tuple[Stats, ..
         for row in lockstep.advance():
             decoder.cancel(tickets[row])
     if not shared:
-        keep()  # else its texts would be those of weights that may have changed by the next call
+        give_back()  # else its texts would be those of weights that may have changed by the next call
     return tuple(Stats.of(total, request.processors) for total, request in zip(totals, requests, strict=True))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, draw, follow, gumbel
-from eyas.kernels._grow import Grown, Net, Pending, Plan, grow
-from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, Pass, Shape
+from eyas.kernels._grow import Grown, Net, Pending, TreeOptions, grow
+from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, LayerSizes, Pass
 from eyas.kernels._linear import (
     EXACT,
     Matrix,
@@ -36,14 +36,14 @@ __all__ = [
     "HEAD_DIMS",
     "Grown",
     "Layer",
+    "LayerSizes",
     "Layers",
     "Matrix",
     "Net",
     "Pass",
     "Pending",
-    "Plan",
-    "Shape",
     "ThreadCount",
+    "TreeOptions",
     "UnavailableError",
     "WeightFormat",
     "available",

@@ -60,8 +60,7 @@ class UnavailableError(Exception):
 
 
 def library() -> ctypes.CDLL:
-    """The loaded kernels. Raises UnavailableError, with the reason, where they cannot be built or
-    loaded."""
+    """The loaded kernels. Raises UnavailableError, with the reason, where they cannot be built or loaded."""
     result = outcome()
     if isinstance(result, str):
         raise UnavailableError(result)

@@ -22,7 +22,7 @@ SMALL = 2**15  # scores from which one thread draws before others would wake up;
 
 
 def follow(
-    tokens_BN: Tensor, parents_BN: Tensor, candidate_BN: Tensor, draw_BN: Tensor, longest: int
+    tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, draw_BN: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Follow the draws from the root: a node is accepted if its token was drawn at its parent.
     Siblings have distinct tokens.
@@ -32,7 +32,7 @@ def follow(
         bonus token, int64 [B].
     """
     B, N = tokens_BN.shape
-    inputs = tuple(x.contiguous() for x in (tokens_BN, parents_BN, candidate_BN, draw_BN))
+    inputs = tuple(x.contiguous() for x in (tokens_BN, parents_BN, acceptable_BN, draw_BN))
     path_BP = torch.empty(B, longest, dtype=torch.long)
     path_tokens_BP = torch.empty(B, longest, dtype=torch.long)
     length_B = torch.empty(B, dtype=torch.long)
@@ -110,12 +110,12 @@ def draw(
     inputs = tuple(x.contiguous() for x in (scores_BNV, depth_BN, seed_B, greedy_B, position_B))
     scores, depth, seed, greedy, position = (c_void_p(address(x)) for x in inputs)
     drawn_BN = torch.empty(B, N, dtype=torch.long)
-    broken_B = torch.empty(B, dtype=torch.bool)
+    has_nan_B = torch.empty(B, dtype=torch.bool)
     library().eyas_draw(
         *(scores, depth, seed, greedy, c_int64(stream), position),
         *map(c_int64, (B, N, V)),
         c_void_p(address(drawn_BN)),
-        c_void_p(address(broken_B)),
+        c_void_p(address(has_nan_B)),
         c_int64(1 if B * N * V <= SMALL else count(threads)),
     )
-    return drawn_BN, broken_B
+    return drawn_BN, has_nan_B

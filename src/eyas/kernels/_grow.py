@@ -16,7 +16,7 @@ from eyas.kernels._layers import Layers, Pass
 from eyas.kernels._linear import Matrix
 from eyas.kernels._records import address
 
-__all__ = ["Grown", "Net", "Pending", "Plan", "grow"]
+__all__ = ["Grown", "Net", "Pending", "TreeOptions", "grow"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Net:
     """The target's ids of the draft vocabulary."""
     residual_normed: bool = False
     """The residual stream begins at the normed hidden state."""
-    carries_normed: bool = False
+    norm_output: bool = False
     """The next hidden state is the normed output."""
 
     @cached_property
     def record(self) -> _records.Net:
         norms_and_ids = (self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.norm_D, self.ids_v)
         return _records.Net(
-            *(self.fc is None, self.residual_normed, self.carries_normed),
+            *(self.fc is None, self.residual_normed, self.norm_output),
             *(_records.Matrix() if m is None else m.record for m in (self.fuse, self.fc, self.head)),
             *map(address, (self.embeddings_VD, *norms_and_ids)),
             self.head.outputs,
@@ -55,7 +55,7 @@ class Net:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TreeOptions:
     """A dynamic tree's shape and rule, as in `drafters._grow.DynamicTree`."""
 
     depth: int
@@ -79,25 +79,25 @@ class Grown:
     tokens_BN: Tensor  # int64, as parents and depths
     parents_BN: Tensor
     depth_BN: Tensor
-    score_BN: Tensor  # float32: log q
+    log_q_BN: Tensor  # float32: log q
     value_BN: Tensor  # float32: the sum of log confidences from the root on
-    candidate_BN: Tensor  # bool
+    acceptable_BN: Tensor  # bool
     mask_BNN: Tensor  # bool
     drafted_parents_BX: Tensor
     drafted_value_BX: Tensor
 
-    def spread(self, row_R: Tensor, roots_B: Tensor) -> Grown:
+    def spread(self, row_R: Tensor, root_tokens_B: Tensor) -> Grown:
         """The trees of B rows: these R ones, and in the other rows the root alone."""
-        B, N = len(roots_B), self.tokens_BN.shape[1]
+        B, N = len(root_tokens_B), self.tokens_BN.shape[1]
         first_1N = torch.arange(N)[None] == 0
         first_1X = torch.arange(self.drafted_value_BX.shape[1])[None] == 0
         roots = Grown(
-            tokens_BN=roots_B[:, None].expand(B, N),
+            tokens_BN=root_tokens_B[:, None].expand(B, N),
             parents_BN=-first_1N.long().expand(B, N),
             depth_BN=torch.zeros(B, N, dtype=torch.long),
-            score_BN=torch.zeros(B, N),
+            log_q_BN=torch.zeros(B, N),
             value_BN=torch.zeros(B, N),
-            candidate_BN=first_1N.expand(B, N),
+            acceptable_BN=first_1N.expand(B, N),
             mask_BNN=torch.eye(N, dtype=torch.bool).expand(B, N, N),
             drafted_parents_BX=-first_1X.long().expand(B, -1),
             drafted_value_BX=torch.zeros(B, first_1X.shape[1]),
@@ -116,12 +116,12 @@ class Pending:
     count_R: Tensor  # int64
 
 
-def grow(net: Net, layer: Layers, plan: Plan, forward: Pass, pending: Pending, roots_R: Tensor) -> Grown:
+def grow(net: Net, layer: Layers, plan: TreeOptions, forward: Pass, pending: Pending, root_tokens_R: Tensor) -> Grown:
     """Draft EAGLE-2's tree with a one-layer net, which first reads what is pending.
 
     Args:
         forward: of the rows before that; its positions and masks are not read.
-        roots_R: int64, the roots' tokens.
+        root_tokens_R: int64, the roots' tokens.
     """
     R, P = pending.tokens_RP.shape
     K = min(plan.branch, net.head.outputs)
@@ -132,14 +132,14 @@ def grow(net: Net, layer: Layers, plan: Plan, forward: Pass, pending: Pending, r
         tokens_BN=tokens,
         parents_BN=parents,
         depth_BN=depth,
-        score_BN=torch.empty(R, N),
+        log_q_BN=torch.empty(R, N),
         value_BN=torch.empty(R, N),
-        candidate_BN=torch.empty(R, N, dtype=torch.bool),
+        acceptable_BN=torch.empty(R, N, dtype=torch.bool),
         mask_BNN=torch.empty(R, N, N, dtype=torch.bool),
         drafted_parents_BX=torch.empty(R, 1 + drafted, dtype=torch.long),
         drafted_value_BX=torch.empty(R, 1 + drafted),
     )
-    rule = _records.Plan(
+    rule = _records.TreeOptions(
         *(plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop),
         *(plan.inverse_temperature, address(plan.noise_RLv), address(plan.temperature_R)),
     )
@@ -155,7 +155,7 @@ def grow(net: Net, layer: Layers, plan: Plan, forward: Pass, pending: Pending, r
             c_void_p(address(pending.tokens_RP)),
             c_int64(P),
             c_void_p(address(pending.count_R)),
-            c_void_p(address(roots_R)),
+            c_void_p(address(root_tokens_R)),
             byref(out),
         )
         del kept

@@ -15,14 +15,14 @@ from eyas.kernels._build import library
 from eyas.kernels._linear import LANES, Matrix, ThreadCount, count
 from eyas.kernels._records import address
 
-__all__ = ["HEAD_DIMS", "Layer", "Layers", "Pass", "Shape"]
+__all__ = ["HEAD_DIMS", "Layer", "LayerSizes", "Layers", "Pass"]
 
 MAX_PAIRS, SMALL_BATCH = 24, 32  # as in cpu/vectors.h
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # the head sizes that attention is compiled for
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerSizes:
     """The sizes of a decoder layer. eps: of the norms; scale: of the attention scores."""
 
     hidden: int
@@ -34,14 +34,15 @@ class Shape:
     scale: float
 
     @property
-    def record(self) -> _records.Shape:
-        return _records.Shape(self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.eps, self.scale)
+    def record(self) -> _records.LayerSizes:
+        return _records.LayerSizes(
+            self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.eps, self.scale
+        )
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer's weights. Norms in float32, None for no norm; window: visible positions, 0:
-    all."""
+    """A decoder layer's weights. Norms in float32, None for no norm; window: visible positions, 0: all."""
 
     qkv: Matrix
     o: Matrix
@@ -85,7 +86,7 @@ class Pass:
 class Layers:
     """Decoder layers in sequence, with the work space of their passes."""
 
-    def __init__(self, shape: Shape, layers: Sequence[Layer], threads: ThreadCount = None) -> None:
+    def __init__(self, shape: LayerSizes, layers: Sequence[Layer], threads: ThreadCount = None) -> None:
         self.shape = shape
         self.layers = tuple(layers)
         self.threads = threads
@@ -122,8 +123,7 @@ class Layers:
             del kept
 
     def draft(self, input_MI: Tensor, x_MD: Tensor, forward: Pass) -> None:
-        """Run the only layer of a draft net: attention reads `input`; x is the residual stream, in
-        place."""
+        """Run the only layer of a draft net: attention reads `input`; x is the residual stream, in place."""
         with self.lock:
             record, cache, kept = self._prepare(forward)
             pointers = (c_void_p(address(input_MI)), c_void_p(address(x_MD)))

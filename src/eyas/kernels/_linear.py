@@ -72,8 +72,7 @@ class Matrix:
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: WeightFormat = EXACT) -> Matrix:
-    """Pack a matrix in the narrowest kind that holds it without loss, or in the one that `form`
-    rounds to."""
+    """Pack a matrix in the narrowest kind that holds it without loss, or in the one that `form` rounds to."""
     outputs, inputs = weight_OI.shape
     padding = -outputs % PANEL
     weight_OI = F.pad(weight_OI.detach().float(), (0, 0, 0, padding))

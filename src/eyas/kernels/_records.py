@@ -7,7 +7,7 @@ from ctypes import c_float, c_int64, c_void_p
 
 from torch import Tensor
 
-__all__ = ["Grown", "KVCache", "Layer", "Matrix", "Net", "Pass", "Plan", "Shape", "address"]
+__all__ = ["Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address"]
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -30,7 +30,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Shape(ctypes.Structure):
+class LayerSizes(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")),
         ("eps", c_float),
@@ -59,14 +59,14 @@ class Pass(ctypes.Structure):
 
 class Net(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("paired", "residual_normed", "carries_normed")),
+        *((name, c_int64) for name in ("paired", "residual_normed", "norm_output")),
         *((name, Matrix) for name in ("fuse", "fc", "head")),
         *((name, c_void_p) for name in ("embeddings", "embed_norm", "hidden_norm", "input_norm", "norm", "ids")),
         ("vocabulary", c_int64),
     )
 
 
-class Plan(ctypes.Structure):
+class TreeOptions(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("depth", "branch", "nodes", "by_confidence", "rerank")),
         ("log_stop", c_float),

@@ -27,8 +27,7 @@ class Compiled:
 
     def __init__(self, function: FunctionType | Callable[..., Any], backend: Backend, name: str) -> None:
         self.function, self.name, self.failed = function, name, False
-        # torch counts compilations per code object: other models with the same code would count
-        # here
+        # torch counts compilations per code object: other models with the same code would count here
         copy = FunctionType(
             function.__code__.replace(),
             function.__globals__,

@@ -60,8 +60,7 @@ class DraftSlots(NamedTuple):
     """A draft net's cache as the GPU kernels see it."""
 
     length_R: Tensor  # int64; slots in use before the next nodes
-    # bool; which of the T nodes behind them each next node attends to; the next nodes are the last
-    # of the T
+    # bool; which of the T nodes behind them each next node attends to; the next nodes are the last of the T
     visible_RNT: Tensor
     key_RKWh: Tensor
     value_RKWh: Tensor
@@ -91,8 +90,7 @@ class DraftCache(Protocol):
         ...
 
     def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
-        """Store keys, not yet rotated, and values. Returns all visible ones, rotated, [R, K, W, h]
-        each."""
+        """Store keys, not yet rotated, and values. Returns all visible ones, rotated, [R, K, W, h] each."""
         ...
 
 
@@ -272,7 +270,7 @@ class FusedLayer:
             norm=None,
             mlp_norm=layer.mlp_norm.weight.detach().clone(),
         )
-        self.shape = kernels.Shape(
+        self.shape = kernels.LayerSizes(
             hidden=shape.hidden_size,
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,

@@ -254,8 +254,7 @@ class _Packed(torch.autograd.Function):
 
 
 def _later_scores(q_MHh: Tensor, lk_IMKh: Tensor) -> Tensor:
-    """Scaled scores [I, M, K, g] of each row with its own keys of the later steps, in at least
-    float32."""
+    """Scaled scores [I, M, K, g] of each row with its own keys of the later steps, in at least float32."""
     M, H, h = q_MHh.shape
     K = lk_IMKh.shape[2]
     product = q_MHh.view(M, K, H // K, h) * lk_IMKh[:, :, :, None]

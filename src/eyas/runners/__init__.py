@@ -36,7 +36,7 @@ from eyas.runners.gpu_proof import fault_of_kernels, fault_of_runner
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.warm_up import warm_up
 
-__all__ = ["UnsuitedError", "prepared", "runner", "warm_up"]
+__all__ = ["UnsuitedError", "runner", "warm_up", "with_fastest_runner"]
 
 log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "compile", "off")
@@ -44,7 +44,7 @@ WEIGHTS, ACTIVATIONS = ("exact", "bfloat16", "int8", "int4"), ("exact", "bfloat1
 DRAFT_WEIGHTS = ("exact", "fp8", "int4")
 
 
-def prepared(
+def with_fastest_runner(
     target: Target,
     kernels: str = "auto",
     own: bool = True,
@@ -85,7 +85,7 @@ def prepared(
     _without_cudnn_attention(target.device)
     _warn_about_mixing(target)
     made = copy(_run_by(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
-    if draft_weights == "int4" and not ("int4" in made.run.ops.draft_formats and has_vnni()):
+    if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_vnni()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
         raise OptionError(
             f"draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI){own_model}"
@@ -94,9 +94,9 @@ def prepared(
     return made
 
 
-def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Target:
+def _run_by(target: Target, kernels: str, own: bool, weight_format: WeightFormat) -> Target:
     if target.adapters is not None:  # kernels and graphs would keep the weights of one adapter, or of none
-        if not form.exact:
+        if not weight_format.exact:
             raise OptionError(
                 "rounded weights and activations are for the compiled kernels, which do not switch adapters: merge one"
             )
@@ -106,12 +106,16 @@ def _run_by(target: Target, kernels: str, own: bool, form: WeightFormat) -> Targ
                 stacklevel=4,
             )
         return target if kernels == "off" else _with_cycle_kernels(target)
-    if not form.exact:
-        asked = f"weights {form.weights}" if form.activations == "exact" else f"activations {form.activations}"
+    if not weight_format.exact:
+        asked = (
+            f"weights {weight_format.weights}"
+            if weight_format.activations == "exact"
+            else f"activations {weight_format.activations}"
+        )
         if kernels == "off":
             raise OptionError(f"{asked} are for the compiled kernels: leave kernels off out")
         try:
-            return target.run_with(runner(target, form))
+            return target.run_with(runner(target, weight_format))
         except UnsuitedError as why:
             raise OptionError(
                 f"{asked} are for the compiled kernels, and there are none for this model: {why}"

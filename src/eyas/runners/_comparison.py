@@ -10,7 +10,9 @@ from eyas.core.tree import TargetOutput, Tree
 
 __all__ = ["UnsuitedError", "compare", "differences"]
 
-CLOSE = {torch.float32: 1e-4}  # tolerance, relative to the norm of all numbers; other orders of summation change less
+TOLERANCE = {
+    torch.float32: 1e-4
+}  # tolerance, relative to the norm of all numbers; other orders of summation change less
 CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
 
 
@@ -44,7 +46,7 @@ def differences(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
 
 def compare(target: Target, runner: Runner) -> None:
     """UnsuitedError if the runner's logits or features differ from those of the model's own forward."""
-    tolerance = CLOSE.get(target.dtype, CLOSE_ROUNDED)
+    tolerance = TOLERANCE.get(target.dtype, CLOSE_ROUNDED)
     for own, ours in differences(target, runner):
         difference = float((own.float() - ours.float()).norm() / own.float().norm())
         if not difference <= tolerance:  # NaN is not

@@ -19,16 +19,14 @@ from collections.abc import Hashable
 __all__ = ["Threads"]
 
 SLOW = 3.0  # a forward is slow if it takes this many times the usual time
-# slow forwards after which one thread is used; each usual forward between them takes back a quarter
-# of one
+# slow forwards after which one thread is used; each usual forward between them takes back a quarter of one
 STRIKES = 3.0
-# the usual time is the shortest one, multiplied by this with every forward: texts become longer,
-# clocks slower
+# With every forward the usual time, which is the shortest one, is multiplied by this: texts become
+# longer, and clocks slower.
 FORGET = 1.01
 REST, LONGEST_REST = 2.0, 60.0  # seconds on one thread: at first, and at most
 EVERY = 32  # every so many forwards one tries twice the threads
-# the number is doubled after this many trials in a row that took less than this share of the usual
-# time
+# the number is doubled after this many trials in a row that took less than this share of the usual time
 FASTER, WINS = 0.9, 3
 
 

@@ -48,7 +48,7 @@ class CompiledLayers:
         compiled = self._by_type[type(layer)]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            layer_cache = cache.part(number) if cache.stores_of(number) else cache
+            layer_cache = cache.layer_view(number) if cache.stores_of(number) else cache
             args = tuple(layer_cache if x is cache else x for x in args)
             return compiled(layer, *args, **{name: layer_cache if x is cache else x for name, x in kwargs.items()})
 

@@ -27,7 +27,7 @@ from eyas.core.placement import has_waiting_weights, is_split
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
-from eyas.kernels import EXACT, HEAD_DIMS, Layers, Pass, Shape, ThreadCount, WeightFormat
+from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat
 from eyas.runners._comparison import UnsuitedError, differences
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import KernelOps
@@ -39,14 +39,14 @@ __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
-CLOSE = 1e-4  # tolerance, relative to the largest logit: another order of summation changes less
+TOLERANCE = 1e-4  # tolerance, relative to the largest logit: another order of summation changes less
 
 
-def runner(target: Target, form: WeightFormat = EXACT) -> CpuRunner:
+def runner(target: Target, weight_format: WeightFormat = EXACT) -> CpuRunner:
     """A runner for the target.
 
     Args:
-        form: the number format of its linear layers. A rounded format makes another target: plain
+        weight_format: the number format of its linear layers. A rounded format makes another target: plain
             decoding and trees both use it.
 
     Raises:
@@ -57,9 +57,9 @@ def runner(target: Target, form: WeightFormat = EXACT) -> CpuRunner:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     made = CpuRunner(target)
     made.check()
-    made.check_form(form)
-    made = made if form.exact else CpuRunner(target, form)
-    made.settle_threads()
+    made.check_form(weight_format)
+    made = made if weight_format.exact else CpuRunner(target, weight_format)
+    made.choose_threads()
     return made
 
 
@@ -71,15 +71,15 @@ class CpuRunner:
     records_cycles = False
     skips_rows = True
 
-    def __init__(self, target: Target, form: WeightFormat = EXACT) -> None:
+    def __init__(self, target: Target, weight_format: WeightFormat = EXACT) -> None:
         _refuse(target)
         self.target = target
-        self.form = form
+        self.weight_format = weight_format
         config, family = target.model.config, target.family
         layers: Any = family.layers
         first = layers[0].self_attn
         head_dim = int(first.head_dim)
-        self.shape = Shape(
+        self.shape = LayerSizes(
             target.hidden_size, first.q_proj.out_features // head_dim, first.k_proj.out_features // head_dim, head_dim,
             layers[0].mlp.gate_proj.out_features, _eps(layers[0].input_layernorm), float(first.scaling),
         )  # fmt: skip
@@ -88,13 +88,15 @@ class CpuRunner:
         ] * len(layers)
         windows = [(family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
         self.layers = Layers(
-            self.shape, [_layer(layer, window, form) for layer, window in zip(layers, windows, strict=True)]
+            self.shape, [_layer(layer, window, weight_format) for layer, window in zip(layers, windows, strict=True)]
         )
         base: Any = family.base
         self.norm_D, self.eps = base.norm.weight.detach().float(), _eps(base.norm)
         head: Any = family.head
         self.output = kernels.pack(
-            head.weight, head.bias, replace(form, weights="int8") if form.weights == "int4" else form
+            head.weight,
+            head.bias,
+            replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format,
         )
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
@@ -112,7 +114,7 @@ class CpuRunner:
         return lambda: self.pace.now(time.perf_counter())
 
     @torch.inference_mode()
-    def settle_threads(self) -> None:
+    def choose_threads(self) -> None:
         """Time small passes with several numbers of threads and keep the fastest: fewer than
         torch's while the cores are busy."""
         most, session = torch.get_num_threads(), self.target.run_with(self).open(1)
@@ -134,31 +136,31 @@ class CpuRunner:
         """Bytes of weights that a pass reads."""
         return self.layers.bytes + self.output.bytes
 
-    def __call__(self, work: ForwardInput) -> TargetOutput:
-        began, (R, Q) = time.perf_counter(), work.tokens_RQ.shape
+    def __call__(self, inputs: ForwardInput) -> TargetOutput:
+        began, (R, Q) = time.perf_counter(), inputs.tokens_RQ.shape
         self.layers.threads = self.pace.next(began)
-        seen = self._run(work)
-        self.pace.learn((R * Q, work.width // 512), began, time.perf_counter())
+        seen = self._run(inputs)
+        self.pace.learn((R * Q, inputs.width // 512), began, time.perf_counter())
         return seen
 
-    def _run(self, work: ForwardInput) -> TargetOutput:
-        R, Q = work.tokens_RQ.shape
+    def _run(self, inputs: ForwardInput) -> TargetOutput:
+        R, Q = inputs.tokens_RQ.shape
         target, D = self.target, self.shape.hidden
-        x_MD = target.embed(work.tokens_RQ).reshape(R * Q, D)  # a new tensor, which the kernels overwrite
-        features_MF = torch.empty(R * Q, D * len(work.feature_layers))
-        inner = sorted({k for k in work.feature_layers if k < target.num_layers})
-        in_order = list(work.feature_layers) == inner or list(work.feature_layers) == [*inner, target.num_layers]
+        x_MD = target.embed(inputs.tokens_RQ).reshape(R * Q, D)  # a new tensor, which the kernels overwrite
+        features_MF = torch.empty(R * Q, D * len(inputs.feature_layers))
+        inner = sorted({k for k in inputs.feature_layers if k < target.num_layers})
+        in_order = list(inputs.feature_layers) == inner or list(inputs.feature_layers) == [*inner, target.num_layers]
         taps_MF = features_MF if in_order else torch.empty(R * Q, D * len(inner))
-        self.layers(x_MD, self._where(work), inner, taps_MF)
+        self.layers(x_MD, self._where(inputs), inner, taps_MF)
         last_MD = (
             features_MF[:, D * len(inner) :]
-            if in_order and target.num_layers in work.feature_layers
+            if in_order and target.num_layers in inputs.feature_layers
             else torch.empty(R * Q, D)
         )
-        logits = self._logits(x_MD.view(R, Q, D), last_MD, work.last_only)
+        logits = self._logits(x_MD.view(R, Q, D), last_MD, inputs.last_only)
         if not in_order:
             parts = {k: taps_MF[:, i * D : (i + 1) * D] for i, k in enumerate(inner)} | {target.num_layers: last_MD}
-            features_MF = torch.cat([parts[k] for k in work.feature_layers], dim=1)
+            features_MF = torch.cat([parts[k] for k in inputs.feature_layers], dim=1)
         return TargetOutput(logits, features_MF.view(R, Q, -1))
 
     def wrap_cycle(self, cycle: CycleRunner) -> CycleRunner:
@@ -186,16 +188,16 @@ class CpuRunner:
         kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD, self.layers.threads)
         return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:], self.layers.threads)
 
-    def _where(self, work: ForwardInput) -> Pass:
-        if work.width > len(self._cosine):
-            self._extend(work.width)
-        visible_RQT = near_RQT = work.visible_RQT.contiguous()
+    def _where(self, inputs: ForwardInput) -> Pass:
+        if inputs.width > len(self._cosine):
+            self._extend(inputs.width)
+        visible_RQT = near_RQT = inputs.visible_RQT.contiguous()
         if (window := self.target.family.window) is not None:
-            distance_RQT = work.depth_RT[:, -visible_RQT.shape[1] :, None] - work.depth_RT[:, None]
+            distance_RQT = inputs.depth_RT[:, -visible_RQT.shape[1] :, None] - inputs.depth_RT[:, None]
             near_RQT = (visible_RQT & (distance_RQT < window)).contiguous()
         return Pass(
-            work.length_R.contiguous(), work.position_RQ.contiguous(), visible_RQT, near_RQT, self._cosine, self._sine,
-            work.cache.tensor, work.rows,
+            inputs.length_R.contiguous(), inputs.position_RQ.contiguous(), visible_RQT, near_RQT, self._cosine, self._sine,
+            inputs.cache.tensor, inputs.rows,
         )  # fmt: skip
 
     def _extend(self, positions: int) -> None:
@@ -205,18 +207,22 @@ class CpuRunner:
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
-    def check_form(self, form: WeightFormat) -> None:
+    def check_form(self, weight_format: WeightFormat) -> None:
         """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if
         its activations would change nothing, as weights are kept otherwise."""
-        halves = form.activations == "bfloat16"
-        if not halves and (form.weights == "int4" or form.activations != "exact") and not kernels.has_vnni():
-            raise UnsuitedError("this CPU does not add up products of bytes (AVX-512 VNNI)")
+        halves = weight_format.activations == "bfloat16"
+        if (
+            not halves
+            and (weight_format.weights == "int4" or weight_format.activations != "exact")
+            and not kernels.has_vnni()
+        ):
+            raise UnsuitedError("this CPU has no int8 dot-product instructions (AVX-512 VNNI)")
         if halves and not kernels.has_avx512_bf16():
             raise UnsuitedError("this CPU does not add up products of bfloat16 (AVX-512 BF16)")
-        if form.activations == "exact":
+        if weight_format.activations == "exact":
             return
-        kinds: list[str] = [form.weights]
-        if form.weights == "exact":
+        kinds: list[str] = [weight_format.weights]
+        if weight_format.weights == "exact":
             layers = self.layers.layers
             matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
             kinds = ["int8" if m.kind == "int8_vnni" else m.kind for m in matrices]
@@ -228,7 +234,7 @@ class CpuRunner:
                 "int4": ", or activations int8",
             }.get(other, "")
             raise OptionError(
-                f"activations {form.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
+                f"activations {weight_format.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
                 f"take weights {suited[0]}{instead}"
             )
 
@@ -236,7 +242,7 @@ class CpuRunner:
         """Compare logits and features over a prompt and a small tree with the model's own forward;
         UnsuitedError if they differ."""
         for own, ours in differences(self.target, self):
-            if not bool((own - ours).abs().max() <= CLOSE * own.abs().max()):  # NaN is not
+            if not bool((own - ours).abs().max() <= TOLERANCE * own.abs().max()):  # NaN is not
                 raise UnsuitedError(
                     f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})"
                 )
@@ -285,16 +291,16 @@ def _eps(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
 
 
-def _layer(layer: Any, window: int, form: WeightFormat) -> kernels.Layer:
+def _layer(layer: Any, window: int, weight_format: WeightFormat) -> kernels.Layer:
     attention, mlp = layer.self_attn, layer.mlp
     three = (attention.q_proj, attention.k_proj, attention.v_proj)
     bias = None if three[0].bias is None else torch.cat([m.bias for m in three])
     gated = None if mlp.gate_proj.bias is None else (mlp.gate_proj.bias, mlp.up_proj.bias)
     return kernels.Layer(
-        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias, form),
-        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias, form),
-        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated, form),
-        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias, form),
+        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias, weight_format),
+        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias, weight_format),
+        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated, weight_format),
+        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias, weight_format),
         norm=_norm(layer.input_layernorm),
         mlp_norm=_norm(layer.post_attention_layernorm),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,

@@ -61,7 +61,7 @@ def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.
             hidden_norm_D=net.hidden_norm.weight.detach(),
             input_norm_D=net.input_norm.weight.detach(),
             norm_D=net.norm.weight.detach(),
-            carries_normed=True,
+            norm_output=True,
         )
     if isinstance(getattr(net, "fc", None), KernelLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
         return kernels.Net(lm_head, table, fc=net.fc.matrix)
@@ -75,7 +75,7 @@ def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.
             norm_D=net.norm.weight.detach(),
             ids_v=ids_v,
             residual_normed=net.plan.norm_before_residual,
-            carries_normed=net.plan.carries_normed,
+            norm_output=net.plan.norm_output,
         )
     return None
 
@@ -133,7 +133,7 @@ class Grower:
             vocab = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
             depth_L = torch.arange(1, tree.depth + 1)
             noise_RLv = of(cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, vocab))
-        plan = kernels.Plan(
+        plan = kernels.TreeOptions(
             depth=tree.depth,
             branch=tree.branch,
             nodes=tree.nodes,
@@ -146,13 +146,13 @@ class Grower:
         )
         length_R = of(length_B)
         position_R1 = length_R[:, None]
-        cache.at(rows, lambda: position_R1, width)
-        cache.see(length_R, _one_node(len(rows)))
+        cache.prepare(rows, lambda: position_R1, width)
+        cache.set_mask(length_R, _one_node(len(rows)))
         contents = cache.contents()
         assert contents is not None, "the kernels do not support a window"
         attention_pass = self.layer.attention_pass(contents, position_R1, width)
         grown = kernels.grow(self.net, self.layer.layer, plan, attention_pass, pending, of(cycle_input.tokens_B))
         grown = grown if row_R is None else grown.spread(row_R, cycle_input.tokens_B)
-        drafted_tree = Tree(grown.parents_BN, grown.candidate_BN, grown.depth_BN, grown.mask_BNN, tree.depth)
+        drafted_tree = Tree(grown.parents_BN, grown.acceptable_BN, grown.depth_BN, grown.mask_BNN, tree.depth)
         drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if tree.rerank else None
-        return Draft(drafted_tree, grown.tokens_BN, grown.score_BN, value_BN=grown.value_BN, drafted=drafted)
+        return Draft(drafted_tree, grown.tokens_BN, grown.log_q_BN, value_BN=grown.value_BN, drafted=drafted)

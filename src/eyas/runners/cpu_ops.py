@@ -37,10 +37,10 @@ class CycleKernels(Ops):
     ) -> tuple[Tensor, Tensor | None]:
         return kernels.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
 
-    def follow(self, draft: Draft, draw_BN: Tensor) -> Verdict:
+    def accept_path(self, draft: Draft, draw_BN: Tensor) -> Verdict:
         tree = draft.tree
         return Verdict(
-            *kernels.follow(draft.tokens_BN, tree.parents_BN, tree.candidate_BN, draw_BN, tree.max_depth + 1)
+            *kernels.follow(draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, draw_BN, tree.max_depth + 1)
         )
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:

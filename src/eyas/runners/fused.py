@@ -90,34 +90,35 @@ class FusedLayers:
         half = cosine.shape[-1] // 2
         return cosine[0, :, :half], sine[0, :, :half]
 
-    def __call__(self, work: ForwardInput) -> TargetOutput:
+    def __call__(self, inputs: ForwardInput) -> TargetOutput:
         target, features = self.target, dict[int, Tensor]()
-        tables = self.tables(work.width)
-        update, residual = target.embed(work.tokens_RQ), None
+        tables = self.tables(inputs.width)
+        update, residual = target.embed(inputs.tokens_RQ), None
         for place, layer in enumerate(self.layers):
             hidden, normed = add_norm(update, residual, layer.norm_D, layer.eps)
             features[place] = hidden
-            attended = self._attend(layer, normed, work, tables)
+            attended = self._attend(layer, normed, inputs, tables)
             hidden, normed = add_norm(layer.output(attended), hidden, layer.mlp_norm_D, layer.eps)
             update, residual = _mlp(layer, normed), hidden
         features[target.num_layers] = last = add_norm(update, residual, self.norm_D, self.eps)[1]
-        logits = families.head(target.family, last[:, -1:] if work.last_only else last)
-        chosen = [features[k] for k in work.feature_layers] or [last[..., :0]]
+        logits = families.head(target.family, last[:, -1:] if inputs.last_only else last)
+        chosen = [features[k] for k in inputs.feature_layers] or [last[..., :0]]
         return TargetOutput(logits, torch.cat(chosen, dim=-1) if len(chosen) > 1 else chosen[0])
 
-    def _attend(self, layer: _Layer, normed: Tensor, work: ForwardInput, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(self, layer: _Layer, normed: Tensor, inputs: ForwardInput, tables: tuple[Tensor, Tensor]) -> Tensor:
         """The heads' outputs [R, Q, heads x h], before the output matrix."""
-        T, Q = work.visible_RQT.shape[2], work.tokens_RQ.shape[1]
-        key, value = work.cache.keys_values(layer.number)
+        T, Q = inputs.visible_RQT.shape[2], inputs.tokens_RQ.shape[1]
+        key, value = inputs.cache.keys_values(layer.number)
         q_RQHh = rotate_and_store(
-            *layer.qkv(normed), *tables, work.position_RQ, work.length_R, T - Q, key, value, layer.q_norm_h, layer.k_norm_h, layer.eps, None
+            *layer.qkv(normed), *tables, inputs.position_RQ, inputs.length_R, T - Q, key, value,
+            layer.q_norm_h, layer.k_norm_h, layer.eps, None,
         )  # fmt: skip
-        visible_RQT = work.visible_RQT
+        visible_RQT = inputs.visible_RQT
         if 0 < layer.window < T:  # else no two nodes are that far apart
-            visible_RQT = visible_RQT & (work.depth_RT[:, T - Q :, None] - work.depth_RT[:, None] < layer.window)
-        seen = slice(0, work.width)
+            visible_RQT = visible_RQT & (inputs.depth_RT[:, T - Q :, None] - inputs.depth_RT[:, None] < layer.window)
+        seen = slice(0, inputs.width)
         return attention(
-            q_RQHh, key[:, :, seen], value[:, :, seen], work.length_R, visible_RQT, work.position_RQ, layer.scale, layer.window
+            q_RQHh, key[:, :, seen], value[:, :, seen], inputs.length_R, visible_RQT, inputs.position_RQ, layer.scale, layer.window
         ).flatten(2)  # fmt: skip
 
 
@@ -156,8 +157,8 @@ class FusedRunner(ModelRunner):
         super().__init__()
         self.fused = fused
 
-    def __call__(self, work: ForwardInput) -> TargetOutput:
-        return self.fused(work)
+    def __call__(self, inputs: ForwardInput) -> TargetOutput:
+        return self.fused(inputs)
 
 
 def fused_layers(target: Target, joins: bool) -> FusedLayers | None:

@@ -101,7 +101,7 @@ class GpuGrower:
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
         """See `core.ops.TreeGrower`. The pending pairs' features are fused already."""
-        hidden_BD = self._catch_up(features_BPF, tokens_BP, count_B, cycle_input, cache, length_B, width)
+        hidden_BD = self._forward_pending(features_BPF, tokens_BP, count_B, cycle_input, cache, length_B, width)
         return self.grow(hidden_BD, cycle_input, tree, cache, length_B + count_B, width)
 
     def grow(
@@ -127,7 +127,7 @@ class GpuGrower:
             numbers.append(nodes.number_BQ)
         return self._tree(drafted, numbers, cycle_input, tree)
 
-    def _catch_up(
+    def _forward_pending(
         self,
         fused_BPD: Tensor,
         tokens_BP: Tensor,
@@ -163,10 +163,10 @@ class GpuGrower:
         """One forward of the net, whose kernels store keys and values in the slots of the last Q of
         the T nodes."""
         Q, T = visible_BQT.shape[1:]
-        cache.at(
+        cache.prepare(
             range(len(length_B)), lambda: length_B[:, None] + torch.arange(T - Q, T, device=length_B.device), width
         )
-        cache.see(length_B, visible_BQT)
+        cache.set_mask(length_B, visible_BQT)
         return self.net(hidden_BQD, self.embed(tokens_BQ), position_BQ, cache)  # type: ignore[no-any-return]
 
     def _root(self, hidden_BD: Tensor, cycle_input: CycleInput) -> _Level:
@@ -193,7 +193,7 @@ class GpuGrower:
             self.head(hidden_BQD),
             sampling.temperature if coupled and not sampling.greedy else 1.0,
         )
-        if coupled and not sampling.greedy and sampling.filters:
+        if coupled and not sampling.greedy and sampling.has_filters:
             logits_BQv = gpu.filtered(logits_BQv, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
             temperature = 1.0
         children = gpu.best_children(
@@ -217,12 +217,12 @@ class GpuGrower:
         """The tree of the best drafted nodes, or of the expanded ones."""
         value_BX, parents_BX = drafted[2:]
         if tree.rerank:
-            keep_BM = gpu.keep_best(value_BX, min(tree.nodes, value_BX.shape[1]) - 1)
+            selected_BM = gpu.keep_best(value_BX, min(tree.nodes, value_BX.shape[1]) - 1)
         else:
-            keep_BM = torch.cat(numbers, dim=1)[:, : tree.nodes - 1].sort(dim=-1).values
-        tokens_BN, log_q_BN, value_BN, parents_BN, candidate_BN, depth_BN, mask_BNN = gpu.build_tree(
-            keep_BM, *drafted, tree.depth
+            selected_BM = torch.cat(numbers, dim=1)[:, : tree.nodes - 1].sort(dim=-1).values
+        tokens_BN, log_q_BN, value_BN, parents_BN, acceptable_BN, depth_BN, mask_BNN = gpu.build_tree(
+            selected_BM, *drafted, tree.depth
         )
         full = FullDraft(parents_BX, value_BX) if tree.rerank else None
-        made = Tree(parents_BN, candidate_BN, depth_BN, mask_BNN, tree.depth)
+        made = Tree(parents_BN, acceptable_BN, depth_BN, mask_BNN, tree.depth)
         return Draft(made, tokens_BN, log_q_BN, value_BN=value_BN, drafted=full)

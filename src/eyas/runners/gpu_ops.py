@@ -19,7 +19,7 @@ from eyas import gpu
 from eyas.core.adjustments import Adjustments
 from eyas.core.ops import Ops, TreeGrower
 from eyas.core.sampling import GumbelNoise, Sampling
-from eyas.core.tree import Draft, Tree, Verdict, verdict_of_columns
+from eyas.core.tree import Draft, Tree, Verdict, unpack_verdict
 from eyas.nn import with_gpu_kernels
 from eyas.runners.gpu_grow import grower_of
 
@@ -51,12 +51,12 @@ class GpuOps(Ops):
             return _scores(logits_BNV, first)
         return torch.cat([_scores(logits_BNV[b : b + 1], each).float() for b, each in enumerate(sampling)])
 
-    def choose(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+    def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
         if not self._suits(scores_BNV):
-            return super().choose(draft, scores_BNV, position_B, noise)
+            return super().verify_deterministic(draft, scores_BNV, position_B, noise)
         tree = draft.tree
-        return verdict_of_columns(gpu.choose(
-            scores_BNV, draft.tokens_BN, tree.parents_BN, tree.candidate_BN, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B,
+        return unpack_verdict(gpu.choose(
+            scores_BNV, draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B,
             not noise.all_greedy, tree.max_depth + 1,
         ))  # fmt: skip
 
@@ -65,10 +65,10 @@ class GpuOps(Ops):
     ) -> tuple[Tensor, Tensor | None]:
         if not self._suits(scores_BNV):
             return super().draw(scores_BNV, tree, position_B, noise)
-        drawn_BN, broken_BN = gpu.draw(
+        drawn_BN, has_nan_BN = gpu.draw(
             scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, not noise.all_greedy
         )
-        return drawn_BN, broken_BN.any(-1)
+        return drawn_BN, has_nan_BN.any(-1)
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
         if self._suits(store):
@@ -91,7 +91,7 @@ class GpuOps(Ops):
 
 def _scores(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     """The scores of rows with this Sampling; the logits themselves if it changes nothing."""
-    if sampling.greedy or sampling.plain:
+    if sampling.greedy or sampling.is_raw_softmax:
         return logits_BNV
     scores_BNV: Tensor = gpu.filtered(logits_BNV, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     return scores_BNV

@@ -26,7 +26,7 @@ from eyas.runners._comparison import compare
 
 __all__ = ["fault_of_kernels", "fault_of_runner"]
 
-CLOSE = 1e-3  # float32 sums in another order; on a GPU also approximated functions
+TOLERANCE = 1e-3  # float32 sums in another order; on a GPU also approximated functions
 
 
 def fault_of_kernels(device: torch.device, ops: Ops) -> str:
@@ -73,7 +73,9 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 def _same(name: str, *pairs: tuple[Tensor, Tensor]) -> str:
     """The name if two tensors of a pair differ; else ""."""
-    alike = all(torch.allclose(found.double(), expected.double(), rtol=CLOSE, atol=CLOSE) for found, expected in pairs)
+    alike = all(
+        torch.allclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE) for found, expected in pairs
+    )
     return "" if alike else name
 
 
@@ -136,7 +138,9 @@ def _draws(device: torch.device, ops: Ops) -> str:
         pairs.append((ops.draw(scores, tree, position, noise)[0], REFERENCE.draw(scores, tree, position, noise)[0]))
     wanted = torch.nn.functional.one_hot(tokens[:, [1, 3, 0, 5, 0, 0]], 3000).to(torch.bfloat16)
     certain = GumbelNoise(tokens[:, 0], torch.ones(2, dtype=torch.bool, device=device), True)
-    found, expected = (kind.choose(Draft(tree, tokens), wanted, position, certain) for kind in (ops, REFERENCE))
+    found, expected = (
+        kind.verify_deterministic(Draft(tree, tokens), wanted, position, certain) for kind in (ops, REFERENCE)
+    )
     names = ("path_BP", "tokens_BP", "length_B", "bonus_B")
     paths = _same("a path", *((getattr(found, name), getattr(expected, name)) for name in names))
     law = (Sampling(0.7, top_k=40, top_p=0.8, min_p=0.01),) * 2
@@ -166,11 +170,14 @@ def _children(device: torch.device) -> str:
         torch.zeros(2, dtype=torch.long, device=device),
         torch.ones(2, device=device),
     )
-    index, log_q, chance = gpu.best_children(logits, None, no, flags.bool(), no, 0, 1.0, 0.5, False, True, 4)
+    index, log_q, log_confidence = gpu.best_children(logits, None, no, flags.bool(), no, 0, 1.0, 0.5, False, True, 4)
     expected = logits.topk(4).indices
-    all_log_q, all_chance = logits.log_softmax(-1), (logits / 0.5).log_softmax(-1)
+    all_log_q, all_log_confidence = logits.log_softmax(-1), (logits / 0.5).log_softmax(-1)
     return _same(
-        "a draft", (index, expected), (log_q, all_log_q.gather(-1, expected)), (chance, all_chance.gather(-1, expected))
+        "a draft",
+        (index, expected),
+        (log_q, all_log_q.gather(-1, expected)),
+        (log_confidence, all_log_confidence.gather(-1, expected)),
     )
 
 
@@ -182,10 +189,10 @@ def _trees(device: torch.device) -> str:
     drafted, roots = (tokens, log_q, values, parents), torch.tensor([50, 60], device=device)
     nodes = torch.zeros(B, 1, device=device), roots[:, None], torch.zeros(B, 1, 0, dtype=torch.bool, device=device)
     for first, Q in ((1, 1), (1 + K, K)):
-        chance = -_random(device, B, Q, K).abs()
+        log_confidence = -_random(device, B, Q, K).abs()
         index = torch.arange(Q * K, device=device).view(1, Q, K).expand(B, -1, -1).contiguous()
         _, value, number, _, visible = gpu.grow_step(
-            index, chance, chance, None, *nodes, *drafted, roots, first, float("-inf"), True
+            index, log_confidence, log_confidence, None, *nodes, *drafted, roots, first, float("-inf"), True
         )
         nodes = value, number, visible
     keep = gpu.keep_best(values, 7)

@@ -4,7 +4,7 @@ thousands of kernel launches.
 A whole cycle is recorded (recording.py) if its draft reads no values on the host: all levels of the
 draft, the target's forward, verification and both commits. Otherwise the cycle is recorded without
 its draft. A forward alone is recorded where a cycle cannot be: with drawn children, a repetition
-penalty or processors, and for models that draft. Prompts, trees of more than LARGEST nodes, and
+penalty or processors, and for models that draft. Prompts, trees of more than MAX_RECORDED_NODES nodes, and
 work whose capture fails (with a warning) run without graphs.
 
 A graph is valid for one number of rows and nodes and one width of the cache. Inputs are copied into
@@ -43,8 +43,8 @@ from eyas.runners.recording import BUCKET, CycleReplay, State
 
 __all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "tensors_of"]
 
-LARGEST = 128  # new nodes of a forward that is recorded
-MOST = 48  # graphs that are kept; the least recently used one is dropped
+MAX_RECORDED_NODES = 128  # new nodes of a forward that is recorded
+MAX_GRAPHS = 48  # graphs that are kept; the least recently used one is dropped
 
 T = TypeVar("T")
 
@@ -131,10 +131,10 @@ class CycleRecorder:
         work: Callable[[Mapping[str, Tensor]], Cycle],
     ) -> Cycle | None:  # fmt: skip
         for attribute in state:
-            self._settle(attribute, getattr(attribute.holder, attribute.name))
+            self._copy_into_recording(attribute, getattr(attribute.holder, attribute.name))
         if key not in self._recorded:
             self._recorded[key] = self._record(inputs, state, inplace_state, work)
-            if len(self._recorded) > MOST:
+            if len(self._recorded) > MAX_GRAPHS:
                 self._inputs.pop(self._recorded.popitem(last=False)[0], None)
         self._recorded.move_to_end(key)
         if (recording := self._recorded[key]) is None:
@@ -148,16 +148,16 @@ class CycleRecorder:
         replay()
         return cycle
 
-    def to_host(self, columns_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-        if columns_BX.device.type != "cuda":
-            return columns_BX.clone(), None
-        host_BX = torch.empty(columns_BX.shape, dtype=columns_BX.dtype, pin_memory=True)
-        host_BX.copy_(columns_BX, non_blocking=True)
+    def to_host(self, packed_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+        if packed_BX.device.type != "cuda":
+            return packed_BX.clone(), None
+        host_BX = torch.empty(packed_BX.shape, dtype=packed_BX.dtype, pin_memory=True)
+        host_BX.copy_(packed_BX, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(columns_BX.device))
+        copied.record(torch.cuda.current_stream(packed_BX.device))
         return host_BX, copied.synchronize
 
-    def _settle(self, attribute: State, value: Tensor) -> None:
+    def _copy_into_recording(self, attribute: State, value: Tensor) -> None:
         """Set the attribute to the recordings' tensor for it, filled with `value`."""
         key = id(attribute.holder), attribute.name
         if key not in self._state:
@@ -178,12 +178,12 @@ class CycleRecorder:
         def run() -> Cycle:
             cycle = work(recorded_inputs)
             for attribute in state:
-                self._settle(attribute, getattr(attribute.holder, attribute.name))
+                self._copy_into_recording(attribute, getattr(attribute.holder, attribute.name))
             return cycle
 
         def undo() -> None:
             for attribute, value in zip(state, state_before, strict=True):
-                self._settle(attribute, value)
+                self._copy_into_recording(attribute, value)
             for tensor, value in zip(inplace_state, inplace_before, strict=True):
                 tensor.copy_(value)
 
@@ -200,7 +200,7 @@ class CycleRecorder:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class _Buffers:
     """The input tensors of one graph."""
 
     tokens_RQ: Tensor
@@ -210,13 +210,13 @@ class _Inputs:
     visible_RQT: Tensor
 
     @classmethod
-    def like(cls, work: ForwardInput) -> _Inputs:
-        tensors = (work.tokens_RQ, work.position_RQ, work.length_R, work.depth_RT, work.visible_RQT)
+    def like(cls, inputs: ForwardInput) -> _Buffers:
+        tensors = (inputs.tokens_RQ, inputs.position_RQ, inputs.length_R, inputs.depth_RT, inputs.visible_RQT)
         return cls(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
 
-    def fill(self, work: ForwardInput) -> None:
+    def fill(self, inputs: ForwardInput) -> None:
         for name in self.__dataclass_fields__:
-            getattr(self, name).copy_(getattr(work, name))
+            getattr(self, name).copy_(getattr(inputs, name))
 
 
 class GraphRunner:
@@ -229,7 +229,7 @@ class GraphRunner:
         ops: the operations around the forward; None: by kernels where there are any for the device.
     """
 
-    form = EXACT
+    weight_format = EXACT
     threads: int | None = None
     records_cycles = True
     skips_rows = False
@@ -242,7 +242,7 @@ class GraphRunner:
         self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
         self.fused = fused
         self.ops: Ops = ops or (GpuOps() if available(target.device) else REFERENCE)
-        self._graphs: OrderedDict[tuple[object, ...], tuple[_Inputs, TargetOutput, Callable[[], None]] | None] = (
+        self._graphs: OrderedDict[tuple[object, ...], tuple[_Buffers, TargetOutput, Callable[[], None]] | None] = (
             OrderedDict()
         )
         self._within_cycle = False  # a cycle is being recorded: the forward in it is not a graph of its own
@@ -269,34 +269,34 @@ class GraphRunner:
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self.model_runner.head(target, hidden)
 
-    def __call__(self, work: ForwardInput) -> TargetOutput:
-        (R, Q), T = work.tokens_RQ.shape, work.visible_RQT.shape[-1]
-        if work.prompt or Q > LARGEST:
-            return self.model_runner(work) if self.fused is None else self.fused(work)
+    def __call__(self, inputs: ForwardInput) -> TargetOutput:
+        (R, Q), T = inputs.tokens_RQ.shape, inputs.visible_RQT.shape[-1]
+        if inputs.prompt or Q > MAX_RECORDED_NODES:
+            return self.model_runner(inputs) if self.fused is None else self.fused(inputs)
         if self._within_cycle:
-            return self._run(work)
-        width = -(-work.width // BUCKET) * BUCKET
-        work.cache.reserve(width)
-        key = (R, Q, T, width, work.rows, work.feature_layers, work.cache.addresses)
+            return self._run(inputs)
+        width = -(-inputs.width // BUCKET) * BUCKET
+        inputs.cache.reserve(width)
+        key = (R, Q, T, width, inputs.rows, inputs.feature_layers, inputs.cache.addresses)
         if key not in self._graphs:
-            self._graphs[key] = self._captured(replace(work, width=width))
-            if len(self._graphs) > MOST:
+            self._graphs[key] = self._captured(replace(inputs, width=width))
+            if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         if (graph := self._graphs[key]) is None:
-            return self._run(work)
-        inputs, output, replay = graph
-        inputs.fill(work)
+            return self._run(inputs)
+        buffers, output, replay = graph
+        buffers.fill(inputs)
         replay()
         # drafters keep features beyond the next replay
         return TargetOutput(output.logits_BNV, output.features_BNF.clone())
 
-    def _captured(self, work: ForwardInput) -> tuple[_Inputs, TargetOutput, Callable[[], None]] | None:
-        inputs = _Inputs.like(work)
-        recorded_work = replace(work, **{name: getattr(inputs, name) for name in inputs.__dataclass_fields__})
+    def _captured(self, inputs: ForwardInput) -> tuple[_Buffers, TargetOutput, Callable[[], None]] | None:
+        buffers = _Buffers.like(inputs)
+        recorded_work = replace(inputs, **{name: getattr(buffers, name) for name in buffers.__dataclass_fields__})
 
         try:
-            return inputs, *self.capture(lambda: self._run(recorded_work), lambda: None)
+            return buffers, *self.capture(lambda: self._run(recorded_work), lambda: None)
         except RuntimeError as error:
             warnings.warn(
                 f"a pass cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}",
@@ -304,17 +304,19 @@ class GraphRunner:
             )
             return None
 
-    def _run(self, work: ForwardInput) -> TargetOutput:
+    def _run(self, inputs: ForwardInput) -> TargetOutput:
         """Run the model. The slots of the new nodes are computed here again, as part of the graph."""
-        T, Q = work.visible_RQT.shape[-1], work.tokens_RQ.shape[1]
+        T, Q = inputs.visible_RQT.shape[-1], inputs.tokens_RQ.shape[1]
         if self.fused is not None:
-            work.cache.reserve(work.width)
-            return self.fused(work)
-        work.cache.at(
-            work.rows, lambda: work.length_R[:, None] + torch.arange(T - Q, T, device=work.length_R.device), work.width
+            inputs.cache.reserve(inputs.width)
+            return self.fused(inputs)
+        inputs.cache.prepare(
+            inputs.rows,
+            lambda: inputs.length_R[:, None] + torch.arange(T - Q, T, device=inputs.length_R.device),
+            inputs.width,
         )
         with packed(self.target.family.layers):
             if self.compiled is None:
-                return self.model_runner(work)
-            with self.compiled.storing_in(work.cache):
-                return self.model_runner(work)
+                return self.model_runner(inputs)
+            with self.compiled.storing_in(inputs.cache):
+                return self.model_runner(inputs)

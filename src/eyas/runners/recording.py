@@ -8,7 +8,7 @@ graphs).
 A recording is made for a length of context, a multiple of BUCKET, and serves all rows that are not
 longer: their actual lengths are tensors on the device. The inputs of a cycle are copied into the
 recording's own tensors, and the state that a session keeps from cycle to cycle stays in the
-recording's tensors. The host reads the result in one transfer (`Cycle.columns_BX`).
+recording's tensors. The host reads the result in one transfer (`Cycle.packed_BX`).
 
 A cycle that is recorded with its draft may run ahead (core/engine.py): all that it reads is on the
 device, unless a policy decides about every cycle. What the host reads of the last cycle is copied
@@ -68,7 +68,7 @@ class Recorder(Protocol):
         """
         ...
 
-    def to_host(self, columns_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    def to_host(self, packed_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
         """A copy on the host, and what waits until it has arrived (None: it is there). What is
         launched later is not waited for."""
         ...
@@ -80,21 +80,20 @@ class CycleReplay(CycleRunner):
     extra_slots = BUCKET
 
     def __init__(self, cycle: CycleRunner, recorder: Recorder, runs_ahead: bool = True) -> None:
-        super().__init__(cycle.target, cycle.drafter, cycle.verify)
+        super().__init__(cycle.target_session, cycle.draft_session, cycle.verify)
         self.recorder, self.runs_ahead = recorder, runs_ahead
-        self._steady = False  # whether the last cycle was recorded with its draft, and no policy decided about it
+        self._runs_ahead = False  # whether the last cycle was recorded with its draft, and no policy decided about it
 
     def __call__(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle:
-        self._steady = False
+        self._runs_ahead = False
         if not self._on_device(cycle_input):
             return super().__call__(cycle_input, timer)
         with timer.stage("draft"):
             room, capturable = self._room(cycle_input)
-            # drafters keep the input until `commit`; by then the recording has changed the lengths
-            # in place
+            # drafters keep the input until `commit`; by then the recording has changed the lengths in place
             if capturable is None:
                 cycle_input = replace(cycle_input, position_B=cycle_input.position_B.clone())
-            draft = None if capturable is not None else self.drafter.draft(cycle_input)
+            draft = None if capturable is not None else self.draft_session.draft(cycle_input)
         if draft is not None and draft.q_BNV is not None:  # the verification of drawn trees reads values on the host
             return self._committed(self.run(cycle_input, timer, None, draft), draft)
         with timer.stage("target"):
@@ -102,12 +101,15 @@ class CycleReplay(CycleRunner):
         if draft is not None:
             return self._committed(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
         if cycle is None:
-            return self.run(cycle_input, timer, self.drafter)
-        self._steady = capturable is not None and capturable.steady
+            return self.run(cycle_input, timer, self.draft_session)
+        self._runs_ahead = capturable is not None and capturable.runs_ahead
         return self._copied(cycle)
 
     def ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
-        if not (self.runs_ahead and self._steady and self._on_device(cycle_input)) or cycle_input.logprobs is not None:
+        if (
+            not (self.runs_ahead and self._runs_ahead and self._on_device(cycle_input))
+            or cycle_input.logprobs is not None
+        ):
             return None
         with timer.stage("target"):
             room, capturable = self._room(cycle_input)
@@ -117,15 +119,18 @@ class CycleReplay(CycleRunner):
     def _room(self, cycle_input: CycleInput) -> tuple[int, Capturable | None]:
         """The length of context that the cycle's recording is made for, and how its draft is recorded."""
         room = -(-(cycle_input.max_position + 1) // BUCKET) * BUCKET
-        self.target.cache.reserve(room + BUCKET)
-        return room, self.drafter.capturable(replace(cycle_input, max_position=room))
+        self.target_session.cache.reserve(room + BUCKET)
+        return room, self.draft_session.capturable(replace(cycle_input, max_position=room))
 
     def _replayed(
         self, cycle_input: CycleInput, room: int, capturable: Capturable | None, draft: Draft | None
     ) -> Cycle | None:
         """The cycle by a recording, in tensors that the next replay overwrites; None: it cannot be
         recorded, and nothing was run."""
-        noise, state = cycle_input.noise, [State(self.target, "length_B", tuple(self.target.length_B.shape))]
+        noise, state = (
+            cycle_input.noise,
+            [State(self.target_session, "length_B", tuple(self.target_session.length_B.shape))],
+        )
         inputs = {
             "tokens": cycle_input.tokens_B,
             "active": cycle_input.active_B,
@@ -134,7 +139,7 @@ class CycleReplay(CycleRunner):
         }
         if capturable is not None:
             state += [State(capturable.session, name, shape) for name, shape in capturable.state.items()]
-            cycle_input = replace(cycle_input, tree_shape=capturable.tree_shape)
+            cycle_input = replace(cycle_input, tree_size=capturable.tree_size)
         if draft is not None:
             inputs |= _tensors(draft)
 
@@ -143,11 +148,11 @@ class CycleReplay(CycleRunner):
                 cycle_input,
                 tokens_B=tensors["tokens"],
                 active_B=tensors["active"],
-                position_B=self.target.length_B,
+                position_B=self.target_session.length_B,
                 max_position=room,
                 noise=GumbelNoise(tensors["seed"], tensors["greedy"], noise.all_greedy),
             )
-            lengths, self.target.lengths = self.target.lengths, [room] * len(cycle_input.sampling)
+            lengths, self.target_session.lengths = self.target_session.lengths, [room] * len(cycle_input.sampling)
             try:
                 if draft is not None:
                     return _without_scores(
@@ -156,12 +161,12 @@ class CycleReplay(CycleRunner):
                 assert capturable is not None
                 return _without_scores(self.run(recorded_input, StageTimer(), capturable.session), keep_output=False)
             finally:
-                self.target.lengths = lengths
+                self.target_session.lengths = lengths
 
         sampling = tuple(replace(s, seed=0) for s in cycle_input.sampling)
         drafted = None if draft is None else (draft.tree.nodes, draft.tree.max_depth, *_tensors(draft))
-        addresses = self.target.cache.addresses, None if capturable is None else capturable.addresses
-        key = (room, sampling, noise.all_greedy, cycle_input.tree_shape, drafted, addresses, cycle_input.logprobs)
+        addresses = self.target_session.cache.addresses, None if capturable is None else capturable.addresses
+        key = (room, sampling, noise.all_greedy, cycle_input.tree_size, drafted, addresses, cycle_input.logprobs)
         inplace_state = () if capturable is None else capturable.inplace_state
         return self.recorder(key, inputs, state, inplace_state, work)
 
@@ -173,22 +178,24 @@ class CycleReplay(CycleRunner):
         draft = _with(cycle.draft, dict(zip(tensors, copies, strict=False)))
         if full is not None:
             draft = replace(draft, drafted=FullDraft(*copies[-2:]))
-        columns_BX, arrived = self.recorder.to_host(cycle.columns_BX)
+        packed_BX, wait_for_copy = self.recorder.to_host(cycle.packed_BX)
         verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())
-        return replace(cycle, draft=draft, verdict=verdict, columns_BX=columns_BX, arrived=arrived)
+        return replace(cycle, draft=draft, verdict=verdict, packed_BX=packed_BX, wait_for_copy=wait_for_copy)
 
     def _on_device(self, cycle_input: CycleInput) -> bool:
         """Whether the cycle, apart from its draft, reads no values on the host."""
         verify_on_device = self.verify is verify or getattr(self.verify, "on_device", False)
-        laws_on_device = cycle_input.adjustments is None and not cycle_input.processors and not cycle_input.constraints
-        return verify_on_device and laws_on_device and not cycle_input.trace
+        sampling_on_device = (
+            cycle_input.adjustments is None and not cycle_input.processors and not cycle_input.constraints
+        )
+        return verify_on_device and sampling_on_device and not cycle_input.keep_scores
 
     def _committed(self, cycle: Cycle, draft: Draft) -> Cycle:
         """Call the drafter's `commit`, which is not part of the recording, with copies that the
         next replay does not overwrite."""
         output = replace(cycle.output, features_BNF=cycle.output.features_BNF.clone())
         cycle = replace(cycle, draft=draft, verdict=_copied_verdict(cycle.verdict), output=output)
-        self.drafter.commit(draft, cycle.verdict, output)
+        self.draft_session.commit(draft, cycle.verdict, output)
         return cycle
 
 
@@ -223,10 +230,10 @@ def _tensors(draft: Draft) -> dict[str, Tensor]:
     tree = draft.tree
     fields = {
         "tokens_BN": draft.tokens_BN,
-        "score_BN": draft.score_BN,
+        "log_q_BN": draft.log_q_BN,
         "value_BN": draft.value_BN,
         "parents_BN": tree.parents_BN,
-        "candidate_BN": tree.candidate_BN,
+        "acceptable_BN": tree.acceptable_BN,
         "depth_BN": tree.depth_BN,
         "mask_BNN": tree.mask_BNN,
     }
@@ -236,8 +243,8 @@ def _tensors(draft: Draft) -> dict[str, Tensor]:
 def _with(draft: Draft, tensors: Mapping[str, Tensor]) -> Draft:
     """The draft with its tensors replaced by `tensors`."""
     tree = Tree(
-        tensors["parents_BN"], tensors["candidate_BN"], tensors["depth_BN"], tensors["mask_BNN"], draft.tree.max_depth
+        tensors["parents_BN"], tensors["acceptable_BN"], tensors["depth_BN"], tensors["mask_BNN"], draft.tree.max_depth
     )  # fmt: skip
     return replace(
-        draft, tree=tree, tokens_BN=tensors["tokens_BN"], score_BN=tensors.get("score_BN"), value_BN=tensors.get("value_BN")
+        draft, tree=tree, tokens_BN=tensors["tokens_BN"], log_q_BN=tensors.get("log_q_BN"), value_BN=tensors.get("value_BN")
     )  # fmt: skip

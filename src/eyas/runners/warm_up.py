@@ -21,7 +21,7 @@ def warm_up(drafter: Drafter) -> None:
     """Decode short and long prompts, greedily, by a temperature, and by filters, if the target's
     runner records cycles. The kernels that these compile serve every text and every Sampling."""
     target = drafter.target
-    if not target.run.records_cycles or target.context <= 2 * NEW:
+    if not target.runner.records_cycles or target.context <= 2 * NEW:
         return
     timer = StageTimer()
     decoder = Decoder(target, drafter)

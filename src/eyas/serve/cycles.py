@@ -63,8 +63,8 @@ class CycleWriter:
             ],
             **self._tree(step),
             "ms": step.seconds * 1000,
-            "parts_ms": {name: seconds * 1000 for name, seconds in step.parts.items()},
-            "plan": step.plan,
+            "parts_ms": {name: seconds * 1000 for name, seconds in step.stage_seconds.items()},
+            "plan": step.drafted_by,
             "tau_so_far": self._totals.tau,
         }
 

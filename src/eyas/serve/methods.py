@@ -8,7 +8,7 @@ import threading
 from eyas import checkpoints, drafters, tiny
 from eyas.adaptive import auto
 from eyas.api import LLM
-from eyas.core.dormant import Policy, adapted
+from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, build_options
 from eyas.errors import OptionError
 from eyas.hardware import release_threads
@@ -42,7 +42,7 @@ class Methods:
                 own = adapter == self.llm.target.adapter
                 self._loaded[method, adapter] = self._load(method) if own else self._switched(method, adapter)
                 release_threads()
-            return adapted(*self._loaded[method, adapter])
+            return with_policy(*self._loaded[method, adapter])
 
     def _switched(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:
         """The method with the weights that it has for the server's own target, and a policy that
@@ -52,7 +52,7 @@ class Methods:
         own = method, self.llm.target.adapter
         if own not in self._loaded:
             self._loaded[own] = self._load(method)
-        drafter = self._loaded[own][0].on(self.llm.target.with_adapter(adapter))
+        drafter = self._loaded[own][0].for_target(self.llm.target.with_adapter(adapter))
         return drafter, None if self.llm.policy is None else auto(drafter)
 
     def _load(self, method: str) -> tuple[Drafter, Policy | None]:

@@ -102,8 +102,7 @@ class Metrics:
         return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
 
     def watch(self, load: Callable[[], tuple[int, int]], rows: int) -> None:
-        """Let gauges show the sequences in flight, those that wait, and how many of the rows are
-        taken."""
+        """Let gauges show the sequences in flight, those that wait, and how many of the rows are taken."""
         running = Gauge("vllm:num_requests_running", "Sequences in flight.", ["model_name"], registry=self.registry)
         running.labels(**self._label).set_function(lambda: load()[0])
         waiting = Gauge(

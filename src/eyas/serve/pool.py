@@ -36,7 +36,7 @@ class DecoderPool:
     def __init__(self, methods: Methods, rows: int, prefill_budget: Budget) -> None:
         self.methods = methods
         self.rows = rows
-        self.sizes = [rows] if methods.llm.target.run.skips_rows else sizes(rows)
+        self.sizes = [rows] if methods.llm.target.runner.skips_rows else sizes(rows)
         self.prefill_budget = prefill_budget
         # by (method, adapter) and rows, the least recently used first
         self._decoders: dict[tuple[tuple[str, str], int], Decoder] = {}

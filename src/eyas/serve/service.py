@@ -44,7 +44,7 @@ class Service:
     def warm_up(self) -> None:
         """Decode a little, so that costs are measured and code is compiled before the first client
         comes: on a GPU by every method that a request may ask for."""
-        if self.llm.target.run.records_cycles:
+        if self.llm.target.runner.records_cycles:
             for name in self.engine.methods.names:
                 runners.warm_up(self.engine.methods.drafter(name))
         self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True)

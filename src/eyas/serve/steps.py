@@ -56,7 +56,7 @@ class DeltaMaker:
 
 def figures(step: Step, drafted: int) -> CycleFigures:
     """The numbers of one cycle."""
-    return CycleFigures(len(step.tokens), max(0, len(step.path) - 1), drafted, step.seconds, step.plan)
+    return CycleFigures(len(step.tokens), max(0, len(step.path) - 1), drafted, step.seconds, step.drafted_by)
 
 
 def drafted_nodes(steps: Sequence[Step]) -> list[int]:
@@ -66,7 +66,7 @@ def drafted_nodes(steps: Sequence[Step]) -> list[int]:
 
     def counted(draft: Draft) -> list[int]:
         if id(draft) not in counts:
-            counts[id(draft)] = (draft.tree.candidate_BN.sum(1) - 1).tolist()
+            counts[id(draft)] = (draft.tree.acceptable_BN.sum(1) - 1).tolist()
         return counts[id(draft)]
 
     return [0 if step.draft is None else counted(step.draft)[step.row] for step in steps]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import drafters
-from eyas.core.drafter import build_options, flags
+from eyas.core.drafter import build_options, option_defaults
 from eyas.core.target import Target
 from eyas.errors import InputError, OptionError
 from eyas.files import locked_output, prepare_folder
@@ -86,8 +86,7 @@ def feature_settings(
 def chosen_layers(
     target: Target, layers: str | None, methods: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """The layers of a list like "2,8,13", or those that the methods with these options read in
-    training."""
+    """The layers of a list like "2,8,13", or those that the methods with these options read in training."""
     if layers:
         try:
             numbers = sorted({int(part) for part in layers.split(",")})
@@ -101,7 +100,7 @@ def chosen_layers(
             )
         return tuple(numbers)
     kinds = [drafters.find(name) for name in methods]
-    known = [flags(kind.Options) for kind in kinds]
+    known = [option_defaults(kind.Options) for kind in kinds]
     unknown = options.keys() - {name for names in known for name in names}  # refused by any method
     chosen = [{name: value for name, value in options.items() if name in names or name in unknown} for names in known]
     built = [(kind, build_options(kind.Options, values)) for kind, values in zip(kinds, chosen, strict=True)]

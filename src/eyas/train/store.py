@@ -191,7 +191,7 @@ class FeatureStore:
     def check(self, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """InputError when these are features of another target or tokenizer."""
         settings = self.settings
-        if not target.is_named(settings.target["fingerprint"]):
+        if not target.has_fingerprint(settings.target["fingerprint"]):
             raise InputError(
                 f"{self.folder} holds features of another target: {settings.target['name']!r}, not {target.name!r}"
             )

@@ -82,8 +82,7 @@ class Workers:
                 )
 
     def _stop(self) -> None:
-        """Ctrl-C reaches the workers too; end those that do not react. An unfinished shard leaves
-        nothing."""
+        """Ctrl-C reaches the workers too; end those that do not react. An unfinished shard leaves nothing."""
         for process in self.processes:
             try:
                 process.wait(timeout=STOP_SECONDS)

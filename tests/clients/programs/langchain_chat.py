@@ -1,5 +1,4 @@
-"""ChatOpenAI against a server: python langchain_chat.py BASE_URL ACTION PROMPT...; prints one JSON
-object."""
+"""ChatOpenAI against a server: python langchain_chat.py BASE_URL ACTION PROMPT...; prints one JSON object."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from eyas import checkpoints
 from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
+from eyas.drafters._self_training import Predictions
 from eyas.drafters.eagle3 import Method, TrainingTimeTest
 from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
@@ -59,9 +60,8 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     step_K, row_K, answer_K = torch.tensor(guesses).T
     before_U = torch.cat([torch.arange(T) + 1, torch.arange(T) + 1 + T + extra])
     with torch.enable_grad():
-        found, _ = drafter.training_time_test(
-            batch, rows_M, step_K, row_K, answer_K, before_U, TrainingTimeTest(steps, 0.8)
-        )
+        predictions = Predictions(rows_M, step_K, row_K, answer_K, before_U)
+        found, _ = drafter.training_time_test(batch, predictions, TrainingTimeTest(steps, 0.8))
         (found.total / (2 * T)).backward()
     for i, expected in enumerate(said["plosses"]):
         assert float(found.loss_K[step_K == i].sum() / (2 * T)) == pytest.approx(expected, abs=1e-4)

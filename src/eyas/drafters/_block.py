@@ -29,6 +29,7 @@ from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
 from eyas.drafters._nets import (
     check_head,
     layer_config,
+    layer_numbers,
     layer_shape,
     load_head,
     random_net,
@@ -259,13 +260,7 @@ def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
             )
         evenly = [L // 2] if depth == 1 else [round(1 + i * (L - 4) / (depth - 1)) for i in range(depth)]
         return tuple(sorted({i + 1 for i in evenly}))
-    try:
-        numbers = tuple(int(part) for part in layers.split(","))
-    except ValueError as error:
-        raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {layers!r}") from error
-    if sorted(set(numbers)) != list(numbers) or not all(0 <= k < L for k in numbers):
-        raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {layers!r}")
-    return numbers
+    return layer_numbers(layers, target)
 
 
 def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:

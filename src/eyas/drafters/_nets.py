@@ -6,7 +6,7 @@ This module knows no net. Letters: V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.target import Target
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, OptionError
 from eyas.nn import LayerShape
 
 __all__ = [
-    "EMBEDDING", "check_head", "final_scale", "init_matrices", "layer_config", "layer_shape", "load_head",
-    "load_tensors", "norm_scale", "placed", "random_net", "saved_head", "seeded", "target_layer_shape", "target_sizes",
+    "EMBEDDING", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
+    "load_head", "load_tensors", "norm_scale", "placed", "random_net", "saved_head", "seeded",
+    "target_layer_shape", "target_sizes",
 ]  # fmt: skip
 
 EMBEDDING = "embed.weight"  # the head's own embedding table in a checkpoint
@@ -177,6 +178,19 @@ def _own_embedding(weights: Weights, target: Target) -> Tensor | None:
 def layer_shape(config: Mapping[str, Any]) -> LayerShape:
     """The sizes of the decoder layer that a checkpoint's config describes."""
     return LayerShape(**{name: config[name] for name in LAYER_KEYS if name in config})
+
+
+def layer_numbers(layers: str | Sequence[int], target: Target) -> tuple[int, ...]:
+    """The layers of the target that a head fuses, from `head.layers` or a checkpoint. OptionError
+    unless they are rising numbers of hidden_states before the final norm."""
+    L = target.num_layers
+    try:
+        numbers = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
+    except ValueError as error:
+        raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {layers!r}") from error
+    if not numbers or sorted(set(numbers)) != list(numbers) or not all(0 <= k < L for k in numbers):
+        raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {layers!r}")
+    return numbers
 
 
 def layer_config(shape: LayerShape) -> dict[str, Any]:

@@ -1,21 +1,14 @@
-"""Checks of option values, old names of options that are still understood, and the options of a
-training that several methods have."""
+"""Checks of option values, and old names of options that are still understood."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Annotated
 
-from eyas.core.options import TRAINING
 from eyas.errors import OptionError, near
-from eyas.objectives import OBJECTIVES
 
-__all__ = [
-    "SelfTraining", "check_choice", "check_decay", "check_number", "check_weight", "check_whole", "current_noise",
-]  # fmt: skip
+__all__ = ["check_choice", "check_decay", "check_number", "check_weight", "check_whole", "current_noise"]
 
 OLD_NOISES = {"shared": "coupled", "drawn": "sampled"}
 
@@ -61,21 +54,3 @@ def current_noise(noise: str) -> str:
         stacklevel=4,
     )
     return current
-
-
-@dataclass(frozen=True)
-class SelfTraining:
-    """How a net is trained on its own outputs (EAGLE-3, section 3.2)."""
-
-    steps: Annotated[int, TRAINING] = 4
-    """Steps of the training-time test: draft tokens predicted one after another from each slot."""
-    decay: Annotated[float, TRAINING] = 0.8
-    """Step i weighs decay ** i."""
-    objective: Annotated[str, TRAINING] = "distribution"
-    """distribution: cross-entropy with the target's distribution; acceptance, hybrid: LK losses,
-    which train the probability that a drawn token is accepted."""
-
-    def __post_init__(self) -> None:
-        check_whole("ttt", 1, steps=self.steps)
-        check_decay("ttt.decay", self.decay)
-        check_choice("ttt.objective", self.objective, tuple(OBJECTIVES))

@@ -9,7 +9,8 @@ features, so more training data keeps paying (section 3). The net has a head of 
 draft vocabulary that may be smaller than the target's. The tree is EAGLE-2's.
 
 This file has options, weights and loss. `_eagle3_net.py` has the net, `_eagle.py` the session,
-which runs the net in each cycle, and `_grow.py` grows the tree.
+which runs the net in each cycle, `_grow.py` grows the tree, and `_self_training.py` says what the
+training predicts.
 
 Training-time test (section 3.2): step 0 reads the target's features; step i reads at each slot the hidden
 of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
@@ -40,13 +41,15 @@ from eyas.drafters._nets import (
     check_head,
     final_scale,
     layer_config,
+    layer_numbers,
     layer_shape,
     load_head,
     random_net,
     saved_head,
     target_layer_shape,
 )
-from eyas.drafters._options import SelfTraining, check_weight, check_whole
+from eyas.drafters._options import check_weight, check_whole
+from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_losses, weighted_smooth_l1
 from eyas.nn import Documents, LayerShape
@@ -307,69 +310,39 @@ class Method(DynamicEagle):
         best token is in the draft vocabulary. The count of the loss is that of step 0: each token
         once.
         """
-        test, tokens_N = self.rehearsal, batch.tokens_N
-        device, end_N = tokens_N.device, batch.documents.end_N(tokens_N.device)
-        place_N = torch.arange(len(tokens_N), device=device)
-        goal_NI = place_N[:, None] + 2 + torch.arange(test.steps, device=device)
-        counts_NI = batch.counted_N[goal_NI.clamp(max=len(tokens_N) - 1)] & (goal_NI < end_N[:, None])
-        rows_M = counts_NI.any(1).nonzero()[:, 0]
-        answer_N = batch.counted_N.cumsum(0) - 1  # number of a counted token among the answers
-        counts_IM, answer_IM = counts_NI[rows_M].T, answer_N[goal_NI[rows_M].clamp(max=len(tokens_N) - 1)].T
-        step_K, row_K = counts_IM.nonzero(as_tuple=True)
-        before_U = batch.counted_N.nonzero()[:, 0] - 1  # the token whose final feature predicts the answer
-        guesses, normed_KD = self.training_time_test(
-            batch, rows_M, step_K, row_K, answer_IM[counts_IM], before_U.clamp(min=0), test
-        )  # fmt: skip
-        total, first_K = guesses.total, step_K == 0
-        sums = {"accuracy": guesses.is_correct_K[first_K].sum(), "overlap": guesses.overlap_K[first_K].sum()}
-        if test.steps > 1:
-            last_K = step_K == test.steps - 1
-            sums[f"accuracy at step {test.steps}"] = guesses.is_correct_K[last_K].sum()
-            sums[f"overlap at step {test.steps}"] = guesses.overlap_K[last_K].sum()
+        test = self.rehearsal
+        predictions = Predictions.of(batch, test.steps)
+        losses, normed_KD = self.training_time_test(batch, predictions, test)
+        total, sums = losses.total, predictions.figures(losses, test.steps)
         if test.feature:
             if self.shape.hidden_size != self.target.hidden_size:
                 raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
-            true_KD = batch.features_NF[before_U[answer_IM[counts_IM]], -self.target.hidden_size :]
-            feature_loss = weighted_smooth_l1(normed_KD, true_KD, test.decay**step_K * guesses.is_counted_K)
+            true_KD = batch.features_NF[predictions.before_U[predictions.answer_K], -self.target.hidden_size :]
+            weight_K = test.decay**predictions.step_K * losses.is_counted_K
+            feature_loss = weighted_smooth_l1(normed_KD, true_KD, weight_K)
             total = total + test.feature * feature_loss
             sums["feature_loss"] = feature_loss.detach()
-        return Loss(total, guesses.is_counted_K[first_K].sum(), sums)
+        return Loss(total, losses.is_counted_K[predictions.step_K == 0].sum(), sums)
 
     def training_time_test(
-        self,
-        batch: Batch,
-        rows_M: Tensor,
-        step_K: Tensor,
-        row_K: Tensor,
-        answer_K: Tensor,
-        before_U: Tensor,
-        test: TrainingTimeTest,
+        self, batch: Batch, predictions: Predictions, test: TrainingTimeTest
     ) -> tuple[DraftLosses, Tensor]:
-        """Run the training-time test. Prediction k is made at step `step_K[k]`, slot
-        `rows_M[row_K[k]]`, for answer `answer_K[k]`.
-
-        Args:
-            before_U: for each answer, the packed token whose final-norm feature gives the target's
-                distribution of it.
+        """Run the training-time test.
 
         Returns:
             the losses of the K predictions, weighted by decay ** step; and the normed hidden [K, D]
             from which they are made.
         """
-        layers, last = len(self.feature_layers) * self.target.hidden_size, self.target.hidden_size
-        features_NF, final_ND = batch.features_NF[:, :layers].to(self.dtype), batch.features_NF[:, -last:]
-
-        def teacher(answers: slice) -> Tensor:
-            return self.target.head(final_ND[before_U[answers]].to(self.target.dtype))
-
+        step_K, rows_M = predictions.step_K, predictions.rows_M
+        features_NF = batch.features_NF[:, : len(self.feature_layers) * self.target.hidden_size].to(self.dtype)
         assert self.net.head is not None, "train_feature_layers refuses such a head"
         hidden = self.rehearse(batch, features_NF, rows_M, batch.documents, test.steps)
-        normed_KD = self.net.normed(torch.stack(hidden)[step_K, row_K])
-        guesses = draft_losses(
-            normed_KD, self.net.head.weight, answer_K, test.decay**step_K, len(before_U), teacher, self.draft_ids_v,
-            objective=test.objective,
+        normed_KD = self.net.normed(torch.stack(hidden)[step_K, predictions.row_K])
+        losses = draft_losses(
+            normed_KD, self.net.head.weight, predictions.answer_K, test.decay**step_K, len(predictions.before_U),
+            predictions.teacher(batch.features_NF, self.target), self.draft_ids_v, objective=test.objective,
         )  # fmt: skip
-        return guesses, normed_KD
+        return losses, normed_KD
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
@@ -424,10 +397,4 @@ def _fused_layers(layers: str | tuple[int, ...], target: Target) -> tuple[int, .
                 f"name layers with --head.layers, like --head.layers 0,{L // 2},{L - 1}"
             )
         return default
-    try:
-        numbers = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
-    except ValueError as error:
-        raise OptionError(f"head.layers must be auto or whole numbers separated by commas, got {layers!r}") from error
-    if not numbers or sorted(set(numbers)) != list(numbers) or not all(0 <= k < L for k in numbers):
-        raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {layers!r}")
-    return numbers
+    return layer_numbers(layers, target)

@@ -37,7 +37,7 @@ from eyas.drafters._grow import DynamicTree
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
-from eyas.drafters._options import SelfTraining
+from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, ModelError
 from eyas.losses import FrozenHead, draft_losses
 
@@ -183,31 +183,16 @@ class Method(DynamicEagle):
         loss is that of step 0: each token once.
         """
         test: SelfTraining = self.options.ttt
-        tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
-        end_N, last = batch.documents.end_N(tokens_N.device), len(tokens_N) - 1
-        goal_NI = (
-            torch.arange(len(tokens_N), device=tokens_N.device)[:, None]
-            + 2
-            + torch.arange(test.steps, device=tokens_N.device)
-        )
-        counts_NI = batch.counted_N[goal_NI.clamp(max=last)] & (goal_NI < end_N[:, None])
-        rows_M = counts_NI.any(1).nonzero()[:, 0]
-        embed = lambda index: self.embed(tokens_N[index]).to(self.dtype)  # noqa: E731
-        outputs = self.net.training_time_test(features_ND, embed, rows_M, batch.documents, test.steps)
-        step_K, row_K = counts_NI[rows_M].T.nonzero(as_tuple=True)
-        answer_N = batch.counted_N.cumsum(0) - 1  # the number of a counted token among the answers
-        before_U = (batch.counted_N.nonzero()[:, 0] - 1).clamp(min=0)  # the token whose feature predicts the answer
-        predictions = draft_losses(
-            torch.stack(outputs)[step_K, row_K], FrozenHead(self.head, self.target.vocab_size), answer_N[goal_NI[rows_M[row_K], step_K]],
-            test.decay**step_K, len(before_U), lambda answers: self.head(batch.features_NF[before_U[answers]]),
-            objective=test.objective,
+        predictions = Predictions.of(batch, test.steps)
+        step_K, features_ND = predictions.step_K, batch.features_NF.to(self.dtype)
+        embed = lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)  # noqa: E731
+        outputs = self.net.training_time_test(features_ND, embed, predictions.rows_M, batch.documents, test.steps)
+        losses = draft_losses(
+            torch.stack(outputs)[step_K, predictions.row_K], FrozenHead(self.head, self.target.vocab_size),
+            predictions.answer_K, test.decay**step_K, len(predictions.before_U),
+            predictions.teacher(batch.features_NF, self.target), objective=test.objective,
         )  # fmt: skip
-        sums = {}
-        for step in dict.fromkeys((0, test.steps - 1)):
-            suffix, chosen_K = f" at step {step + 1}" if step else "", step_K == step
-            sums["accuracy" + suffix] = predictions.is_correct_K[chosen_K].sum()
-            sums["overlap" + suffix] = predictions.overlap_K[chosen_K].sum()
-        return Loss(predictions.total, counts_NI[:, 0].sum(), sums)
+        return Loss(losses.total, (step_K == 0).sum(), predictions.figures(losses, test.steps))
 
 
 def _own_checkpoint(target: Target) -> str:

@@ -1,5 +1,5 @@
 """The whole pipeline at T > 0: the Decoder's tokens follow the target's distribution, for sampled
-and chosen trees and plain decoding.
+and deterministic trees and plain decoding.
 
 Two statistics per method, over many requests with seeds 0, 1, 2, ... in one large batch, both chi-square:
 
@@ -10,7 +10,7 @@ Two statistics per method, over many requests with seeds 0, 1, 2, ... in one lar
 False alarm: 4e-6 each for a right implementation, under 1e-4 over the 20 of this file; seeded, so
 only a change of the generator rolls the dice again. Power: with 99 %, `pooled` finds a bias that
 points the same way at every token when it is 0.042 in total variation (9,000 tokens of one
-sampling, 7 degrees of freedom; half as many tokens for chosen trees: 0.06), `first` one of 0.17 in
+sampling, 7 degrees of freedom; half as many tokens for deterministic trees: 0.06), `first` one of 0.17 in
 the distribution of two tokens (600 requests, 8 degrees). Enumeration in core/test_verify.py has no
 such limit.
 """

@@ -57,7 +57,7 @@ def test_what_a_step_is_worth() -> None:
 
 
 def test_drawn_trees_are_not_compared_when_sampled() -> None:
-    """Bug: at a temperature a drawn tree's ids, another draw from the same law, are held against
+    """Bug: at a temperature a sampled tree's ids, another draw from the same law, are held against
     it; or nobody's are compared."""
     one = step(0, (0,), finish="length")
     drawn = Step(**{**vars(one), "draft": Draft(one.draft.tree, one.draft.tokens_BN, q_BNV=torch.ones(1, 7, 8))})  # type: ignore[union-attr]

@@ -71,8 +71,8 @@ def test_the_laws_matter() -> None:
 @pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_keeps_the_laws(name: str, kernels: bool) -> None:
-    """Guards the text of each node, for chosen trees, and rows of different laws in one batch: a
-    penalty that counts cousins, the prompt or the root twice changes some id. Drawn trees: greedy
+    """Guards the text of each node, for deterministic trees, and rows of different laws in one batch: a
+    penalty that counts cousins, the prompt or the root twice changes some id. Sampled trees: greedy
     rows here, their law in test_verify.py and test_joint_law.py. One row by kernels and three
     without, or the other way round, by turns from method to method."""
     drafter, rows = make(name, target(kernels)), 1 if (drafters.names().index(name) + kernels) % 2 else 3

@@ -103,7 +103,7 @@ class ToyModels:
             "point": torch.full((I, vocab), -math.inf).scatter(1, other_IV.argmax(-1, keepdim=True), 0.0),
             "two": other_IV.masked_fill(other_IV < other_IV.topk(2).values[:, -1:], -math.inf),
         }[q]
-        self.order_IV = torch.rand(I, vocab, generator=generator).argsort(-1)  # what a chosen tree proposes, best first
+        self.order_IV = torch.rand(I, vocab, generator=generator).argsort(-1)  # what a deterministic tree proposes, best first
         self.text_I = texts(I, vocab, sampling)
         self.scores_IV = apply_sampling(self.p_logits_IV, sampling, self.text_I)
         self.p_IV = self.scores_IV.double().softmax(-1)
@@ -270,7 +270,7 @@ def ranks(parents: Sequence[int]) -> list[int]:
     return [list(parents[:n]).count(parent) for n, parent in enumerate(parents)]
 
 
-# --- chosen trees ----------------------------------------------------------------------------------------------------------------------
+# --- deterministic trees ----------------------------------------------------------------------------------------------------------------------
 
 CHOSEN: dict[
     str, list[tuple[list[int], list[int]]]
@@ -292,7 +292,7 @@ CHOSEN: dict[
 def chosen_rows(
     world: ToyModels, start_B: Tensor, parents: list[int], scouts: list[int], depth: int
 ) -> tuple[Draft, Tensor]:
-    """Each row's chosen tree, whose tokens depend on the prefix, and the prefix of each node. A
+    """Each row's deterministic tree, whose tokens depend on the prefix, and the prefix of each node. A
     scout has its elder sibling's token."""
     B, N = len(start_B), len(parents)
     tokens_BN, prefix_BN = torch.zeros(B, N, dtype=torch.long), start_B[:, None].repeat(1, N)
@@ -341,7 +341,7 @@ def walk(world: ToyModels, draft: Draft, prefix_BN: Tensor, draw_BP: Tensor, tig
 
 
 def chosen_cycle(name: str, tight: bool) -> Cycle:
-    """A cycle with chosen trees: every draw at every node that is reached."""
+    """A cycle with deterministic trees: every draw at every node that is reached."""
 
     def cycle(world: ToyModels, start_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shapes = CHOSEN[name]
@@ -378,7 +378,7 @@ SAMPLINGS = {
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_trees_are_exact(name: str, sampling: str, tight: bool) -> None:
-    """Guards the law of whole cycles with chosen trees, scouts and mixed shapes in one batch, one
+    """Guards the law of whole cycles with deterministic trees, scouts and mixed shapes in one batch, one
     after the other. Enumeration: no odds.
 
     forced: all nodes of a depth draw the same token; tight: only the node that is reached draws it,
@@ -395,7 +395,7 @@ def test_five_tokens_and_a_deep_chain() -> None:
     check_exact(ToyModels(3, 8, seed=4), chosen_cycle("chain", True), 5, 5)
 
 
-# --- drawn trees -----------------------------------------------------------------------------------------------------------------------
+# --- sampled trees -----------------------------------------------------------------------------------------------------------------------
 
 DRAWN: dict[str, list[list[int]]] = {
     "chain": [[-1, 0, 1, 2]],
@@ -504,7 +504,7 @@ Cut = Callable[[Tensor, Draft], Draft]  # (start_B, the draft) -> with fewer can
 
 
 def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | None = None) -> Cycle:
-    """A cycle with drawn trees, or blocks: every draft, every answer of the accept tests, every bonus."""
+    """A cycle with sampled trees, or blocks: every draft, every answer of the accept tests, every bonus."""
 
     def cycle(world: ToyModels, start_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shapes = DRAWN[name]
@@ -567,7 +567,7 @@ def test_drawn_trees_are_exact(name: str, q: str) -> None:
     ("binary", "counts", 3, 2), ("three", "counts", 4, 3), ("chain", "counts", 4, 1),
 ])  # fmt: skip
 def test_static_trees_as_grown_are_exact(name: str, sampling: str, vocab: int, lengths: int) -> None:
-    """Guards the whole way of a drawn tree through the shipped code: `grow_static` draws, `verify`
+    """Guards the whole way of a sampled tree through the shipped code: `grow_static` draws, `verify`
     rejects, with the row's own Sampling.
 
     Siblings out of draw order, a q that is not the law they were drawn from, and dropped tokens all
@@ -693,7 +693,7 @@ def test_a_block_against_a_slow_one() -> None:
 
 def test_a_block_ends_at_what_is_no_candidate() -> None:
     """Guards rows whose chain is shorter than the batch's: nothing beyond is accepted, and the
-    bonus has the law of a chain of that length; greedy rows are verified as chosen.
+    bonus has the law of a chain of that length; greedy rows are verified as a deterministic tree.
     Deterministic."""
     world, kinds = ToyModels(4, 5), [ONE, ONE, Sampling()]
     start_B, root_B = torch.tensor([1, 1, 2]), torch.tensor([5, 5, 6])
@@ -950,7 +950,7 @@ def test_a_row_is_verified_alone(drawn: bool) -> None:
 
 
 def test_the_draw_does_not_depend_on_the_tree() -> None:
-    """Guards the equality with vanilla: whatever chosen tree is verified, the first token that a
+    """Guards the equality with vanilla: whatever deterministic tree is verified, the first token that a
     row emits is one and the same."""
     world, B = ToyModels(5, 5), 200
     noise = GumbelNoise.of([Sampling(temperature=1.0, seed=s) for s in range(B)])

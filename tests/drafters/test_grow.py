@@ -210,7 +210,7 @@ def test_bad_options(options: dict[str, object], words: str) -> None:
 
 
 def test_bad_options_of_static_trees() -> None:
-    """Guards eagle1's own: names, and blocks of what is no drawn chain."""
+    """Guards eagle1's own: names, and blocks of what is no sampled chain."""
     with pytest.raises(OptionError, match="sampled"):
         StaticTree(noise="samplde")
     with pytest.raises(OptionError, match="block"):

@@ -47,7 +47,7 @@ def requests(count: int) -> list[Request]:
 @pytest.mark.parametrize("first", FIRST)
 def test_lossless(first: str, second: str) -> None:
     """Guards the merged cycle: greedy and sampled rows of different ages get the ids of the plain
-    loop, also where the first method draws its tree (verified as chosen)."""
+    loop, also where the first method draws its tree (verified as a deterministic tree)."""
     if second != "suffix" and first not in ("eagle1", "eagle2"):
         pytest.skip("each second method beside two first ones, each first one beside suffix")
     target, asked = Target(zoo.FAMILIES["llama"]()), requests(5)

@@ -117,7 +117,7 @@ def test_a_tree_has_plain_decodings_bits(family: str) -> None:
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_is_lossless_by_kernels(name: str) -> None:
     """Guards the loop with this runner, and the drafts' nets that are run by kernels too: ids equal
-    those of the model's own forward; drawn trees: their own single run."""
+    those of the model's own forward; sampled trees: their own single run."""
     kind, target = drafters.find(name), with_cpu_kernels("llama")
     drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
     requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40, 3, 17, 31), LAWS * 2, strict=True)]

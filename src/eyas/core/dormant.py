@@ -73,7 +73,7 @@ FIXED = Decision()
 class Policy(Protocol):
     """Decides who drafts each cycle, and how large a tree.
 
-    It decides before the cycle's draft, from earlier cycles only. So drawn trees keep the target's
+    It decides before the cycle's draft, from earlier cycles only. So sampled trees keep the target's
     distribution too.
     """
 

@@ -130,7 +130,13 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Read prompts, then one cycle for every row in flight."""
+        """Prefill waiting prompts, as far as the budget goes; then run one cycle for all rows in flight,
+        also for those whose prompt has just been read.
+
+        Returns:
+            first a Step for each prompt that was completed, which holds its first token; then one
+            for each row of the cycle. Empty if there was nothing to do.
+        """
         prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
         timer = self.timer()
         if (launched := self._launch(timer)) is None:

@@ -84,7 +84,7 @@ class Ops:
         return apply_sampling_rows(logits_BNV, sampling, adjustments)
 
     def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
-        """Verify a chosen tree: `draw` at every node, then `follow`."""
+        """Verify a deterministic tree: `draw` at every node, then `follow`."""
         draw_BN, has_nan_B = self.draw(scores_BNV, draft.tree, position_B, noise)
         if draft.tree.nodes == 1:  # plain decoding
             return Verdict(

@@ -8,14 +8,14 @@ If no request of a cycle wants any of this, the method's draft is handed on as i
 answers of all rows follow their predictions (or are forced) for many tokens, the method's session
 is dormant: its own tree could add little.
 
-**Lawful limits.** Where children are chosen, the ids do not depend on the tree, so a limit keeps
+**Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit keeps
 the most probable nodes. Where children are sampled from q, a node must not be kept or dropped for
 what was drawn: verification divides by q, which is the law of the drawn token only if nothing else
 decides whether the token is tested. So the limit keeps nodes by their place in the tree alone: a
 parent before its children, a sibling before those drawn after it. That is a smaller tree of fixed
 shape, which is verified as if it had been drafted so.
 
-Rows with a prediction or a constraint are verified as chosen trees in every cycle, also where the
+Rows with a prediction or a constraint are verified as deterministic trees in every cycle, also where the
 method samples children: their ids are plain decoding's, whatever is predicted.
 
 This module knows no method and no grammar. Letters: B rows, N nodes of the method's tree, M of the

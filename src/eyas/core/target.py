@@ -416,7 +416,7 @@ class TargetSession:
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         # positions are slot numbers + this
         self.shift_B = torch.zeros_like(self.length_B) if target.shifts_positions else None
-        self.lengths = [0] * rows  # the same, known to the host; behind `length_B` from `commit` to `set_host_lengths`
+        self.lengths = [0] * rows  # the host's copy of `length_B`; stale between `commit` and `set_host_lengths`
 
     def reserve(self, tokens: int) -> None:
         """Allocate slots for that many tokens per row, before a request starts; FitError, with the
@@ -728,7 +728,7 @@ def _masks(inputs: ForwardInput) -> Tensor | dict[str, Tensor]:
 
     if not family.mask_kinds:
         return of_kind(families.SLIDING)
-    # such layers see no padding here
+    # state modules take a 2-D mask of padding; rows are never padded here
     none: dict[str, Any] = dict.fromkeys(families.STATE_KINDS) if family.has_states else {}
     return {**none, **{kind: of_kind(kind) for kind in family.mask_kinds}}
 

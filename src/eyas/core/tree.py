@@ -213,7 +213,7 @@ def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
                                                                          |---- 4:c
 
     Where both have a path of the same tokens, the node of `other` becomes padding, and its children
-    become children of the node of `draft`. A merged tree has no q, so it is verified as chosen even
+    become children of the node of `draft`. A merged tree has no q, so it is verified as a deterministic tree even
     if its children were drawn. It has scores if both trees have them.
 
     Args:

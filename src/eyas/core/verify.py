@@ -1,14 +1,14 @@
 """Verification of draft trees: (Draft, scores of the target, noise) -> Verdict. Pure functions;
 this module knows no model.
 
-**Chosen trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's
+**Deterministic trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's
 distribution p. The path descends as long as the drawn token is one of the node's children; the
 first drawn token that is no child is the bonus. For distinct siblings this equals recursive
 rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise):
 the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
 greedy verification. `core.ops` has the draw and the descent (`Ops.verify_deterministic`).
 
-**Drawn trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
+**Sampled trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
 replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
 
     for each child x:  accept it with min(1, p(x) / q(x));
@@ -25,7 +25,7 @@ token above):
     prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
     the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-Greedy rows, and rows of `Draft.deterministic_B`, are verified as chosen trees, whatever the other rows of
+Greedy rows, and rows of `Draft.deterministic_B`, are verified as deterministic trees, whatever the other rows of
 the batch do.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 """
@@ -62,11 +62,11 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
     draw_BN, _ = ops.draw(scores_BNV, tree, position_B, noise)
     check_siblings(tree, draft.tokens_BN)
     accepted_BN, bonus_B = accepted_nodes(tree, draft.tokens_BN, draw_BN)
-    verify_drawn = _verify_block if draft.block else _verify_by_rejection
+    verify_sampled = _verify_block if draft.block else _verify_by_rejection
     drawn, sampled = draft.q_BNV.shape[1], draft
     if drawn < tree.nodes:
         sampled = replace(draft, tree=tree.first_nodes(drawn), tokens_BN=draft.tokens_BN[:, :drawn])
-    sampled_accepted_BN, sampled_bonus_B = verify_drawn(sampled, draft.q_BNV, scores_BNV[:, :drawn], position_B, noise)
+    sampled_accepted_BN, sampled_bonus_B = verify_sampled(sampled, draft.q_BNV, scores_BNV[:, :drawn], position_B, noise)
     sampled_accepted_BN = pad(sampled_accepted_BN, (0, tree.nodes - drawn))
     deterministic_B = noise.greedy_B if draft.deterministic_B is None else noise.greedy_B | draft.deterministic_B
     accepted_BN = torch.where(deterministic_B[:, None], accepted_BN, sampled_accepted_BN)

@@ -252,7 +252,7 @@ class EagleSession(DraftSession):
         self.state = {name: tuple(getattr(self, name).shape) for name in names}
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        # verification of drawn children reads values on the host
+        # verification of sampled children reads values on the host
         if self.drafter.samples_children and not cycle_input.noise.all_greedy:
             return None
         # behind a path that another drafted, deeper than this tree

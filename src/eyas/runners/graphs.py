@@ -3,7 +3,7 @@ thousands of kernel launches.
 
 A whole cycle is recorded (recording.py) if its draft reads no values on the host: all levels of the
 draft, the target's forward, verification and both commits. Otherwise the cycle is recorded without
-its draft. A forward alone is recorded where a cycle cannot be: with drawn children, a repetition
+its draft. A forward alone is recorded where a cycle cannot be: with sampled children, a repetition
 penalty or processors, and for models that draft. Prompts, trees of more than MAX_RECORDED_NODES nodes, and
 work whose capture fails (with a warning) run without graphs.
 

@@ -1,7 +1,7 @@
 """Recorded cycles: a cycle whose operations are always the same is recorded once and replayed (CUDA
 graphs).
 
-    recorded with its draft      the session is capturable (chosen trees of EAGLE, Medusa and Hydra; plain decoding)
+    recorded with its draft      the session is capturable (deterministic trees of EAGLE, Medusa and Hydra; plain decoding)
     recorded without its draft   the draft is made on the host, or by a model whose forwards are graphs of their own; recorded are the
                                  target's forward, verification and commit
 
@@ -94,7 +94,7 @@ class CycleReplay(CycleRunner):
             if capturable is None:
                 cycle_input = replace(cycle_input, position_B=cycle_input.position_B.clone())
             draft = None if capturable is not None else self.draft_session.draft(cycle_input)
-        if draft is not None and draft.q_BNV is not None:  # the verification of drawn trees reads values on the host
+        if draft is not None and draft.q_BNV is not None:  # the verification of sampled trees reads values on the host
             return self._committed(self.run(cycle_input, timer, None, draft), draft)
         with timer.stage("target"):
             cycle = self._replayed(cycle_input, room, capturable, draft)

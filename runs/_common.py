@@ -200,7 +200,7 @@ def tree_of(shape: str) -> Options:
 def drafter(target: Target, method: str, options: Options | None = None, head: str | Path | None = None) -> Drafter:
     """A method with these options; head: default: the embedded model's."""
     kind = find(method)
-    head = head or tiny.HEADS.get(kind.reads)
+    head = head or tiny.HEADS.get(kind.head_format)
     return kind.from_pretrained(head, target, build_options(kind.Options, options or {}))
 
 

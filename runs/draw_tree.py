@@ -129,7 +129,7 @@ def draw_methods(llm: eyas.LLM, heads: Path, text: Callable[[int], str]) -> None
     """Write the picture of every method that needs no head, or whose head is there."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     for method, (options, prompt) in METHODS.items():
-        reads = eyas.drafters.find(method).reads
+        reads = eyas.drafters.find(method).head_format
         trained = heads / ("datastore" if method == "rest" else method)
         head = trained if reads and reads not in tiny.HEADS else None
         if method == "rest":

@@ -294,7 +294,7 @@ def sharpness() -> Iterator[str]:
 
 
 def noise() -> Iterator[str]:
-    """Sampling: coupled noise, drawn trees, blocks."""
+    """Sampling: coupled noise, sampled trees, blocks."""
     sampling = record("noise")
     yield prose("""
         25 held-in chats, embedded model. *Shared*: the draft looks at the target's noise

@@ -90,7 +90,7 @@ class StepTotals:
     token_ids: list[int] = field(default_factory=list)  # every new token, the prompt's own included
     accepted_lengths: list[int] = field(default_factory=list)  # draft tokens that each cycle emitted
     emitted: int = 0  # tokens of cycles
-    decisions: Counter[str] = field(default_factory=Counter)  # cycles by `Step.plan`
+    decisions: Counter[str] = field(default_factory=Counter)  # cycles by `Step.drafted_by`
     predicted_tokens: int = 0  # accepted tokens of predictions
     cached_tokens: int = 0  # prompt tokens that were not read anew
     prefill_seconds: float = 0.0

@@ -34,7 +34,7 @@ def test_every_entry_is_whole() -> None:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", head.target)
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", head.head)
         assert head.source.startswith("https://")
-        assert any(find(name).reads == head.method for name in drafters.names())
+        assert any(find(name).head_format == head.method for name in drafters.names())
     assert len({(head.target, head.head) for head in heads}) == len(heads) > 40
 
 

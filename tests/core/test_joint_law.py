@@ -164,7 +164,7 @@ def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
         for n in range(1, draft.tree.nodes):
             parent_B = draft.tree.parents_BN[:, n]
             state_BN[:, n] = then(state_BN[rows_B, parent_B], draft.tokens_BN[:, n])
-        nodes = None if adjustments is None else adjustments.at(draft.tree, draft.tokens_BN)
+        nodes = None if adjustments is None else adjustments.for_tree(draft.tree, draft.tokens_BN)
         verdict = verify(draft, apply_sampling_rows(P_SV[state_BN], cycle.sampling, nodes), position_B, noise)
         for k in range(1, verdict.path_BP.shape[1] + 1):
             last_B = verdict.length_B == k

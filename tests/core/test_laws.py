@@ -101,7 +101,7 @@ def test_nodes_count_their_own_ancestors() -> None:
         ending=torch.tensor([[True, False, False, False]]),
         wait=torch.tensor([2]),
     )
-    nodes = base.at(tree, tokens_BN)
+    nodes = base.for_tree(tree, tokens_BN)
     assert nodes.counts is not None
     assert nodes.counts[0].tolist() == [
         [0, 4, 1, 0],
@@ -117,7 +117,7 @@ def test_nodes_count_their_own_ancestors() -> None:
     assert scores_NV[5].tolist() == [0.0, -4.5, -1.5, 0.0]
     assert (scores_NV[:, 0] == -torch.inf).tolist() == [True, True, True, False, False, False]
     again = (
-        base.repeated(torch.tensor([0]))
+        base.for_depths(torch.tensor([0]))
         .then(torch.tensor([[1]]))
         .take(torch.tensor([[0, 0]]))
         .then(torch.tensor([[1, 2]]))

@@ -103,7 +103,9 @@ class ToyModels:
             "point": torch.full((I, vocab), -math.inf).scatter(1, other_IV.argmax(-1, keepdim=True), 0.0),
             "two": other_IV.masked_fill(other_IV < other_IV.topk(2).values[:, -1:], -math.inf),
         }[q]
-        self.order_IV = torch.rand(I, vocab, generator=generator).argsort(-1)  # what a deterministic tree proposes, best first
+        self.order_IV = torch.rand(I, vocab, generator=generator).argsort(
+            -1
+        )  # what a deterministic tree proposes, best first
         self.text_I = texts(I, vocab, sampling)
         self.scores_IV = apply_sampling(self.p_logits_IV, sampling, self.text_I)
         self.p_IV = self.scores_IV.double().softmax(-1)

@@ -179,7 +179,7 @@ def test_the_method_is_found_by_its_format(tmp_path: Path) -> None:
     target = Target(zoo.FAMILIES["gemma4"]())
     net = gemma4_assistant.Method.random(target, seed=1).net
     assert checkpoints.load(written(net, target, tmp_path)).method == "gemma4_assistant"
-    assert drafters.find("gemma4_assistant").reads == "gemma4_assistant"
+    assert drafters.find("gemma4_assistant").head_format == "gemma4_assistant"
 
 
 def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:

@@ -172,7 +172,7 @@ class LLM:
             sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); a keyword
                 overrides the same field.
             generation_config: `GenerationConfig` of transformers, instead.
-            n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
+            n: answers to each prompt, with the variants seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.
             temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the
                 default.
@@ -180,13 +180,13 @@ class LLM:
                 may be a dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
             stop_token_ids: further tokens that end the answer.
-            logprobs: list the log-probability of every new token, and those of this many most
-                probable tokens (0: none): raw, before penalties and temperature. In
-                `Result.logprobs`.
+            logprobs: N: `Result.logprobs` lists the log-probability of every new token and those of
+                the N most probable tokens, from the raw logits (before penalties and temperature).
+                0: the token's own only.
             prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even
                 if its beginning is in a cache.
-            stop: a stop string or several. The text ends before it, the ids with the token that
-                completes it.
+            stop: one stop string or several. `text` ends before the stop string; `token_ids`
+                includes the token that completed it.
             logits_processor: processors of transformers, one or several. They run once for each
                 node, with the node's own prefix, which is slow.
             draft: "auto"; "off": decode plainly; or the most draft tokens to verify per cycle.
@@ -211,8 +211,8 @@ class LLM:
         n = whole_number("n", keywords.pop("n", 1) if n == 1 else n)
         keywords.pop("n", None)
         params = generate_keywords(keywords)
-        seeds = [{**keywords, "seed": (int(params["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
-        answers = [Answer(*self.request(one, system=system, **each)) for one in prompts for each in seeds]
+        variants = [{**keywords, "seed": (int(params["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
+        answers = [Answer(*self.request(one, system=system, **each)) for one in prompts for each in variants]
         results = dict(self._answer_each(answers, batch_size, reuse=n > 1))
         flat = [results[i] for i in range(len(answers))]
         each = flat if n == 1 else [flat[i : i + n] for i in range(0, len(flat), n)]

@@ -81,16 +81,16 @@ def load(
         offload_folder: for weights that the map puts on "disk", where the checkpoint is not safetensors.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
             graphs on a GPU once they have given the model's own numbers there, the model's own
-            forward elsewhere. "on": the same, with a warning where they are not used, and for
-            models that you loaded, too. "compile": the same with layers that have no kernels by
-            torch.compile. "off": the model's own forward.
-        weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster, and a
-            target of its own.
-        activations: precision of what weights are multiplied by: "exact", or rounded by the kernels
-            to "bfloat16" (for weights kept as bfloat16), "int16" or "int8" (for weights kept as
-            int8 or int4): prompts and large trees cost less; a target of its own.
-        draft_weights: "exact", or the head's rounded to "fp8" (on GPUs that multiply it) or "int4"
-            (by the kernels): changes what is drafted, never the text.
+            forward elsewhere. "on": the same, also for a model that you loaded, and with a warning
+            where they are not used. "compile": as "on", with torch.compile for layers that have no
+            kernels (on a GPU). "off": the model's own forward.
+        weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster; the output
+            is then that of the rounded model, not of the original.
+        activations: inputs of linear layers: "exact", or rounded by the kernels to "bfloat16" (for
+            weights kept as bfloat16), "int16" or "int8" (for weights kept as int8 or int4). Prompts
+            and large trees cost less; the output is again the rounded model's.
+        draft_weights: "exact", or the head's rounded to "fp8" (on GPUs with fp8 matrix products) or
+            "int4" (by the kernels). It changes what is drafted, never the text.
         options: the method's own, for example tree={"nodes": 32, "depth": 5}; those that only the
             second method has go there. tree="auto" adapts the tree's size to this machine and
             drafts nothing where that is faster: the default, unless a tree is described.
@@ -107,7 +107,7 @@ def load(
     if target is None:
         method = method or (tiny.BEST if draft in (None, AUTO) else None)
         if draft in (None, AUTO) and method is not None:
-            draft = tiny.HEADS.get(drafters.find(method).reads)
+            draft = tiny.HEADS.get(drafters.find(method).head_format)
     loaded_target, loaded_tokenizer = _load_target(
         target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread, gguf_file
     )
@@ -234,7 +234,7 @@ def _listed_drafter(
     Raises:
         CheckpointError: heads are listed, and none of them can be fetched and read.
     """
-    reads = None if method is None else drafters.find(method).reads
+    reads = None if method is None else drafters.find(method).head_format
     heads = [head for head in checkpoints.listed_heads(target.name) if reads in (None, head.method)]
     failures = list[CheckpointError]()
     for head in heads:

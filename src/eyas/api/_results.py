@@ -30,7 +30,7 @@ class Stats:
     slow_processors: tuple[str, ...] = ()  # processors that run once for each node
 
     tokens: int = 0  # emitted by cycles; the first token, which comes from the prompt's forward, is not counted
-    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.plan`
+    decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.drafted_by`
     predicted_tokens: int = 0  # accepted draft tokens that `prediction` proposed
     cached_tokens: int = 0  # tokens of the prompt whose keys and values were there already
 

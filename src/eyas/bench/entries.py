@@ -153,10 +153,12 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     random_head = entry.head == RANDOM and RANDOM not in heads
     head = None
     if not random_head:
-        head = heads.get(entry.head, entry.head) if entry.head else heads.get(entry.method) or heads.get(kind.reads)
+        head = (
+            heads.get(entry.head, entry.head) if entry.head else heads.get(entry.method) or heads.get(kind.head_format)
+        )
     if head is not None or not (entrants.simulated or random_head):
         if head is None and kind.needs_weights:
-            raise CheckpointError(f"{entry.method} has no head here: {_how_to_get(llm, kind.reads)}")
+            raise CheckpointError(f"{entry.method} has no head here: {_how_to_get(llm, kind.head_format)}")
         drafter = kind.from_pretrained(head, llm.target, options)
     else:
         drafter = kind.random(llm.target, options)
@@ -184,7 +186,9 @@ def _parsed(text: str) -> _Entry:
     for part in parts:
         key, equals, value = part.partition("=")
         key = key.replace("-", "_")
-        if equals and (key == "draft_with" or (key == "head" and kind.reads) or (key == "tree" and value in MODES)):
+        if equals and (
+            key == "draft_with" or (key == "head" and kind.head_format) or (key == "tree" and value in MODES)
+        ):
             entry[key] = value
         elif key not in known or not equals:
             raise OptionError(f"--methods {text}: unknown option {key!r}; {near(key, [*known, *ENTRY_OPTIONS])}")

@@ -321,7 +321,7 @@ class _Run(FileRun):
         for task in tasks:
             try:
                 request, _ = self.llm.request(task.prompt, **self.keywords)
-                probe.cancel(probe.add(request))  # adding is what refuses
+                probe.cancel(probe.add(request))  # Decoder.add checks a request; nothing is decoded
                 yield task, MediaIds(request.prompt, request.media) if request.media else request.prompt
             except EyasError as error:
                 self._reject(task.line, str(error))

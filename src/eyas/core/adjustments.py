@@ -6,8 +6,8 @@ bias, and a least length.
     logit_bias                              `bias`
     min_tokens                              `ending`: the tokens that end the text; `wait`: how many others must come before
 
-In a tree each node has a text of its own: that of the row, of its ancestors, and itself (`at`).
-Drafts that are grown level by level follow their nodes with `take` and `then`. A field that no row
+In a tree each node has a text of its own: that of the row, of its ancestors, and itself (`for_tree`).
+Drafts that are grown level by level follow their nodes with `of_nodes` and `after_tokens`. A field that no row
 of a batch needs is None; a batch that needs none has no Adjustments.
 
 This module knows no model and no sampling: `sampling.apply_sampling` applies the numbers.
@@ -66,13 +66,13 @@ class Adjustments:
 
     # --- from rows to nodes
 
-    def repeated(self, level_Q: Tensor) -> Adjustments:
+    def for_depths(self, level_Q: Tensor) -> Adjustments:
         """[B, Q, ...]: each row's own for nodes at these depths, as if no token lay between them
         and the root."""
         nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, len(level_Q), -1))
         return nodes._waiting(lambda wait_B: wait_B[:, None] - level_Q)
 
-    def at(self, tree: Tree, tokens_BN: Tensor) -> Adjustments:
+    def for_tree(self, tree: Tree, tokens_BN: Tensor) -> Adjustments:
         """[B, N, ...]: each node's own."""
         nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, tree.nodes, -1))._waiting(
             lambda wait_B: wait_B[:, None] - tree.depth_BN
@@ -86,16 +86,16 @@ class Adjustments:
             nodes = replace(nodes, counts=nodes.counts.clone().scatter_add_(2, index_BNN, below_root_BNN))
         return nodes
 
-    def columns(self, ids_v: Tensor) -> Adjustments:
+    def for_draft_vocab(self, ids_v: Tensor) -> Adjustments:
         """[..., v]: those of a draft vocabulary, given by the target's ids."""
         return self._each(lambda x: x[..., ids_v])
 
-    def take(self, node_BK: Tensor) -> Adjustments:
+    def of_nodes(self, node_BK: Tensor) -> Adjustments:
         """[B, K, ...]: those of K of the Q nodes."""
         nodes = self._each(lambda x_BQv: x_BQv.gather(1, node_BK[..., None].expand(-1, -1, x_BQv.shape[-1])))
         return nodes._waiting(lambda wait_BQ: wait_BQ.gather(1, node_BK))
 
-    def then(self, token_BQ: Tensor) -> Adjustments:
+    def after_tokens(self, token_BQ: Tensor) -> Adjustments:
         """[B, Q, ...] after one more token in each node's text, given by its column."""
         nodes, column_BQ1 = self._waiting(lambda wait_BQ: wait_BQ - 1), token_BQ[..., None]
         if self.seen is not None:

@@ -189,7 +189,7 @@ class Drafter(ABC):
         train_feature_layers: the same for `loss`, which may read more.
         net: the draft net as it was loaded; None for methods without one.
         needs_weights: whether the method has a net that must be loaded.
-        reads: the format of the heads that it loads: `Weights.method`.
+        head_format: the format of the heads that it loads: `Weights.method`.
         trained_length: tokens of the longest sequence that the net was trained on, if known.
         target_fingerprint: fingerprint of the target that the net was trained for, if its
             checkpoint has one.
@@ -203,7 +203,7 @@ class Drafter(ABC):
     Options: ClassVar[type] = NoOptions
     summary: ClassVar[str] = ""
     needs_weights: ClassVar[bool] = False
-    reads: ClassVar[str] = ""
+    head_format: ClassVar[str] = ""
     trainable: ClassVar[bool] = False
     feature_layers: tuple[int, ...] = ()
     net: nn.Module | None = None

@@ -50,7 +50,7 @@ def node_scores(
         node; the failures. float32, but where tokens are only drawn from them, `ops` may leave
         logits in their own dtype.
     """
-    nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.at(draft.tree, draft.tokens_BN)
+    nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.for_tree(draft.tree, draft.tokens_BN)
     if not cycle_input.processors and not cycle_input.constraints:
         scores = ops.scores if draft.q_BNV is None else apply_sampling_rows
         return scores(logits_BNV, cycle_input.sampling, nodes), {}

@@ -682,8 +682,8 @@ class ModelRunner:
     def __call__(self, inputs: ForwardInput) -> TargetOutput:
         target = inputs.target
         extra: dict[str, Any] = {}
-        # given a number, layers that share keys (Gemma 4) leave out the other tokens' features; a
-        # tensor must lie on the LM head's device
+        # With logits_to_keep as a number, layers that share keys (Gemma 4) compute the last token only,
+        # and drafts read the features of all; as a tensor it must lie on the LM head's device.
         if inputs.last_only and target._keeps_logits and not (target.family.shares_keys and target.has_several_devices):
             last = inputs.tokens_RQ.shape[1] - 1
             extra["logits_to_keep"] = torch.tensor([last], device=target.device) if target.family.shares_keys else 1

@@ -66,7 +66,9 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
     drawn, sampled = draft.q_BNV.shape[1], draft
     if drawn < tree.nodes:
         sampled = replace(draft, tree=tree.first_nodes(drawn), tokens_BN=draft.tokens_BN[:, :drawn])
-    sampled_accepted_BN, sampled_bonus_B = verify_sampled(sampled, draft.q_BNV, scores_BNV[:, :drawn], position_B, noise)
+    sampled_accepted_BN, sampled_bonus_B = verify_sampled(
+        sampled, draft.q_BNV, scores_BNV[:, :drawn], position_B, noise
+    )
     sampled_accepted_BN = pad(sampled_accepted_BN, (0, tree.nodes - drawn))
     deterministic_B = noise.greedy_B if draft.deterministic_B is None else noise.greedy_B | draft.deterministic_B
     accepted_BN = torch.where(deterministic_B[:, None], accepted_BN, sampled_accepted_BN)

@@ -36,7 +36,7 @@ class PartialTree(NamedTuple):
         tokens_B1 = cycle_input.tokens_B[:, None]
         return cls(torch.full_like(tokens_B1, -1), tokens_B1, torch.zeros_like(tokens_B1[0]))
 
-    def then(self, parent_BK: Tensor, tokens_BK: Tensor) -> PartialTree:
+    def with_level(self, parent_BK: Tensor, tokens_BK: Tensor) -> PartialTree:
         """The tree with a level more, whose children are sought next.
 
         Args:

@@ -124,7 +124,7 @@ class BlockMethod(Drafter):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
         sizes = {**target_sizes(target), "target_layers": ("number of target layers", target.num_layers)}
-        weights = check_head(weights, cls.reads, cls.label, sizes)
+        weights = check_head(weights, cls.head_format, cls.label, sizes)
         config = weights.config
         layers = tuple(config["feature_layers"])
         if max(layers) >= target.num_layers:
@@ -189,7 +189,7 @@ class BlockMethod(Drafter):
             "markov_rank": net.extras.markov_rank,
             "confidence": net.extras.confidence,
         }
-        return saved_head(self.reads, config, net, self.target, self.embed_tokens)
+        return saved_head(self.head_format, config, net, self.target, self.embed_tokens)
 
     # --- drafting
 

@@ -255,7 +255,7 @@ class EagleSession(DraftSession):
         # verification of sampled children reads values on the host
         if self.drafter.samples_children and not cycle_input.noise.all_greedy:
             return None
-        # behind a path that another drafted, deeper than this tree
+        # the last tree came from another drafter and was deeper than the recording's
         if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:
             return None
         max_tree, length = self.drafter.max_tree, cycle_input.max_position

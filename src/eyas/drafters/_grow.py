@@ -153,8 +153,8 @@ class Growth:
         """[B, 1, ...], of the roots, for the draft's vocabulary."""
         if cycle_input.adjustments is None:
             return None
-        roots = cycle_input.adjustments.repeated(torch.zeros_like(cycle_input.position_B[:1]))
-        return roots if self.draft_ids_v is None else roots.columns(self.draft_ids_v)
+        roots = cycle_input.adjustments.for_depths(torch.zeros_like(cycle_input.position_B[:1]))
+        return roots if self.draft_ids_v is None else roots.for_draft_vocab(self.draft_ids_v)
 
 
 def _log_q(logits: Tensor) -> Tensor:
@@ -201,11 +201,11 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
         parent_BK = pick_BK // K
         index_BK = children.index.flatten(1).gather(1, pick_BK)
         if adjustments is not None:
-            adjustments = adjustments.take(parent_BK).then(index_BK)
+            adjustments = adjustments.of_nodes(parent_BK).after_tokens(index_BK)
         tokens_BK = growth.ids(index_BK)
         hidden_BQD = growth.expand(tokens_BK, _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
         if partial_tree is not None:
-            partial_tree = partial_tree.then(parent_BK, tokens_BK)
+            partial_tree = partial_tree.with_level(parent_BK, tokens_BK)
         children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, partial_tree, level)
         parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
         log_confidence_BKK = children.log_confidence.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
@@ -382,7 +382,7 @@ def grow_static(
                 tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1
             )
         adjustments = (
-            None if cycle_input.adjustments is None else cycle_input.adjustments.at(shape, tokens_BN)[:, inner_Q]
+            None if cycle_input.adjustments is None else cycle_input.adjustments.for_tree(shape, tokens_BN)[:, inner_Q]
         )
         partial_tree = PartialTree(shape.parents_BN, tokens_BN, inner_Q)
         logits_BQV = only_allowed(growth.head(hidden_BND[:, inner_Q]), cycle_input, partial_tree, growth.draft_ids_v)

@@ -118,7 +118,7 @@ def best_children(
         level_Q: depth of each node.
     """
     if noise == "coupled":
-        adjustments = None if cycle_input.adjustments is None else cycle_input.adjustments.repeated(level_Q)
+        adjustments = None if cycle_input.adjustments is None else cycle_input.adjustments.for_depths(level_Q)
         logits_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
     log_q_BQV = logits_BQV.float().log_softmax(-1)
     if noise == "none" or cycle_input.noise.all_greedy:

@@ -62,7 +62,7 @@ class Method(BlockMethod):
     """DFlash with a dynamic tree."""
 
     Options: ClassVar[type] = Options
-    reads = "dflash"
+    head_format = "dflash"
     label = "DFlash"
     summary = "DFlash: one pass over a block of masks drafts all levels, dynamic tree"
 

@@ -92,7 +92,7 @@ class Method(BlockMethod):
     """DSpark with a dynamic tree."""
 
     Options: ClassVar[type] = Options
-    reads = "dspark"
+    head_format = "dspark"
     label = "DSpark"
     summary = "DSpark: DFlash with children that depend on their parent, and a confidence head"
 

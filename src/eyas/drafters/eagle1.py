@@ -156,7 +156,7 @@ class Method(EagleMethod):
 
     Options: ClassVar[type] = Options
     summary = "EAGLE-1: one decoder layer over features and shifted tokens, static tree"
-    reads = "eagle1"
+    head_format = "eagle1"
     net: Net
 
     def __init__(
@@ -198,7 +198,7 @@ class Method(EagleMethod):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless hidden size and vocabulary are the target's, and all tensors and
         no others are there."""
-        weights = check_head(weights, cls.reads, "EAGLE-1/2", target_sizes(target))
+        weights = check_head(weights, cls.head_format, "EAGLE-1/2", target_sizes(target))
         config, options = weights.config, options or cls.Options()
         cls.check_window(options.window)
         shape = layer_shape(config)
@@ -224,7 +224,7 @@ class Method(EagleMethod):
             "act": "silu",
             "inputs": self.net.inputs,
         }
-        return saved_head(self.reads, config, self.net, self.target, self.embed_tokens)
+        return saved_head(self.head_format, config, self.net, self.target, self.embed_tokens)
 
     # --- drafting
 

@@ -108,7 +108,7 @@ class Method(DynamicEagle):
     """EAGLE-3 with EAGLE-2's dynamic tree."""
 
     Options: ClassVar[type] = Options
-    reads = "eagle3"
+    head_format = "eagle3"
     label: ClassVar[str] = "EAGLE-3"  # the method's name for people
     net_class: ClassVar[type[Net]] = Net
     gradient_checkpointing = False
@@ -151,7 +151,7 @@ class Method(DynamicEagle):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
         own_table = weights is not None and EMBEDDING in weights.tensors
-        weights = check_head(weights, cls.reads, cls.label, {
+        weights = check_head(weights, cls.head_format, cls.label, {
             "target_hidden_size": ("target's hidden size", target.hidden_size),
             "vocab_size": ("vocabulary", target.vocab_size),
             **({} if own_table else {"hidden_size": ("hidden size", target.hidden_size)}),
@@ -259,7 +259,7 @@ class Method(DynamicEagle):
             "head": "own" if plan.draft_vocab_size else "target",
             "window": self.trained_window,
         }
-        head = saved_head(self.reads, config, self.net, self.target, self.embed_tokens)
+        head = saved_head(self.head_format, config, self.net, self.target, self.embed_tokens)
         if self.draft_ids_v is not None:
             head.tensors[DRAFT_IDS] = self.draft_ids_v
         return head

@@ -55,7 +55,7 @@ class Method(Drafter):
     Options: ClassVar[type] = Options
     summary = "Gemma 4's assistants: a small model that reads the target's keys and values, dynamic tree"
     needs_weights = True
-    reads = "gemma4_assistant"
+    head_format = "gemma4_assistant"
     net: Net
 
     def __init__(self, target: Target, options: Any, net: Net) -> None:

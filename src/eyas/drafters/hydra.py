@@ -176,7 +176,7 @@ class Method(EagleMethod):
 
     Options: ClassVar[type] = Options
     summary = "Hydra: Medusa's heads, each also sees the tokens drafted before its own; Hydra++"
-    reads = "hydra"
+    head_format = "hydra"
     net: Net
 
     def __init__(
@@ -213,7 +213,7 @@ class Method(EagleMethod):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless width and vocabulary are the target's, and all tensors and no
         others are there."""
-        weights = check_head(weights, cls.reads, cls.reads, target_sizes(target))
+        weights = check_head(weights, cls.head_format, cls.head_format, target_sizes(target))
         config = weights.config
         shape = _base_shape(weights, target) if config["layer"] is None else layer_shape(config["layer"])
         prefix = shape if config["arch"] == "prefix-mlp" else None
@@ -265,7 +265,7 @@ class Method(EagleMethod):
             "layer": asdict(self.shape) if prefix else None,
             "base_model": self.target.name,
         }
-        return saved_head(self.reads, config, self.net, self.target, self.embed_tokens)
+        return saved_head(self.head_format, config, self.net, self.target, self.embed_tokens)
 
     # --- drafting
 

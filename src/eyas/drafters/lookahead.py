@@ -202,7 +202,7 @@ class Session(DraftSession):
         assert cycle_input is not None
         lowest = slice(shape.window - shape.width, shape.window)
         adjustments = cycle_input.adjustments
-        nodes = None if adjustments is None else adjustments.at(draft.tree, draft.tokens_BN)[:, lowest]
+        nodes = None if adjustments is None else adjustments.for_tree(draft.tree, draft.tokens_BN)[:, lowest]
         scores_BWV = apply_sampling_rows(output.logits_BNV[:, lowest], cycle_input.sampling, nodes)
         if cycle_input.noise.all_greedy:
             return scores_BWV.argmax(-1)

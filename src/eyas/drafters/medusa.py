@@ -177,7 +177,7 @@ class Method(Drafter):
     summary = "Medusa: several heads on one feature, each a token further ahead, tree of ranks"
     needs_weights = True
     trainable = True
-    reads = "medusa"
+    head_format = "medusa"
     net: Net
 
     def __init__(self, target: Target, options: Any, net: Net) -> None:
@@ -206,7 +206,7 @@ class Method(Drafter):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """CheckpointError unless width and vocabulary are the target's, and all tensors and no
         others are there."""
-        weights = check_head(weights, cls.reads, cls.reads, target_sizes(target))
+        weights = check_head(weights, cls.head_format, cls.head_format, target_sizes(target))
         config = weights.config
         own_size = target.vocab_size if config["output"] == "own" else None
         net = Net(target.hidden_size, own_size, config["heads"], config["blocks"])
@@ -247,7 +247,7 @@ class Method(Drafter):
             "output": "own" if net.lm_head else "target",
             "base_model": self.target.name,
         }
-        return saved_head(self.reads, config, net, self.target)
+        return saved_head(self.head_format, config, net, self.target)
 
     # --- drafting
 

@@ -76,7 +76,7 @@ class Method(DynamicEagle):
 
     Options: ClassVar[type] = Options
     summary = "MTP: the multi-token-prediction module in the target's own checkpoint, dynamic tree by confidence"
-    reads = "mtp"
+    head_format = "mtp"
     needs_weights = False
     net: Net
 
@@ -109,7 +109,7 @@ class Method(DynamicEagle):
         """A module that eyas trained; None: that of the target's own checkpoint."""
         if weights is None:
             return cls(target, options, load_net(target, _own_checkpoint(target)))
-        weights = check_head(weights, cls.reads, "MTP", target_sizes(target))
+        weights = check_head(weights, cls.head_format, "MTP", target_sizes(target))
         theirs, ours = weights.config["target_model_type"], target.family.model_type
         if theirs != ours:
             raise CheckpointError(
@@ -142,7 +142,7 @@ class Method(DynamicEagle):
             "vocab_size": self.target.vocab_size,
             "max_positions": self.trained_length or self.target.context,
         }
-        return saved_head(self.reads, config, self.net, self.target)
+        return saved_head(self.head_format, config, self.net, self.target)
 
     # --- drafting
 

@@ -89,7 +89,7 @@ class Method(eagle3.Method):
     """P-EAGLE with EAGLE-2's dynamic tree."""
 
     Options: ClassVar[type] = Options
-    reads = "peagle"
+    head_format = "peagle"
     label = "P-EAGLE"
     summary = "P-EAGLE: EAGLE-3's net drafts all levels in one pass, dynamic tree"
     net_class = ParallelNet

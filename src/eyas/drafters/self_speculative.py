@@ -59,7 +59,7 @@ class Method(small_model.Method):
     Options: ClassVar[type] = Options
     summary = "self-speculation: the target without some of its layers drafts; no training, no second model"
     needs_weights = False
-    reads = ""
+    head_format = ""
     trainable = False
 
     def __init__(self, target: Target, options: Any, draft: Target) -> None:

@@ -155,7 +155,7 @@ class Method(Drafter):
     Options: ClassVar[type] = Options
     summary = "speculative sampling: any smaller model with the same vocabulary drafts a chain or a tree"
     needs_weights = True
-    reads = "small_model"
+    head_format = "small_model"
     trainable = True
 
     def __init__(self, target: Target, options: Any, draft: Target) -> None:
@@ -235,7 +235,7 @@ class Method(Drafter):
         no others are there."""
         if weights is None:
             raise CheckpointError(NO_DRAFT_MODEL)
-        if weights.method != cls.reads:
+        if weights.method != cls.head_format:
             raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not a whole language model")
         config = AutoConfig.for_model(**{name: value for name, value in weights.config.items() if name != "eyas"})
         build: Any = AutoModelForCausalLM  # whose methods have no types

@@ -180,7 +180,7 @@ def choose(
     scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
     greedy_B: Tensor, noisy: bool, packed_BX: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the columns of the verdict (`core.cycle.Cycle.packed_BX`) of chosen trees."""
+    """Fill the columns of the verdict (`core.cycle.Cycle.packed_BX`) of deterministic trees."""
     best, token, broken = _draw_parts(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
     (B, N), P = tokens_BN.shape, (packed_BX.shape[1] - 3) // 2
     _choose_kernel[(B,)](

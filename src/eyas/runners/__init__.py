@@ -55,18 +55,18 @@ def with_fastest_runner(
     """The target with its fastest runner.
 
     Args:
-        kernels: auto: compiled kernels where they suit, CUDA graphs on a GPU; on: a warning says
-            why they do not; compile: on a GPU only, layers that eyas has no kernels for run by
-            torch.compile; off: the model's own forward.
-        own: eyas loaded the model, so nobody else changes its weights; else auto is off, as kernels
-            keep a copy of them.
-        weights: exact: as they are; bfloat16, int8, int4: rounded, by kernels only: a target of its
-            own (`formats.WeightFormat`). With int4 the lm_head is int8.
-        activations: what weights are multiplied by. exact: as exact as float32; rounded, by kernels
-            only, as a target of its own: bfloat16, for weights kept as bfloat16; int16, int8, for
-            those kept as int8 or int4.
-        draft_weights: of draft nets; fp8: rounded, on GPUs that multiply it; int4: by kernels,
-            which round a draft's to int8 anyway.
+        kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA graphs
+            on a GPU. "on": as "auto", also for a model that the caller loaded, and with a warning
+            where they are not used. "compile": on a GPU only, as "on", with torch.compile for layers
+            that eyas has no kernels for. "off": the model's own forward.
+        own: eyas loaded the model, so nobody else changes its weights. Otherwise "auto" means "off",
+            as kernels keep a copy of the weights.
+        weights: "exact", or rounded to "bfloat16", "int8" or "int4", which only kernels do; the output
+            is then the rounded model's (`formats.WeightFormat`). With "int4" the lm_head is int8.
+        activations: "exact", or rounded to "bfloat16" (for bfloat16 weights), "int16" or "int8" (for
+            int8 and int4 weights); the output is then that of the model with rounded activations.
+        draft_weights: of draft nets, which changes guesses and never the text. "fp8": on GPUs with fp8
+            matrix products. "int4": by kernels, which otherwise round a draft's weights to int8.
 
     Raises:
         OptionError: an unknown value; rounded weights or activations that no kernel here supports.

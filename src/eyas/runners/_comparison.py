@@ -8,7 +8,7 @@ from torch import Tensor
 from eyas.core.target import ModelRunner, Runner, Target
 from eyas.core.tree import TargetOutput, Tree
 
-__all__ = ["UnsuitedError", "compare", "differences"]
+__all__ = ["UnsuitedError", "compare", "output_pairs"]
 
 TOLERANCE = {
     torch.float32: 1e-4
@@ -21,7 +21,7 @@ class UnsuitedError(Exception):
 
 
 @torch.inference_mode()
-def differences(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
+def output_pairs(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
     """Logits, then features, over a prompt and a small tree: by the model's own forward and by the
     runner.
 
@@ -33,21 +33,21 @@ def differences(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
         target.device
     )
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1]], device=target.device), 2)
-    found = list[TargetOutput]()
+    outputs = list[TargetOutput]()
     for run in (ModelRunner(), runner):
         session = target.run_with(run).open(1, (target.num_layers // 2, target.num_layers))
         session.prefill(0, ids[0, :count].tolist())
-        found.append(session.forward(ids[:, count:], tree))
-    own, ours = found
-    if torch.isnan(own.logits_BNV).any():
+        outputs.append(session.forward(ids[:, count:], tree))
+    expected, actual = outputs
+    if torch.isnan(expected.logits_BNV).any():
         raise target.nan_error(ids[0].tolist())
-    return [(own.logits_BNV, ours.logits_BNV), (own.features_BNF, ours.features_BNF)]
+    return [(expected.logits_BNV, actual.logits_BNV), (expected.features_BNF, actual.features_BNF)]
 
 
 def compare(target: Target, runner: Runner) -> None:
     """UnsuitedError if the runner's logits or features differ from those of the model's own forward."""
     tolerance = TOLERANCE.get(target.dtype, CLOSE_ROUNDED)
-    for own, ours in differences(target, runner):
-        difference = float((own.float() - ours.float()).norm() / own.float().norm())
+    for expected, actual in output_pairs(target, runner):
+        difference = float((expected.float() - actual.float()).norm() / expected.float().norm())
         if not difference <= tolerance:  # NaN is not
             raise UnsuitedError(f"the model's own forward gives other numbers (by {difference:.2g})")

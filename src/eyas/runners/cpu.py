@@ -28,7 +28,7 @@ from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
 from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat
-from eyas.runners._comparison import UnsuitedError, differences
+from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import KernelOps
 
@@ -241,7 +241,7 @@ class CpuRunner:
     def check(self) -> None:
         """Compare logits and features over a prompt and a small tree with the model's own forward;
         UnsuitedError if they differ."""
-        for own, ours in differences(self.target, self):
+        for own, ours in output_pairs(self.target, self):
             if not bool((own - ours).abs().max() <= TOLERANCE * own.abs().max()):  # NaN is not
                 raise UnsuitedError(
                     f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})"

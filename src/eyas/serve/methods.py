@@ -67,9 +67,9 @@ class Methods:
     def _head(self, method: str) -> str | None:
         """The head that the method reads, if the server has one."""
         kind = drafters.find(method)
-        if not kind.reads:
+        if not kind.head_format:
             return None
         if self.llm.target.name == "embedded":
-            return str(tiny.HEADS[kind.reads]) if kind.reads in tiny.HEADS else None
+            return str(tiny.HEADS[kind.head_format]) if kind.head_format in tiny.HEADS else None
         name = self.llm.draft_name
-        return name if name is not None and checkpoints.load(name).method == kind.reads else None
+        return name if name is not None and checkpoints.load(name).method == kind.head_format else None

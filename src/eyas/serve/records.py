@@ -78,7 +78,7 @@ class CycleFigures:
     accepted: int  # drafted tokens on the accepted path, before cutting
     drafted: int  # candidate nodes that were verified
     seconds: float
-    plan: str  # what drafted: `Step.plan`
+    plan: str  # what drafted: `Step.drafted_by`
 
 
 @dataclass

@@ -272,7 +272,7 @@ def ranks(parents: Sequence[int]) -> list[int]:
     return [list(parents[:n]).count(parent) for n, parent in enumerate(parents)]
 
 
-# --- deterministic trees ----------------------------------------------------------------------------------------------------------------------
+# --- deterministic trees ----------------------------------------------------------------------------
 
 CHOSEN: dict[
     str, list[tuple[list[int], list[int]]]

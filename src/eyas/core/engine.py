@@ -159,19 +159,9 @@ class Decoder:
         if not any(self.rows):
             return None
         if self._settings is None or self._root_tokens_B is None:
-            self._root_tokens_B = torch.tensor(
-                [row.tokens[-1] if row else 0 for row in self.rows], device=self.target.device
-            )
-        if self._settings is None:
-            self._settings = RowSettings.of(self.rows, self.target)
-        cycle_input = make_cycle_input(
-            self.rows,
-            self._settings,
-            self._root_tokens_B,
-            self.target_session.length_B,
-            max(self.target_session.lengths),
-            self.target_session.cache,
-        )
+            newest = [row.tokens[-1] if row else 0 for row in self.rows]
+            self._root_tokens_B = torch.tensor(newest, device=self.target.device)
+        cycle_input = self._cycle_input(self._root_tokens_B, max(self.target_session.lengths))
         cycle = self.cycle_runner(cycle_input, timer)
         self._root_tokens_B = cycle.verdict.bonus_B
         return _Launched(cycle_input, cycle, tuple(self.rows))
@@ -182,14 +172,17 @@ class Decoder:
         longest = last.cycle.verdict.path_BP.shape[1]
         if self._settings is None or any(row.remaining <= longest for row in self.rows if row):
             return None
-        bonus_B, farthest = last.cycle.verdict.bonus_B, max(self.target_session.lengths) + longest
-        cycle_input = make_cycle_input(
-            self.rows, self._settings, bonus_B, self.target_session.length_B, farthest, self.target_session.cache
-        )
+        cycle_input = self._cycle_input(last.cycle.verdict.bonus_B, max(self.target_session.lengths) + longest)
         if (cycle := self.cycle_runner.ahead(cycle_input, timer)) is None:
             return None
         self._root_tokens_B = cycle.verdict.bonus_B
         return _Launched(cycle_input, cycle, last.rows)
+
+    def _cycle_input(self, root_tokens_B: Tensor, max_position: int) -> CycleInput:
+        """The input of the next cycle of all rows."""
+        self._settings = self._settings or RowSettings.of(self.rows, self.target)
+        session = self.target_session
+        return make_cycle_input(self.rows, self._settings, root_tokens_B, session.length_B, max_position, session.cache)
 
     def _first_token(self, prompt: Prompt, read: Tensor | EyasError) -> Step:
         """The row of a prompt that is read, and its first token.
@@ -211,30 +204,27 @@ class Decoder:
         return step
 
     def _emit(
-        self, cycle: Cycle, rows: Sequence[int | None], timer: StageTimer, prefill: dict[str, Any] | None = None
+        self, cycle: Cycle, rows: Sequence[int | None], timer: StageTimer, prefill_fields: dict[str, Any] | None = None
     ) -> list[Step]:
         """Read the result of a cycle of these rows, its only transfer to the host, and append the
         tokens to the rows.
 
         Args:
             rows: the decoder's number of each row of the cycle; None: what it did is ignored.
-            prefill: fields of the Step of a prompt's first token; None: a cycle of all rows.
+            prefill_fields: of the Step of a prompt's first token; None: a cycle of all rows.
         """
-        columns, P = cycle.read_on_host(), cycle.verdict.path_BP.shape[1]
-        if prefill is None:
-            self.target_session.set_host_lengths(
-                [n + (columns[b][0] if rows[b] is not None else 0) for b, n in enumerate(self.target_session.lengths)]
-            )
+        columns, P, lengths = cycle.read_on_host(), cycle.verdict.path_BP.shape[1], self.target_session.lengths
+        if prefill_fields is None:
+            accepted = [columns[b][0] if rows[b] is not None else 0 for b in range(len(lengths))]
+            self.target_session.set_host_lengths([n + more for n, more in zip(lengths, accepted, strict=True)])
         steps = []
         for number, (b, (length, bonus, nan, *rest)) in enumerate(zip(rows, columns, strict=True)):
             if b is None or (row := self.rows[b]) is None:
                 continue
             tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
-            step_fields = (
-                {"path": path, "draft": cycle.draft, "decision": self.draft_session.decision}
-                if prefill is None
-                else prefill
-            )
+            step_fields = prefill_fields
+            if step_fields is None:
+                step_fields = {"path": path, "draft": cycle.draft, "decision": self.draft_session.decision}
             try:
                 if nan:
                     raise self.target.nan_error(row.tokens)
@@ -246,8 +236,8 @@ class Decoder:
                 continue
             if row.finish:
                 self._release(b)
-            optional_step_fields = row.optional_step_fields(cycle, number, emitted, path if prefill is None else ())
-            steps.append(row.step(b, emitted, timer, **step_fields, **optional_step_fields))
+            asked = row.optional_step_fields(cycle, number, emitted, path if prefill_fields is None else ())
+            steps.append(row.step(b, emitted, timer, **step_fields, **asked))
         return steps
 
     def _release(self, b: int, failed: bool = False) -> None:

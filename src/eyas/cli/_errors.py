@@ -35,6 +35,15 @@ class UsageError(EyasError):
     """Options that exclude or need each other. The line on stderr ends with where to find help."""
 
 
+@contextmanager
+def interruptible(message: Callable[[], str]) -> Iterator[None]:
+    """Turn Ctrl-C into an Interrupted, whose message says what is kept then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(message()) from None
+
+
 def colored(text: str, color: str, stream: TextIO | None = None) -> str:
     """The text in a color, where the stream shows colors and the user wants them (NO_COLOR)."""
     stream = stream or sys.stdout

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
-from eyas.cli._errors import FULL, Interrupted
+from eyas.cli._errors import FULL
 from eyas.cli._options import STDIN
 from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import locked_output, parse_json
@@ -290,15 +290,11 @@ class FileRun:
                 f"{self.results.path} holds answers made otherwise: {'; '.join(differences)}; name another file"
             )
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Turn Ctrl-C into a message that says what is kept, and how to go on."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            path = self.results.path
-            where = f"are in {path}; the same command goes on after them" if path else "are above"
-            raise Interrupted(f"{self.results_before + self.counts[self.noun]} {self.noun} {where}") from None
+    def kept(self) -> str:
+        """What is kept when the run ends here, and how to go on."""
+        path = self.results.path
+        where = f"are in {path}; the same command goes on after them" if path else "are above"
+        return f"{self.results_before + self.counts[self.noun]} {self.noun} {where}"
 
     def print_json(self, **figures: float) -> None:
         """Print the counts and figures as one line."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts.types import NonNegativeInt, PositiveInt
 
-from eyas.cli._errors import Interrupted, note, problem
+from eyas.cli._errors import interruptible, note, problem
 from eyas.cli._load import load, need_packages, quiet, sampling_of
 from eyas.cli._options import (
     AS_JSON,
@@ -136,21 +136,19 @@ def _measured(
     if job.restart:
         bench.forget(folder)
     before, command_line = snapshot(), shlex.join(["eyas", *sys.argv[1:]])
-    try:
-        with _progress() as on_prompt:
-            answers = bench.run(folder, on_prompt)
-            summary = summarise(
-                bench,
-                answers,
-                before,
-                command_line,
-                probe_prompts=job.probe,
-                skipped=skipped,
-                on_prompt=on_prompt,
-                traces=folder if job.profile else None,
-            )
-    except KeyboardInterrupt:
-        raise Interrupted(f"whole prompts are kept in {folder}; the same command goes on from there") from None
+    message = f"whole prompts are kept in {folder}; the same command goes on from there"
+    with interruptible(lambda: message), _progress() as on_prompt:
+        answers = bench.run(folder, on_prompt)
+        summary = summarise(
+            bench,
+            answers,
+            before,
+            command_line,
+            probe_prompts=job.probe,
+            skipped=skipped,
+            on_prompt=on_prompt,
+            traces=folder if job.profile else None,
+        )
     write(folder, summary)
     return summary
 

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from eyas.cli._data import check_files, note_problems, reading
-from eyas.cli._errors import Interrupted, UsageError, note
+from eyas.cli._errors import UsageError, interruptible, note
 from eyas.cli._load import quiet
 from eyas.cli._options import VERBOSE, option_group
 from eyas.cli._show import progress_bar
@@ -69,12 +69,10 @@ def build(*, options: BuildOptions) -> int:
     folder = Path(options.output).expanduser()
     tokenizer = _tokenizer(options)
     sources = [_source(path, tokenizer) for path in options.data]
-    try:
+    with interruptible(lambda: f"what was read is kept in {folder}; the same command goes on"):
         settings, made_by = _settings(tokenizer, options), hardware.versions()
         more = {"append": options.append, "merge": options.merge}
         manifest = datastore.build(folder, settings, sources, made_by, **more, on_stage=note)
-    except KeyboardInterrupt:
-        raise Interrupted(f"what was read is kept in {folder}; the same command goes on") from None
     note(_contents(folder, manifest))
     return 0
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,10 +17,10 @@ from cyclopts.types import PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
 from eyas.cli._data import read_data
-from eyas.cli._errors import Interrupted, UsageError, note
+from eyas.cli._errors import Interrupted, UsageError, interruptible, note
 from eyas.cli._load import load_target, need_tokenizer
 from eyas.cli._options import TargetOptions, TrainMethodOptions, option_group
-from eyas.cli._show import progress_bar
+from eyas.cli._show import ProgressBar, progress_bar
 from eyas.errors import InputError, OptionError
 from eyas.files import check_output_folder, locked_output
 
@@ -103,19 +103,14 @@ def command(
         shards = [int(i) for i in job.only.split(",")] if job.only else range(first, len(store.manifest.shards), step)
         todo = sorted(set(store.missing()) & set(shards))
         count = min(job.workers or len(devices), max(1, len(todo)))
-        try:
+        with interruptible(lambda: f"{store.progress()} are whole in {folder}; the same command goes on"):
             if count == 1:
                 _make(llm, store, todo, job)
             else:
                 del llm  # each worker loads its own
                 _free_memory()
-                with (
-                    tempfile.TemporaryDirectory() as notes,
-                    progress_bar("features", _tokens(store, todo), "tokens") as bar,
-                ):
+                with tempfile.TemporaryDirectory() as notes, _progress(store, todo) as bar:
                     Workers(store, todo, count, devices, arguments, Path(notes)).run(bar.advance)
-        except KeyboardInterrupt:
-            raise Interrupted(f"{store.progress()} are whole in {folder}; the same command goes on") from None
         if not job.only:
             _report(store)
     return 0
@@ -207,7 +202,7 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
     """Make these shards in this process."""
     from eyas.train.features import write_features
 
-    with progress_bar("features", _tokens(store, todo), "tokens", hidden=bool(job.only)) as bar:
+    with _progress(store, todo, hidden=bool(job.only)) as bar:
 
         def on_batch(tokens: int) -> None:
             bar.advance(tokens)
@@ -217,8 +212,9 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
         write_features(store, llm.target, todo, job.batch_tokens, on_batch)
 
 
-def _tokens(store: FeatureStore, shards: Sequence[int]) -> int:
-    return sum(store.manifest.shards[i].tokens for i in shards)
+def _progress(store: FeatureStore, shards: Sequence[int], hidden: bool = False) -> AbstractContextManager[ProgressBar]:
+    tokens = sum(store.manifest.shards[i].tokens for i in shards)
+    return progress_bar("features", tokens, "tokens", hidden)
 
 
 def _report(store: FeatureStore) -> None:

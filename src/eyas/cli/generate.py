@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from eyas.cli._errors import Interrupted, UsageError, note, problem
+from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
 from eyas.cli._files import UNWRITTEN_FORM, FileRun, InvalidLine, Results, Task, differences, read_tasks
 from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of, text_of
 from eyas.cli._options import (
@@ -284,7 +284,7 @@ class _Run(FileRun):
 
     def answer(self, tasks: Sequence[Task]) -> int:
         """Answer the tasks and return the exit status: 2 when a line could not be used."""
-        with self.interruptible():
+        with interruptible(self.kept):
             self._generate(tasks)
         shown = [f"{value} {name}" for name, value in self.counts.items() if value or name == "results"]
         note(f"{', '.join(shown)}, tau {self.tau:.2f}")

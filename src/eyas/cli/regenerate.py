@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts.types import PositiveInt
 
 from eyas.cli._data import check_files
-from eyas.cli._errors import UsageError, note
+from eyas.cli._errors import UsageError, interruptible, note
 from eyas.cli._files import UNWRITTEN_FORM, FileRun, Results, differences
 from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
 from eyas.cli._options import AS_JSON, DraftOptions, MethodOptions, SamplingOptions, TargetOptions, option_group
@@ -142,7 +142,7 @@ class _Run(FileRun):
         assert llm.tokenizer is not None
         todo = self._todo()
         rows = min(self.job.rows or ROWS.get(llm.target.device.type, 16), max(1, len(todo)))
-        with self.interruptible(), progress_bar("answering", len(todo)) as bar:
+        with interruptible(self.kept), progress_bar("answering", len(todo)) as bar:
             self.began = time.monotonic()
 
             def on_step(tokens: int) -> None:

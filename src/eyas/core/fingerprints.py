@@ -44,8 +44,15 @@ def _of_quantised(model: Any, library: str) -> str:
     dtype = model.dtype if isinstance(getattr(model, "dtype", None), torch.dtype) else torch.float32
     layers = sorted(quantised.layers_of(model).items())
     returned = [quantised.response(layer, dtype) for _, layer in _three(layers)]
+    # GPTQModel has a class for each kernel; by any of them the checkpoint is the same target.
+    named = library not in ("gptq", "awq")
     kinds = [
-        (name, type(layer).__name__, getattr(layer, "in_features", 0), getattr(layer, "out_features", 0))
+        (
+            name,
+            type(layer).__name__ if named else "",
+            getattr(layer, "in_features", 0),
+            getattr(layer, "out_features", 0),
+        )
         for name, layer in layers
     ]
     return f"{library}+{_text(kinds, [x for x in returned if x is not None])}"

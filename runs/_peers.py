@@ -223,10 +223,12 @@ def _eyas(w: Workshop) -> list[Engine]:
         return Engine(f"eyas, {name}", "eyas", start, exact, passes=True)
 
     head, rounded = w.head(), {"weights": "int8", "activations": "int8"}
+    chain = {"nodes": DRAFTS + 1, "depth": DRAFTS, "branch": 1}
     return [
         one("plain", method="vanilla"),
-        one(DRAFTING, draft=head, tree={"nodes": DRAFTS + 1, "depth": DRAFTS, "branch": 1}),
+        one(DRAFTING, draft=head, tree=chain),
         one("EAGLE-3, auto", draft=head),
+        one(f"MTP, {DRAFTS} drafts", draft=tiny.HEADS["mtp"], tree=chain),  # the embedded model's default head
         one("plain, int8", False, method="vanilla", **rounded),
         one("EAGLE-3, auto, int8", False, draft=head, **rounded),
     ]

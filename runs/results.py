@@ -577,7 +577,7 @@ DRAFTERS = {
 
 def drafters() -> Iterator[str]:
     """Heads of today's methods after equally many training tokens."""
-    deep, mtp = record("drafters_deep"), record("drafters_mtp")
+    deep, mtp = record("drafters_deep"), record("drafters_equal")
     yield prose(f"""
         Heads of the embedded model after {deep["heads"]["eagle3"]["trained"]["tokens"]:,} training tokens each, one
         run each, on held-in chats; those whose greedy answers loop are left out of tau. The papers
@@ -597,14 +597,23 @@ def drafters() -> Iterator[str]:
     yield prose(f"""
         An MTP module of transformers' class, trained by `eyas train --method mtp` from a new one,
         beside an EAGLE-3 head: both with {mtp["heads"]["mtp"]["trained"]["tokens"]:,} tokens in the same order, the
-        same rate and four steps of the training-time test. Not the data of the table above. All
-        texts equal plain decoding's; speeds were not measured.""")
+        same rate and four steps of the training-time test (`runs/drafters.sh`). Not the data or the
+        machine of the table above. Both are one call of a CPU kernel. All texts equal plain
+        decoding's.""")
     lines = [
-        [temperature, tree, cell(row["tau"]["eagle3"]), cell(row["tau"]["mtp"]), cell(row["ratio"]["mtp / eagle3"])]
-        for temperature, tree, row in by_tree(mtp)
+        [temperature, tree, title, cell(row["tau"][name]), cell(speed["median_draft_ms"][name], 1),
+         cell(speed["median_cycle_ms"][name], 1), cell(speed["tokens_per_second"][name], 0),
+         cell(speed["over_plain"][name])]
+        for (temperature, tree, row), (_, _, speed) in zip(by_tree(mtp), by_tree(mtp, speed=True), strict=True)
+        for name, title in {"eagle3": "EAGLE-3", "mtp": "MTP"}.items()
+    ]  # fmt: skip
+    yield table(["", "tree", "head", "tau", "ms of a draft", "ms of a cycle", "tokens/s", "over plain"], lines)
+    ratios = [
+        [temperature, tree, cell(row["ratio"]["mtp / eagle3"]), cell(speed["ratio"]["mtp / eagle3"])]
+        for (temperature, tree, row), (_, _, speed) in zip(by_tree(mtp), by_tree(mtp, speed=True), strict=True)
     ]
-    yield table(["", "tree", "EAGLE-3", "MTP", "MTP / EAGLE-3"], lines)
-    yield source("drafters_mtp")
+    yield table(["", "tree", "tau: MTP / EAGLE-3", "tokens/s: MTP / EAGLE-3"], ratios)
+    yield source("drafters_equal")
 
 
 APPENDIX: dict[str, Callable[[], Iterator[str]]] = {

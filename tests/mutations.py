@@ -250,13 +250,13 @@ MUTATIONS = (
     mutation(
         "the root counts twice",
         ("core.test_laws", "test_nodes_count_their_own_ancestors", ()),
-        rewrite("core.adjustments:Adjustments.at", "BELOW[..., 0] = 0", "BELOW[..., 0] = 1"),
+        rewrite("core.adjustments:Adjustments.for_tree", "BELOW[..., 0] = 0", "BELOW[..., 0] = 1"),
     ),
     mutation(
         "the length does not grow along a path",
         ("core.test_laws", "test_deep_paths_keep_the_laws", ()),
         rewrite(
-            "core.adjustments:Adjustments.at", "WAIT[:, None] - TREE.depth_BN", "WAIT[:, None] - 0 * TREE.depth_BN"
+            "core.adjustments:Adjustments.for_tree", "WAIT[:, None] - TREE.depth_BN", "WAIT[:, None] - 0 * TREE.depth_BN"
         ),
     ),
     mutation(

@@ -106,12 +106,12 @@ def slow_grow(
     for depth in range(shape.depth):
         found = []
         for parent, prefix, value in level:
-            for log_confidence, _, token in children(prefix, depth):
-                chance = -math.inf if depth and value <= threshold else log_confidence
+            for confidence, _, token in children(prefix, depth):
+                log_confidence = -math.inf if depth and value <= threshold else confidence
                 drafted.append((value + log_confidence, token, parent))
                 found.append(
                     (
-                        value + chance if shape.expand == "value" else log_confidence,
+                        value + log_confidence if shape.expand == "value" else log_confidence,
                         len(drafted) - 1,
                         prefix * world.vocab + token + 1,
                     )

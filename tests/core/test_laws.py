@@ -118,9 +118,9 @@ def test_nodes_count_their_own_ancestors() -> None:
     assert (scores_NV[:, 0] == -torch.inf).tolist() == [True, True, True, False, False, False]
     again = (
         base.for_depths(torch.tensor([0]))
-        .then(torch.tensor([[1]]))
-        .take(torch.tensor([[0, 0]]))
-        .then(torch.tensor([[1, 2]]))
+        .after_tokens(torch.tensor([[1]]))
+        .of_nodes(torch.tensor([[0, 0]]))
+        .after_tokens(torch.tensor([[1, 2]]))
     )
     assert again.counts is not None
     assert again.counts[0].tolist() == [[0, 6, 1, 0], [0, 5, 2, 0]]

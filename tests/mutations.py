@@ -398,7 +398,7 @@ MUTATIONS = (
     mutation(
         "a penalty that does not see the drafted tokens",
         ("test_exact_pipeline", "check_penalty", ()),
-        patch("core.tree:Tree.seen", only_the_history),
+        patch("core.tree:Tree.tokens_seen", only_the_history),
         words=OTHER_IDS,
     ),
     # the order of drawn siblings

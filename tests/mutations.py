@@ -256,7 +256,9 @@ MUTATIONS = (
         "the length does not grow along a path",
         ("core.test_laws", "test_deep_paths_keep_the_laws", ()),
         rewrite(
-            "core.adjustments:Adjustments.for_tree", "WAIT[:, None] - TREE.depth_BN", "WAIT[:, None] - 0 * TREE.depth_BN"
+            "core.adjustments:Adjustments.for_tree",
+            "WAIT[:, None] - TREE.depth_BN",
+            "WAIT[:, None] - 0 * TREE.depth_BN",
         ),
     ),
     mutation(

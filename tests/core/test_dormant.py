@@ -150,7 +150,7 @@ class Spy(Drafter):
 class SpySession(DraftSession):
     def __init__(self, spy: Spy, session: DraftSession) -> None:
         self.spy, self.session = spy, session
-        self.keep, self.begin, self.end = session.keep, session.begin, session.end
+        self.truncate, self.begin, self.end = session.truncate, session.begin, session.end
         self.read = set[int]()
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:

@@ -298,14 +298,14 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
         ):
             runners.with_fastest_runner(target, weights=weights, activations="bfloat16")
     monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: False)
-    with pytest.raises(OptionError, match="does not add up products of bfloat16"):
+    with pytest.raises(OptionError, match="no bfloat16 dot-product instructions"):
         runners.with_fastest_runner(target, weights="bfloat16", activations="bfloat16")
     monkeypatch.setattr(kernels, "has_vnni", lambda: False)
-    with pytest.raises(OptionError, match="does not add up products of bytes"):
+    with pytest.raises(OptionError, match="no int8 dot-product instructions"):
         runners.with_fastest_runner(target, activations="int8")
-    with pytest.raises(OptionError, match="does not add up products of bytes"):
+    with pytest.raises(OptionError, match="no int8 dot-product instructions"):
         runners.with_fastest_runner(target, weights="int4")
-    with pytest.raises(OptionError, match="draft weights int4 are for compiled kernels"):
+    with pytest.raises(OptionError, match="draft weights int4 need compiled kernels"):
         runners.with_fastest_runner(target, "off", draft_weights="int4")
 
 

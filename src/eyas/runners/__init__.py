@@ -88,7 +88,7 @@ def with_fastest_runner(
     if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_vnni()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
         raise OptionError(
-            f"draft weights int4 are for compiled kernels on a CPU that adds up products of bytes (AVX-512 VNNI){own_model}"
+            f"draft weights int4 need compiled kernels on a CPU with int8 dot products (AVX-512 VNNI){own_model}"
         )
     made.draft_weights = draft_weights
     return made

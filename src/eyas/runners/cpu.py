@@ -218,7 +218,7 @@ class CpuRunner:
         ):
             raise UnsuitedError("this CPU has no int8 dot-product instructions (AVX-512 VNNI)")
         if halves and not kernels.has_avx512_bf16():
-            raise UnsuitedError("this CPU does not add up products of bfloat16 (AVX-512 BF16)")
+            raise UnsuitedError("this CPU has no bfloat16 dot-product instructions (AVX-512 BF16)")
         if weight_format.activations == "exact":
             return
         kinds: list[str] = [weight_format.weights]

@@ -59,7 +59,7 @@ FALLBACK_OPTIONS_CPU = {"suffix.nodes": 4}  # nodes cost time there, so a trial 
 
 @dataclass
 class BatchState:
-    """The bandit for one number of rows, and the tree of its drafts."""
+    """The bandit for one range of numbers of rows (1, 2 to 3, 4 to 7, ...), and the tree of its drafts."""
 
     bandit: Bandit
     shape: TreeSize | None = None  # None: the method's trees do not grow

@@ -1,4 +1,4 @@
-"""The law of a token depends on more than logits and temperature: on the text before it, a logit
+"""The distribution of a token depends on more than logits and temperature: on the text before it, a logit
 bias, and a least length.
 
     repetition_penalty                      `seen`: the tokens of prompt and answer

@@ -1,5 +1,5 @@
 """Constraints: texts that a request may have and no others (JSON, a grammar, a list of choices), as
-one more step of each node's law.
+one more step of each node's distribution.
 
 A `Constraint` belongs to one request and follows its text. At every node of a draft tree it says
 which tokens may come next; the others get probability 0 before the temperature is applied. So the

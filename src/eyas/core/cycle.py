@@ -2,7 +2,8 @@
 verification, commit.
 
 The engine (core/engine.py) reads the result on the host and emits the tokens. This module knows no
-requests, no method and no model family.
+requests, no method and no model family. Letters: B rows, N nodes, P nodes on the longest path, V
+vocabulary, X columns of what the host reads.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ row whose request has ended is read too if the session has drafted for it: `pref
 its last `commit`; the next `commit`, which is one for all rows, overwrites that state.
 
 A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy
-says; the policy is not asked_decision about cycles in which all rows are plain for that reason.
+says; the policy is not asked about cycles in which all rows are plain for that reason.
 
 A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs
 nothing while it does not draft.

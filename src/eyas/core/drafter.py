@@ -5,15 +5,18 @@ A `Drafter` is a method with its weights and options, for one target; it does no
 decoding. `Drafter.open(rows)` makes a `DraftSession`, which holds the state of the rows (caches,
 features not yet read). The engine calls it in this order:
 
-    keep(row, length) -> begin(row, ...) -> prefill(row, chunk, ...)*             a request enters a row
+    truncate(row, length) -> begin(row, ...) -> prefill(row, chunk, ...)*         a request enters a row
     [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all active rows together
     end(row), or clear(row)                                                       the request has ended, or failed
 
-Instead of `truncate` it calls `copy(source, row, length)` if another row's text begins like the prompt.
-Cycles of other rows may come between the chunks of a prompt. Such a row is not active in them
-(`CycleInput.active_B`), and `draft` and `commit` leave its state as it is.
+`truncate` comes only where the row's last text begins like the prompt; `copy(source, row, length)`
+comes in its place where another row's does. A Decoder with `reuse` does not call `end`: the row's
+text stays for later prompts, and the next `begin` comes without it. Cycles of other rows may come
+between the chunks of a prompt. Such a row is not active in them (`CycleInput.active_B`), and `draft`
+and `commit` leave its state as it is.
 
-This module knows no method, no tree policy and no training loop.
+This module knows no method, no tree policy and no training loop. Letters: B rows, N packed tokens of
+a training batch, T tokens of a chunk, F feature width, V vocabulary.
 """
 
 from __future__ import annotations

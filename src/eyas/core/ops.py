@@ -3,8 +3,8 @@
 Each runner has its operations (`Runner.ops`); runners/cpu_ops.py has those of the compiled kernels.
 Every implementation must return the results of this one: the same draws, paths and caches.
 
-Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, E layers x {key, value}, K
-heads, S slots, h width of a head.
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v draft vocabulary, D
+hidden, F feature width.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Ops:
         return apply_sampling_rows(logits_BNV, sampling, adjustments)
 
     def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
-        """Verify a deterministic tree: `draw` at every node, then `follow`."""
+        """Verify a deterministic tree: `draw` at every node, then `accept_path`."""
         draw_BN, has_nan_B = self.draw(scores_BNV, draft.tree, position_B, noise)
         if draft.tree.nodes == 1:  # plain decoding
             return Verdict(

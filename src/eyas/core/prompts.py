@@ -23,7 +23,7 @@ whole, in order of arrival. Rows are always given away in order of arrival.
 
 **Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of
 its last one, kept. A new prompt starts behind the longest prefix that it shares with any of them.
-It takes the place of a kept text that it continues; otherwise the prefix is copied into the empty
+It takes the place of a kept text of which it shares half or more; otherwise the prefix is copied into the empty
 row whose text was used least recently. What the drafter's session cannot copy is read again; so is
 what lies behind the last known state of a target with recurrent state (`TargetSession.longest_known_prefix`).
 

@@ -10,7 +10,7 @@ is dormant: its own tree could add little.
 
 **Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit keeps
 the most probable nodes. Where children are sampled from q, a node must not be kept or dropped for
-what was drawn: verification divides by q, which is the law of the drawn token only if nothing else
+what was drawn: verification divides by q, which is the distribution of the drawn token only if nothing else
 decides whether the token is tested. So the limit keeps nodes by their place in the tree alone: a
 parent before its children, a sibling before those drawn after it. That is a smaller tree of fixed
 shape, which is verified as if it had been drafted so.
@@ -41,9 +41,8 @@ from eyas.errors import InputError, OptionError
 __all__ = ["RowDrafts", "check_draft", "limit_candidates"]
 
 MAX_GUESS_TOKENS = 16  # tokens of a guess
-CONFIDENT_TOKENS = (
-    8  # tokens: a row that has followed its prediction so long, or is forced so far, needs no other draft
-)
+# a row that has followed its prediction so long, or is forced so far, needs no other draft
+CONFIDENT_TOKENS = 8
 FORCED_CHANCE = 0.99  # of a forced token: another tokenisation of the same text may come
 
 
@@ -224,16 +223,16 @@ def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
         nodes = 2 * nodes - 1
     B, device = draft.tree.rows, draft.tokens_BN.device
     parents, tokens = torch.zeros(B, nodes, dtype=torch.long), torch.zeros(B, nodes, dtype=torch.long)
-    candidates, scores = torch.zeros(B, nodes, dtype=torch.bool), torch.full((B, nodes), -math.inf)
-    parents[:, 0], candidates[:, 0], scores[:, 0] = -1, True, 0.0
+    acceptable, log_q = torch.zeros(B, nodes, dtype=torch.bool), torch.full((B, nodes), -math.inf)
+    parents[:, 0], acceptable[:, 0], log_q[:, 0] = -1, True, 0.0
     for row, (row_parents, row_tokens) in tries.items():
         part = slice(1, 1 + len(row_tokens))
         parents[row, part], tokens[row, part] = torch.tensor(row_parents) + 1, torch.tensor(row_tokens)
-        candidates[row, part], scores[row, part] = True, math.log(guesses[row][0].chance)
+        acceptable[row, part], log_q[row, part] = True, math.log(guesses[row][0].chance)
     tokens_BM = tokens.to(device)
     tokens_BM[:, 0] = draft.tokens_BN[:, 0]
     depth = max(len(guess.tokens) for found in guesses.values() for guess in found)
-    guess = Draft(Tree.build(parents.to(device), depth, candidates.to(device)), tokens_BM, scores.to(device))
+    guess = Draft(Tree.build(parents.to(device), depth, acceptable.to(device)), tokens_BM, log_q.to(device))
     if draft.tree.nodes == 1:
         draft = replace(draft, log_q_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
     merged = merge(draft, guess)
@@ -242,14 +241,14 @@ def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
 
 def limit_candidates(draft: Draft, limits: Sequence[int | None]) -> Draft:
     """The draft in which each row has at most so many candidates below the root; None: all that it
-    has. See "Lawful limits" above."""
+    has. See "Limits and losslessness" above."""
     tree = draft.tree
     same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
     elder_BN = same_parent_BNN.tril(-1).sum(-1)  # siblings drawn or chosen before each node
     # falls from parents to children and from sibling to sibling
     place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
-    value_BN = torch.where(tree.acceptable_BN, place_BN, -math.inf)
-    log_q_BN = draft.value_BN if draft.value_BN is not None else _path_scores(draft)
+    key_BN = torch.where(tree.acceptable_BN, place_BN, -math.inf)
+    value_BN = draft.value_BN if draft.value_BN is not None else _path_scores(draft)
     if draft.q_BNV is not None:
         place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' guesses
         sampled_B1 = (
@@ -257,11 +256,11 @@ def limit_candidates(draft: Draft, limits: Sequence[int | None]) -> Draft:
             if draft.deterministic_B is None
             else ~draft.deterministic_B[:, None]
         )
-        value_BN = torch.where(sampled_B1, place_BN, value_BN)
-    elif log_q_BN is not None:
-        value_BN = torch.where(tree.acceptable_BN, log_q_BN.double(), -math.inf)
-    value_BN[:, 0] = math.inf
-    rank_BN = value_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)  # the root has rank 0
+        key_BN = torch.where(sampled_B1, place_BN, key_BN)
+    elif value_BN is not None:
+        key_BN = torch.where(tree.acceptable_BN, value_BN.double(), -math.inf)
+    key_BN[:, 0] = math.inf
+    rank_BN = key_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)  # the root has rank 0
     limit_B1 = torch.tensor([tree.nodes if limit is None else limit for limit in limits], device=rank_BN.device)[
         :, None
     ]

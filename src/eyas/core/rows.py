@@ -37,9 +37,8 @@ class Row:
     ticket: int
     request: Request
     tokens: list[int]  # prompt and emitted tokens; the last one is the root of the next cycle
-    penalty_state: (
-        Adjustments | None
-    )  # of `tokens`, without `wait`; None if the request's law does not depend on the text
+    # of `tokens`, without `wait`; None if the request's distribution does not depend on the text
+    penalty_state: Adjustments | None
     constraint: GuardedConstraint | None
     finish: str | None = None
 
@@ -61,7 +60,7 @@ class Row:
         return self.request.max_new_tokens - self.emitted
 
     def adjustments(self) -> Adjustments | None:
-        """Those of the text so far; None if the next tokens' law depends on nothing of it."""
+        """Those of the text so far; None if the next tokens' distribution does not depend on it."""
         if self.penalty_state is None or self.penalty_state.ending is None:
             return self.penalty_state
         wait = self.request.min_tokens - self.emitted
@@ -223,7 +222,7 @@ def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
 
 
 def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
-    """[V], of the prompt; None if the request's law does not depend on the text."""
+    """[V], of the prompt; None if the request's distribution does not depend on the text."""
     sampling, ends = request.sampling, [token for token in request.eos if token < vocab]
     if not sampling.has_penalties and not (request.min_tokens and ends):
         return None

@@ -638,7 +638,7 @@ class TargetSession:
         return int(self.length_B[row])
 
     def truncate(self, row: int, length: int) -> None:
-        """Cut a row back to its first `length` tokens, a number that TargetSession.longest_known_prefix has returned."""
+        """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has returned."""
         assert length <= self.lengths[row]
         if self.states is not None:
             self.states.truncate(row, length, self._length(row))
@@ -650,7 +650,7 @@ class TargetSession:
     @torch.inference_mode()
     def copy(self, source: int, row: int, length: int) -> None:
         """Replace a row's text by the first `length` tokens of another row's, a number that
-        TargetSession.longest_known_prefix has returned."""
+        `longest_known_prefix` has returned."""
         assert length <= self.lengths[source]
         if self.states is not None:
             self.states.copy(source, row, length, self._length(source))

@@ -214,7 +214,7 @@ def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
 
     Where both have a path of the same tokens, the node of `other` becomes padding, and its children
     become children of the node of `draft`. A merged tree has no q, so it is verified as a deterministic tree even
-    if its children were drawn. It has scores if both trees have them.
+    if its children were drawn. It has `log_q_BN` if both trees have it.
 
     Args:
         match_BM: `matching_nodes(draft, other)`, if it is known already.
@@ -228,15 +228,15 @@ def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
     def join(first_BN: Tensor, second_BM: Tensor) -> Tensor:
         return torch.cat([first_BN, second_BM[:, 1:]], dim=1)
 
-    scores = None
+    log_q_BN = None
     if draft.log_q_BN is not None and other.log_q_BN is not None:
-        scores = join(draft.log_q_BN, other.log_q_BN)
+        log_q_BN = join(draft.log_q_BN, other.log_q_BN)
     tree = Tree.build(
         join(draft.tree.parents_BN, parents_BM),
         max(draft.tree.max_depth, other.tree.max_depth),
         join(draft.tree.acceptable_BN, other.tree.acceptable_BN & (match_BM < 0)),
     )
-    return Draft(tree, join(draft.tokens_BN, other.tokens_BN), scores)
+    return Draft(tree, join(draft.tokens_BN, other.tokens_BN), log_q_BN)
 
 
 def build_trie(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:

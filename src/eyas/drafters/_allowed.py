@@ -1,9 +1,9 @@
 """Drafts under constraints: a net's children are ranked among the tokens that the request's
 constraint allows.
 
-A constraint is a law that the target keeps at every node (`core.constraints`), so a child that it
+A constraint is a rule that the target keeps at every node (`core.constraints`), so a child that it
 forbids is never accepted. While a tree grows, the masks of the nodes so far are those that
-verification will apply: they depend on a node's path alone, so sampled children keep their law, too.
+verification will apply: they depend on a node's path alone, so sampled children keep their distribution, too.
 
 This module knows no net and no grammar. Letters: B rows, M nodes so far, Q nodes of a level, V
 vocabulary, v draft vocabulary.

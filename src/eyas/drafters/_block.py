@@ -209,25 +209,25 @@ class BlockMethod(Drafter):
     def grow(self, hidden_BSD: Tensor, cycle_input: CycleInput) -> Draft:
         """The tree below the roots, from the hidden of the slots of its levels."""
         net: BlockNet = self.decoding_net
-        laws_BSV = self.head(hidden_BSD, net)
+        logits_BSV = self.head(hidden_BSD, net)
 
-        def law(tokens_BQ: Tensor, level: int) -> Tensor:
+        def level_logits(tokens_BQ: Tensor, level: int) -> Tensor:
             """The logits [B, Q, V] of the children of nodes at this depth."""
-            law_BQV = laws_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
+            logits_BQV = logits_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
             if net.markov is not None:
-                law_BQV = law_BQV + net.markov(tokens_BQ).to(law_BQV.dtype)
-            return self.stopped(law_BQV, hidden_BSD[:, level : level + 1], tokens_BQ)
+                logits_BQV = logits_BQV + net.markov(tokens_BQ).to(logits_BQV.dtype)
+            return self.stopped(logits_BQV, hidden_BSD[:, level : level + 1], tokens_BQ)
 
         def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
-            return law(tokens_BQ, level + 1)
+            return level_logits(tokens_BQ, level + 1)
 
-        growth = Growth(lambda: law(cycle_input.tokens_B[:, None], 0)[:, 0], lambda logits: logits, expand)
+        growth = Growth(lambda: level_logits(cycle_input.tokens_B[:, None], 0)[:, 0], lambda logits: logits, expand)
         return grow_dynamic(growth, cycle_input, self.tree)
 
-    def stopped(self, law_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
+    def stopped(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         """The logits, or minus infinity for nodes that shall have no children. Here all nodes may
         have some."""
-        return law_BQV
+        return logits_BQV
 
     def chain(self, depth: int) -> Self:
         """At most as deep as the block."""

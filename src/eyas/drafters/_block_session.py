@@ -1,8 +1,8 @@
 """The session of block drafters: one pass of the net over [root, mask, mask, ...] in every cycle.
 
     prefill   the net stores keys and values of the prompt's features
-    draft     the same for the tokens accepted in the last cycle ("pending"); then one pass over the block. The slots give one law for
-              each level, and the tree grows from them without a further pass
+    draft     the same for the tokens accepted in the last cycle ("pending"); then one pass over the block. The slots give the
+              distributions of the levels, and the tree grows from them without a further pass
     commit    the features of the accepted path become pending; keys and values of the block are overwritten by the next ones
 
 Letters: B rows, R rows of a forward, P nodes on the longest path, n slots of a block, T tokens, D

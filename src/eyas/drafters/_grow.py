@@ -1,10 +1,10 @@
 """Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and trees of a fixed
 shape (`grow_static`).
 
-Both work on a `Growth`: functions of the draft net for one cycle. `read` lets the net read the
-newly committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes of a
-level attend to the committed slots, and among the slots of the tree to their ancestors and
-themselves (`visible`).
+Both work on a `Growth`: functions of the draft net for one cycle. `forward_pending` lets the net read
+the newly committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes
+of a level attend to the committed slots, and among the slots of the tree to their ancestors and
+themselves (`visible_BQT`).
 
 **Coupled noise.** The target draws argmax(log p + g). The Gumbel noise g is a function of seed,
 position and token, so it is known before the target runs (`core.sampling`). The draft therefore
@@ -136,7 +136,7 @@ class Growth:
 
     @cached_property
     def hidden_BD(self) -> Tensor:
-        """The result of `read`, which is called once."""
+        """The result of `forward_pending`, which is called once."""
         return self.forward_pending()
 
     def ids(self, tokens: Tensor) -> Tensor:
@@ -238,9 +238,8 @@ class _Children:
 
     index: Tensor  # int64 [B, Q, K]; token ids of the draft vocabulary
     log_q: Tensor  # float32 [B, Q, K]
-    log_confidence: (
-        Tensor  # float32 [B, Q, K]; log of the child's confidence: the estimate that the target draws it; at most 0
-    )
+    log_confidence: Tensor
+    """float32 [B, Q, K]; log of the child's confidence, the estimate that the target draws it; at most 0."""
 
 
 def _best_children(
@@ -338,7 +337,7 @@ class _Static:
             width = 1 + max(path[-1] for path in paths)
             visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(slots)]
             if inner == [0]:
-                slots = []  # the root has no slot among those of the tree: `Growth.read` has committed it
+                slots = []  # the root has no slot among those of the tree: `Growth.forward_pending` has committed it
             parent_Q = tensor(max(0, parents[n]) for n in inner)
             child_M = tensor(number[path] for path in paths)
             flat_M = tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths)

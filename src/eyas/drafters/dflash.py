@@ -6,7 +6,7 @@ levels of the tree.
 
 Slot i (1, 2, ...) predicts the token at its own place, i places behind the root. A slot does not
 know the tokens between, so all nodes of a level have the same q, as with Medusa; the slots see each
-other's hidden states, though. The tree grows best-first from these laws by EAGLE-2's rule
+other's hidden states, though. The tree grows best-first from these distributions by EAGLE-2's rule
 (`_grow`), without a further pass. Children are chosen: at any temperature the tokens are those of
 plain decoding with the same seed.
 

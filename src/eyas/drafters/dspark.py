@@ -111,10 +111,10 @@ class Method(BlockMethod):
             train.anchors, train.gamma, train.objective, train.cross_entropy, train.overlap, train.confidence
         )
 
-    def stopped(self, law_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
+    def stopped(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         net: BlockNet = self.decoding_net
         if not self.options.stop or net.confidence is None:
-            return law_BQV
+            return logits_BQV
         sure_BQ = net.accepted(hidden_B1D.expand(-1, tokens_BQ.shape[1], -1), tokens_BQ)
         threshold = math.log(self.options.stop / (1 - self.options.stop))
-        return law_BQV.masked_fill((sure_BQ < threshold)[..., None], -math.inf)
+        return logits_BQV.masked_fill((sure_BQ < threshold)[..., None], -math.inf)

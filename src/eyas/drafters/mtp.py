@@ -11,7 +11,8 @@ Training makes a head of its own: it goes on from the module in the target's che
 with a new one where there is none. A module that predicted one token while the target was trained
 learns here to read its own outputs, by EAGLE-3's training-time test.
 
-Letters: N packed tokens, M of them that count, I steps, D hidden.
+Letters: N packed tokens, M slots from which a counted token is predicted, K predictions of all steps,
+U tokens that count, D hidden.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ of the tree in one pass.
 
 Slot j stands j positions behind slot 0 and attends to the committed pairs and to the slots before
 it. It knows no drafted token, so all nodes of a level have the same q, as with DFlash; the mask's
-features are learned. The tree is EAGLE-2's, grown from these laws without a further pass; children
+features are learned. The tree is EAGLE-2's, grown from these distributions without a further pass; children
 are chosen. When drafted tokens are accepted, their pairs are read again with the target's features.
 
 Training (section 3): every slot of the text begins such a row of masks, and each of its slots
@@ -175,12 +175,12 @@ class ParallelSession(EagleSession):
         levels: int = self.drafter.options.tree.depth
         if cycle_input.tree_size is not None:
             levels = min(levels, cycle_input.tree_size.depth)
-        laws_BSv = self.drafter.head(self._read_levels(cycle_input, max(1, levels)))
+        logits_BSv = self.drafter.head(self._read_levels(cycle_input, max(1, levels)))
 
         def expand(tokens_BQ: Tensor, parents_BQv: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
-            return laws_BSv[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
+            return logits_BSv[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
 
-        return Growth(lambda: laws_BSv[:, 0], lambda logits: logits, expand, self.drafter.draft_ids_v)
+        return Growth(lambda: logits_BSv[:, 0], lambda logits: logits, expand, self.drafter.draft_ids_v)
 
     def _read_levels(self, cycle_input: CycleInput, levels: int) -> Tensor:
         """Read the pending pairs and the masks behind them; returns the net's output [B, S, D] at

@@ -5,7 +5,7 @@
     model.generate(**inputs, custom_generate="path/or/hub-id", trust_remote_code=True)      by a head's own folder
 
 custom.py      what transformers calls instead of its own loop      attachment.py `attach` and `detach`
-laws.py        its processors as the engine's sampling              folder.py     `custom_generate/` in a head's folder
+sampling.py    its processors as the engine's sampling              folder.py     `custom_generate/` in a head's folder
 inputs.py      its padded batches as prompts                        models.py     what is kept for each model
 loop.py        tokens of all rows in step, as criteria and streamers are told
 refusals.py    what cannot be kept, by name                         caller.py     arguments that transformers drops

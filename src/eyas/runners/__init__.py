@@ -1,4 +1,4 @@
-"""Runners: ways to run the target's forward. `prepared` chooses one for a target and a machine.
+"""Runners: ways to run the target's forward. `with_fastest_runner` chooses one for a target and a machine.
 
 cpu.py         compiled C++ kernels for the model types that they support; cpu_ops.py and cpu_grow.py: the rest of the cycle by kernels
 graphs.py      the model's own forward, or whole cycles, as CUDA graphs; recording.py: which part of a cycle is recorded

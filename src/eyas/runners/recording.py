@@ -1,7 +1,8 @@
 """Recorded cycles: a cycle whose operations are always the same is recorded once and replayed (CUDA
 graphs).
 
-    recorded with its draft      the session is capturable (deterministic trees of EAGLE, Medusa and Hydra; plain decoding)
+    recorded with its draft      the session is capturable (deterministic trees of EAGLE, P-EAGLE, DFlash, DSpark, Medusa and
+                                 Hydra; plain decoding)
     recorded without its draft   the draft is made on the host, or by a model whose forwards are graphs of their own; recorded are the
                                  target's forward, verification and commit
 

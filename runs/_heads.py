@@ -161,7 +161,7 @@ def compare(
 
 
 def caption(target: str, heads: Sequence[Head], trainings: Mapping[str, Any], chats: int) -> str:
-    """What was compared, in a line."""
+    """Name the heads that were compared, in one line."""
     tokens = sorted({record["tokens"] for record in trainings.values()})
     span = " to ".join(f"{n:,}" for n in dict.fromkeys((tokens[0], tokens[-1])))
     seeds = len({head.seed for head in heads})

@@ -107,7 +107,7 @@ def pass_ms(rows: Sequence[Figures]) -> dict[str, float] | None:
 
 
 def last_counts(rows: Sequence[Figures]) -> Figures:
-    """What the engine counted until its last round, and its versions."""
+    """Return the engine's counts up to its last round, and its versions."""
     if not rows:
         return {"mean_acceptance_length": None, "versions": None}
     return {"mean_acceptance_length": mean_length(rows[-1]), "versions": rows[-1]["versions"]}

@@ -291,7 +291,7 @@ class FileRun:
             )
 
     def kept(self) -> str:
-        """What is kept when the run ends here, and how to go on."""
+        """Say which results are kept when the run ends here, and how to go on."""
         path = self.results.path
         where = f"are in {path}; the same command goes on after them" if path else "are above"
         return f"{self.results_before + self.counts[self.noun]} {self.noun} {where}"

@@ -46,7 +46,7 @@ def with_images(messages: Sequence[Any]) -> list[Any]:
 
 @dataclass
 class Room:
-    """What the images of a request may still take."""
+    """Counts down the number and the pixels of images that a request may still hold."""
 
     images: int
     pixels: int

@@ -172,7 +172,7 @@ class LLM:
             sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); a keyword
                 overrides the same field.
             generation_config: `GenerationConfig` of transformers, instead.
-            n: answers to each prompt, with the variants seed, seed + 1, ...; the prompt is read once.
+            n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.
             temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the
                 default.

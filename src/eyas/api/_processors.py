@@ -33,7 +33,7 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
 
 
 def check_processor(processor: Processor) -> Processor:
-    """The processor; InputError for one that cannot be params about every node of a tree."""
+    """The processor; InputError for one that cannot be asked about every node of a tree."""
     name = type(processor).__name__
     if STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
         raise InputError(

@@ -206,7 +206,7 @@ class RowStates:
         return range(before + 1, before + 1 + int(count_B[row]))
 
     def truncate(self, row: int, length: int, committed: int) -> None:
-        """Cut a row of `committed` tokens back to `length`, at which its state is known (TargetSession.longest_known_prefix)."""
+        """Cut a row of `committed` tokens back to `length`, at which its state is known (`TargetSession.longest_known_prefix`)."""
         if length != committed and length:
             self._put(row, self._at(row, length))
         self._forget(row, length)

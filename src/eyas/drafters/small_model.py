@@ -213,7 +213,7 @@ class Method(Drafter):
             raise CheckpointError(NO_DRAFT_MODEL)
         options = options or cls.Options()
         names = [str(source)] if Path(source).expanduser().exists() else str(source).split(",")
-        if len(names) > 1 and not options.dynamic.is_used:  # merged trees are verified as a deterministic tree ones
+        if len(names) > 1 and not options.dynamic.is_used:  # merged trees are verified as deterministic ones
             if options.verification != "token":
                 raise OptionError("verification block is for one draft model: leave it out")
             options = replace(options, tree=replace(options.tree, noise="coupled"))

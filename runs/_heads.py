@@ -1,5 +1,5 @@
 """Train heads for a comparison by `eyas train`, and compare them by `eyas.bench`: ablation.py,
-scaling.py, data_source.py, bench_heads.py.
+data_source.py, bench_heads.py.
 
 Everything goes on where it was stopped: a head from its saved state, answers prompt by prompt.
 Heads of one kind differ in their seed; their answers are taken together. Intervals: 95 %, bootstrap

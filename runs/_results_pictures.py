@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 
 # An opaque light background, so that labels can be read on a dark page too. Colours: Okabe and Ito.
 STYLE: Any = {"font.size": 10, "figure.facecolor": "#fcfcfd", "axes.facecolor": "#fcfcfd"}
-GREY, BLUE, ORANGE, GREEN = "#8a8f98", "#0072B2", "#D55E00", "#009E73"
+GREY, BLUE, ORANGE = "#8a8f98", "#0072B2", "#D55E00"
 SPEEDS = {
+    "speed_epyc": "embedded\nAMD",
+    "speed_epyc_int8": "embedded int8\nAMD",
     "speed": "embedded\nIntel AMX",
     "speed_nestling": "nestling\nIntel AMX",
     "speed_nestling_int8": "nestling int8\nIntel AMX",
-    "speed_amd": "embedded\nAMD",
-    "speed_amd_nestling": "nestling\nAMD",
 }
 DRAFTLESS = {
     "suffix": "suffix",
@@ -35,7 +35,7 @@ def draw_speed(figure: Figure) -> None:
     bars = {
         ("transformers generate", GREY): [record(name)["table"][GENERATE] for name in SPEEDS],
         ("eyas, plain decoding", BLUE): [record(name)["table"][PLAIN] for name in SPEEDS],
-        ("eyas, best EAGLE tree", ORANGE): [best_tree(name) for name in SPEEDS],
+        ("eyas, best tree of a head", ORANGE): [best_tree(name) for name in SPEEDS],
     }
     axes = figure.subplots()
     for place, ((label, colour), rows) in enumerate(bars.items()):
@@ -61,7 +61,7 @@ def draw_tau(figure: Figure) -> None:
     axes = figure.subplots()
     taus = [tau for _, tau in rows]
     values = [tau[0] for tau in taus]
-    colours = [ORANGE if name.startswith("eagle") else GREY for name, _ in rows]
+    colours = [ORANGE if name in METHODS else GREY for name, _ in rows]
     bars = axes.barh(range(len(rows)), values, 0.7, xerr=reach(taus), color=colours, error_kw={"lw": 1})
     axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8, padding=4)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
@@ -84,8 +84,7 @@ def draw_pass_cost(figure: Figure) -> None:
     curves = [
         ("speed", "own forward, by nodes", "Intel AMX, model's own forward", GREY, "--"),
         ("speed", "kernels, by nodes", "Intel AMX, kernels", BLUE, "-"),
-        ("speed_vnni", "kernels, by nodes", "Intel without AMX, kernels", GREEN, "-"),
-        ("speed_amd", "kernels, by nodes", "AMD, kernels", ORANGE, "-"),
+        ("speed_epyc", "kernels, by nodes", "AMD, kernels", ORANGE, "-"),
     ]
     for name, key, label, colour, style in curves:
         nodes, ms = zip(*((row["nodes"], row["ms"]) for row in record(name)["cost"][key]), strict=True)
@@ -154,7 +153,7 @@ PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "tau": (draw_tau, (8, 3.9)),
     "pass_cost": (draw_pass_cost, (7, 3.8)),
     "long_context": (draw_long_context, (9, 3.6)),
-    **{name: (partial(draw_heads, name), (9, 3.6)) for name in ("ablation", "scaling", "data_source")},
+    **{name: (partial(draw_heads, name), (9, 3.6)) for name in ("ablation", "data_source")},
 }
 
 

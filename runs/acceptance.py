@@ -1,4 +1,4 @@
-"""n-alpha and tau of EAGLE-1 (chain, static tree), EAGLE-2 and EAGLE-3 (chain, dynamic trees) on chats.
+"""n-alpha and tau of EAGLE-1 (chain, static tree), EAGLE-2, EAGLE-3 and an MTP module (chain, dynamic trees) on chats.
 
     python runs/acceptance.py --chats HELDIN.jsonl.gz --output docs/results/acceptance_embedded.json
     python runs/acceptance.py --chats HELDIN.jsonl.gz --temperature 1 --output docs/results/acceptance_embedded_t1.json
@@ -24,6 +24,8 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> head, method,
     "eagle2 dynamic tree": ("eagle1", "eagle2", tree(26, 5, 4)),
     "eagle3 chain": ("eagle3", "eagle3", tree(6, 5, 1)),
     "eagle3 dynamic tree": ("eagle3", "eagle3", tree(26, 5, 4)),
+    "mtp chain": ("mtp", "mtp", tree(6, 5, 1)),
+    "mtp dynamic tree": ("mtp", "mtp", tree(26, 5, 4)),
 }
 
 

@@ -58,7 +58,7 @@ compare)
     if [ -f "$OUT/$name/config.json" ]; then options+=(--head "$name=$method:$OUT/$name"); fi
   done <<<"$(grep . <<<"$HEADS")"
   "$PYTHON" runs/compare_heads.py "${options[@]}" --chats "$DATA/eval/chat_heldin_300.jsonl.gz" --limit 24 --max-new-tokens 64 \
-    --speed --output docs/results/drafters_equal.json
+    --speed --output docs/results/drafters.json
   ;;
 pictures)
   [ -d "$OUT/datastore" ] || "$PYTHON" -m eyas datastore build --data "$OUT/chats.jsonl" --output "$OUT/datastore"

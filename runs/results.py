@@ -23,6 +23,8 @@ from eyas.files import write_text
 PAGE = DOCS / "results.md"
 MARKER = "<!-- Everything below is made by runs/results.py from docs/results/*.json. -->"
 EQUAL_IDS = "ids equal to plain decoding"
+INTEL = {"embedded": "speed", "nestling": "speed_nestling"}  # speed records by model: a Xeon with AMX
+EPYC = {"embedded": "speed_epyc"}
 
 
 def source(*names: str) -> str:
@@ -71,14 +73,13 @@ def three_values(row: Record, key: str) -> list[float | None]:
 
 def aims() -> str:
     """The table of aims, from the records."""
-    amx, amd = ("speed", "speed_nestling"), ("speed_amd", "speed_amd_nestling")
-    sampled, large = ("speed_t1", "speed_amd_t1"), ("speed_300m", "speed_amd_300m")
+    intel, epyc, sampled, large = INTEL, EPYC, ("speed_t1", "speed_epyc_t1"), ("speed_300m", "speed_amd_300m")
 
-    def models(read: Callable[[str], str], names: Sequence[str]) -> str:
-        return "; ".join(f"{model} {read(name)}" for model, name in zip(("embedded", "nestling"), names, strict=False))
+    def models(read: Callable[[str], str], names: Mapping[str, str]) -> str:
+        return "; ".join(f"{model} {read(name)}" for model, name in names.items())
 
     def both(read: Callable[[str], str]) -> list[str]:
-        return [models(read, names) for names in (amx, amd)]
+        return [models(read, names) for names in (intel, epyc)]
 
     def best(key: str) -> Callable[[str], str]:
         return lambda name: cell(best_tree(name)[key])
@@ -86,19 +87,22 @@ def aims() -> str:
     def row_of(contestant: str, key: str) -> Callable[[str], str]:
         return lambda name: cell(record(name)["table"][contestant][key])
 
+    def auto(method: str) -> Callable[[str], str]:
+        return lambda name: cell(auto_over_best(name, method))
+
     lines = [
         ["plain decoding over transformers' `generate`", "1.7", *both(row_of(PLAIN, "over_transformers"))],
-        ["best EAGLE tree over `generate`, T = 0", "4", *both(best("over_transformers"))],
-        ["best EAGLE tree over plain decoding, T = 0", "2.2", *both(best("over_plain"))],
-        ["the same at T = 1", "1.9", *(models(best("over_plain"), [name]) for name in sampled)],
-        ["c of a tree of 4 nodes", "1.9", *both(row_of("eagle3 4/3/1", "c"))],
+        ["best tree over `generate`, T = 0", "4", *both(best("over_transformers"))],
+        ["best tree over plain decoding, T = 0", "2.2", *both(best("over_plain"))],
+        ["the same at T = 1", "1.9", *(f"embedded {cell(best_tree(name)['over_plain'])}" for name in sampled)],
+        ["c of EAGLE-3's tree of 4 nodes", "1.9", *both(row_of("eagle3 4/3/1", "c"))],
         ["300M parameters, simulated acceptance: over plain decoding, 4 nodes", "2.2",
          *(cell(three_values(simulated_row(name, "4/3"), "speedup")) for name in large)],
         ["the same: c of 32 nodes in 6 levels", "1.65", *(cell(simulated_row(name, "32/6")["c"]) for name in large)],
         ["a pass over 16 nodes / over 1", "1.2",
-         *(models(lambda name: cell(pass_ratio(name, 16)), names[:1]) for names in (amx, amd))],
-        ["`--tree auto` over the best fixed tree, EAGLE-3", "0.95",
-         models(lambda name: cell(auto_over_best(name, "eagle3")), amx), ""],
+         *(f"embedded {pass_ratio(name, 16):.2f}" for name in ("speed", "speed_epyc"))],
+        ["`--tree auto` over the best fixed tree, EAGLE-3", "0.95", *both(auto("eagle3"))],
+        ["the same, MTP", "0.95", "", f"embedded {auto('mtp')('speed_epyc')}"],
         ["`--tree auto` with a useless head over plain decoding", "0.95",
          *both(row_of("random head, auto", "over_plain"))],
     ]  # fmt: skip
@@ -131,24 +135,18 @@ def cost_tables(content: Record) -> Iterator[str]:
 
 
 SPEEDS = {
-    "speed": "Intel Xeon with AMX: embedded model, T = 0",
-    "speed_t1": "Intel Xeon with AMX: embedded model, T = 1",
+    "speed_epyc": "AMD EPYC (Zen 4, no matrix units): embedded model, T = 0",
+    "speed_epyc_t1": "AMD EPYC: embedded model, T = 1",
+    "speed": "Intel Xeon with AMX: embedded model, earlier EAGLE-3 head, T = 0",
+    "speed_t1": "Intel Xeon with AMX: embedded model, earlier EAGLE-3 head, T = 1",
     "speed_nestling": "Intel Xeon with AMX: nestling (28M parameters, published in bfloat16), T = 0",
-    "speed_full_vocabulary": "A slower Xeon with AMX: embedded model, EAGLE-3 head that drafts every token, T = 0",
-    "speed_full_vocabulary_t1": "The same machine and head: T = 1",
-    "speed_vnni": "Xeon at 2.5 GHz with AVX-512 VNNI, no AMX: embedded model, T = 0",
-    "speed_vnni_t1": "The same machine: embedded model, T = 1",
-    "speed_vnni_nestling": "The same machine: nestling, T = 0",
-    "speed_amd": "AMD EPYC with AVX-512 VNNI and BF16: embedded model, T = 0",
-    "speed_amd_t1": "The same machine: embedded model, T = 1",
-    "speed_amd_nestling": "The same machine: nestling, T = 0",
-    "speed_zen4": "AMD EPYC of an older kind (Zen 4): embedded model, EAGLE-3 head that drafts every token, T = 0",
-    "speed_zen4_t1": "The same machine and head: T = 1",
 }
-AUTO = (
-    "speed", "speed_t1", "speed_full_vocabulary", "speed_full_vocabulary_t1", "speed_zen4", "speed_zen4_t1",
-    "speed_nestling", "speed_int8", "speed_nestling_int8", "speed_nestling_int4",
-)  # fmt: skip
+ROUNDED_SPEEDS = {
+    "speed_epyc_int8": "AMD EPYC, embedded model, int8 activations",
+    "speed_int8": "Intel, embedded model, earlier EAGLE-3 head, int8 activations",
+    "speed_nestling_int8": "Intel, nestling, int8 weights and activations",
+}
+AUTO_METHODS = {"mtp": "MTP", "eagle3": "EAGLE-3", "eagle2": "EAGLE-2"}
 
 
 def speed() -> Iterator[str]:
@@ -160,22 +158,14 @@ def speed() -> Iterator[str]:
         given as nodes/depth/branch. c leaves the prompt's pass out. Trust ratios more than tokens
         per second: clocks and neighbours change.""")
     yield from subsections(SPEEDS, lambda content: [speed_table(content)])
-    for name, title in (("speed", "Intel Xeon with AMX"), ("speed_amd", "AMD EPYC")):
+    for name, title in (("speed_epyc", "AMD EPYC"), ("speed", "Intel Xeon with AMX")):
         yield f"### Cost of a pass: {title}"
         yield from cost_tables(record(name))
     yield "### `--tree auto` over the best fixed tree"
     yield prose("The best fixed tree is chosen on one half of the prompts and judged on the other.")
-    lines = ([name, *(cell(auto_over_best(name, method)) for method in ("eagle3", "eagle2"))] for name in AUTO)
-    yield table(["record", "EAGLE-3", "EAGLE-2"], lines)
-
-
-ROUNDED_SPEEDS = {
-    "speed_int8": "Intel, embedded model, int8 activations",
-    "speed_nestling_int8": "Intel, nestling, int8 weights and activations",
-    "speed_nestling_int4": "Intel, nestling, int4 weights, int8 activations",
-    "speed_amd_int8": "AMD, embedded model, int8 activations",
-    "speed_amd_nestling_bfloat16": "AMD, nestling, bfloat16 activations",
-}
+    titles = SPEEDS | ROUNDED_SPEEDS
+    lines = ([title, *(cell(auto_over_best(name, m)) for m in AUTO_METHODS)] for name, title in titles.items())
+    yield table(["", *AUTO_METHODS.values()], lines)
 
 
 def rounded() -> Iterator[str]:
@@ -201,9 +191,7 @@ def rounded() -> Iterator[str]:
 SIMULATED = {
     "speed_300m": "Intel, exact",
     "speed_300m_int8": "Intel, int8",
-    "speed_300m_int4": "Intel, int4 weights",
     "speed_amd_300m": "AMD, exact",
-    "speed_amd_300m_bfloat16": "AMD, bfloat16 activations",
     "speed_amd_300m_int8": "AMD, int8",
 }
 
@@ -235,9 +223,7 @@ def simulated() -> Iterator[str]:
 ACCEPTANCE = {
     "acceptance_embedded": "Embedded model, T = 0",
     "acceptance_embedded_t1": "Embedded model, T = 1",
-    "acceptance_nestling": "Nestling, T = 0, one head for EAGLE-1 and EAGLE-2",
     "acceptance_nestling_eagle3": "Nestling, T = 0, heads of few training tokens",
-    "acceptance_nestling_t1": "The same, T = 1",
 }
 
 
@@ -264,8 +250,8 @@ def acceptance() -> Iterator[str]:
     yield prose("""
         The last user turn of held-in chats, answers of at most 96 tokens, trees of 26 nodes, chains
         of 5 draft tokens. Answers in which more than a fifth of the 8-grams repeat are reported
-        apart, because loops flatter every method. Differences are paired by chat. The records of
-        T = 0 other than the first were made with sharpness 1, the papers' rule.""")
+        apart, because loops flatter every method. Differences are paired by chat. Nestling's trees
+        were grown with confidence temperature 1, the papers' rule.""")
     yield from subsections(ACCEPTANCE, acceptance_tables)
 
 
@@ -275,11 +261,7 @@ def sharpness() -> Iterator[str]:
         A dynamic tree ranks its nodes by the draft's confidences, softmax(sharpness x log q). 1 is
         EAGLE-2's own rule; 2, the default (`--tree.confidence-temperature 0.5`), is worth 3 to 19 %
         of tau at T = 0. tau, and its ratio to sharpness 1, paired by prompt.""")
-    titles = {
-        "sharpness": "embedded, T = 0",
-        "sharpness_nestling": "nestling, T = 0",
-        "sharpness_t1": "embedded, T = 1",
-    }
+    titles = {"sharpness": "embedded, T = 0", "sharpness_t1": "embedded, T = 1"}
     for name, title in titles.items():
         by_tree: dict[str, list[Record]] = {}
         for row in record(name)["table"]:
@@ -338,7 +320,7 @@ def flips() -> Iterator[str]:
         A tree of 12/5/3 against plain decoding in the same dtype, by the model's own forward, 21
         texts. *Margin*: the logits' distance of the two tokens in the float32 model; *spacing*:
         that of neighbouring numbers of the dtype there. No flip lies beyond 1.1 spacings.""")
-    titles = {"flips": "embedded", "flips_nestling": "nestling", "flips_amd": "embedded, AMD"}
+    titles = {"flips": "Intel", "flips_amd": "AMD"}
     rows = {f"{title}, {key}": row for name, title in titles.items() for key, row in record(name)["found"].items()}
 
     def margins(row: Record) -> str:
@@ -363,13 +345,8 @@ def training() -> Iterator[str]:
     """Heads trained for a comparison: ablation, data, source of the data."""
     yield prose("""
         Small comparisons: one seed, few tokens. Differences are paired by chat.
-        ![Parts of EAGLE-3](results/ablation.svg)![Amount of data](results/scaling.svg)
-        ![Source of the data](results/data_source.svg)""")
-    titles = {
-        "ablation": "Parts of EAGLE-3",
-        "scaling": "Amount of data",
-        "data_source": "The target's own answers as data",
-    }
+        ![Parts of EAGLE-3](results/ablation.svg) ![Source of the data](results/data_source.svg)""")
+    titles = {"ablation": "Parts of EAGLE-3", "data_source": "The target's own answers as data"}
     yield from subsections(titles, training_tables)
 
 
@@ -390,9 +367,9 @@ def bundled() -> Iterator[str]:
 
 
 def batches() -> Iterator[str]:
-    """Several rows, and a mixture of experts."""
+    """Several rows."""
     yield prose("Speed-up over plain decoding in as many rows (EAGLE-1, table 7), by the model's own forward.")
-    batch, experts = record("batch"), record("experts")
+    batch = record("batch")
     sizes = [str(n) for n in batch["settings"]["rows"]]
     lines = [
         [name, *(cell(row[n]["speedup"]) for n in sizes), cell(batch["throughput"][name])]
@@ -401,34 +378,6 @@ def batches() -> Iterator[str]:
     lines.append(["published, Vicuna-7B", *(cell(batch["published_speedup"].get(n)) for n in sizes), "1.97"])
     yield table(["rows", *sizes, "throughput"], lines)
     yield source("batch")
-    yield prose("""
-        A mixture of experts of Mixtral's shape at width 512, random weights, beside a dense model
-        of as many parameters a token.""")
-    nodes = [row["nodes"] for row in experts["experts"]["verify_ms"]]
-    touched = {row["nodes"]: row["experts"] for row in experts["experts"]["experts_touched"]}
-    lines = [["experts touched in a layer", *(cell(touched.get(n), 1) for n in nodes)]]
-    for kind in ("experts", "dense"):
-        lines.append([f"ms of a pass, {kind}", *(cell(row["ms"], 0) for row in experts[kind]["verify_ms"])])
-    yield table(["nodes verified", *map(str, nodes)], lines)
-    yield source("experts")
-
-
-def host_costs() -> Iterator[str]:
-    """Look-ups and datastores."""
-    costs = {name: record("lookup_cost")[name] for name in ("suffix", "prompt_lookup")}
-    lengths = [f"{row['tokens']:,}" for row in costs["suffix"]]
-    lines = [
-        [name, *(f"{row['read_us'][0]:.1f}; {row['propose_us'][0]:.0f}" for row in rows)]
-        for name, rows in costs.items()
-    ]
-    yield table(["us for a token read; for a proposal, at tokens", *lengths], lines)
-    yield source("lookup_cost")
-    keys = ("tokens", "build_seconds", "peak_memory_mib", "disk_bytes_per_token", "open_ms", "mean_match_tokens")
-    makers = {key.replace("_", " "): lambda row, key=key: f"{row[key]:,}" for key in keys}
-    for place, head in enumerate(("look-up us, median", "99th percentile")):
-        makers[head] = lambda row, place=place: cell(row["then"]["processor_us"][place], 0)
-    yield columns(record("datastore_cost")["stores"], makers, "datastore")
-    yield source("datastore_cost")
 
 
 AUTO_OVER_OFF = "auto over off"
@@ -458,14 +407,11 @@ def load_table(loads: Mapping[str, Record], title: str, heads: Iterable[str] = (
     return table([title, *(heads or loads)], lines)
 
 
-SERVER_LOADS = {  # `serve_load_nestling` is from before eyas' threads ended with their work
+SERVER_LOADS = {
     "serve_load": "embedded, beside others",
-    "serve_load_nestling": "nestling, beside others",
     "serve_load_full": "embedded, eyas alone",
     "serve_load_nestling_own": "nestling with a head of its own, eyas alone",
-    "serve_load_nestling_16": "the same, more rounds",
 }
-OPEN_LOADS = {"serve_load_open": "embedded", "serve_load_nestling_open": "nestling with a head of its own"}
 
 
 def servers() -> Iterator[str]:
@@ -482,10 +428,9 @@ def servers() -> Iterator[str]:
     yield prose("""
         Requests at random times, at shares of the requests a second that drafts off answer with 16
         clients:""")
-    for name, model in OPEN_LOADS.items():
-        loads = record(name)["open"]
-        yield load_table(loads, f"{model}, load", [f"{100 * float(load):.0f} %" for load in loads])
-        yield source(name)
+    loads = record("serve_load_open")["open"]
+    yield load_table(loads, "embedded, load", [f"{100 * float(load):.0f} %" for load in loads])
+    yield source("serve_load_open")
     long = record("serve_load_long")
     yield prose(f"""
         4 clients, without and with prompts of {int(long["settings"]["prompt_tokens"]):,} tokens that come one after
@@ -515,60 +460,41 @@ def by_tree(content: Record, speed: bool = False) -> Iterator[tuple[str, str, Re
             yield from ((temperature, tree, row) for tree, row in rows.items() if "/" in tree)
 
 
-def heads_table(content: Record, figure: str, pairs: str) -> str:
-    """A line for each temperature and tree; the last head beside every other one.
+def heads_table(content: Record, figure: str) -> str:
+    """A line for each temperature and tree, with the ratio of the last head to every other one.
 
     Args:
         figure: "tau" or "tokens_per_second".
-        pairs: "difference" or "ratio".
     """
-    speed, sign = figure != "tau", {"difference": " - ", "ratio": " / "}[pairs]
-    lines = []
+    speed = figure != "tau"
+    lines, heads = [], list[str]()
     for temperature, tree, row in by_tree(content, speed):
         *others, last = row[figure]
-        beside = [f"{last}{sign}{name}" for name in others]
+        pairs = [f"{last} / {name}" for name in others]
         figures = [cell(value, 1 if speed else 2) for value in row[figure].values()]
-        lines.append([temperature, tree, *figures, *(cell(row[pairs][pair]) for pair in beside)])
-        heads = ["", "tree", *row[figure], *beside]
+        lines.append([temperature, tree, *figures, *(cell(row["ratio"][pair]) for pair in pairs)])
+        heads = ["", "tree", *row[figure], *pairs]
     return table(heads, lines)
 
 
 def embedded_heads() -> Iterator[str]:
-    """The embedded EAGLE-3 head beside its predecessor and the other heads; the MTP module."""
-    shipped, speeds, mtp = (record(name) for name in ("heads_shipped", "heads_shipped_speed", "heads_mtp"))
+    """The embedded model's heads beside each other."""
+    mtp = record("heads_mtp")
     yield prose("""
-        *before*: the EAGLE-3 head with 4,096 draft tokens, which all other tables on this page
-        have; *eagle3*: the shipped one, which drafts every token. tau on held-in chats from the
-        101st on, less those that loop or stand in the training data; all texts equal plain
-        decoding's.""")
-    yield heads_table(shipped, "tau", "difference")
-    yield source("heads_shipped")
-    yield prose(f"Tokens per second, whole answers to {speeds['prompts']} bundled prompts, asked in turn:")
-    yield heads_table(speeds, "tokens_per_second", "ratio")
-    yield prose("""
-        A cycle, median milliseconds, which others on the machine disturb less than tokens per
-        second. *n6144*: the shipped head, cut to the 6,144 tokens that are most frequent in sampled
-        text.""")
-    cycles = (
-        (t, tree, *(f"{ms:.2f}" for ms in row["median_cycle_ms"].values())) for t, tree, row in by_tree(speeds, True)
-    )
-    yield table(["", "tree", *speeds["heads"]], cycles)
-    yield source("heads_shipped_speed")
-    yield "### The embedded MTP module"
-    yield prose("""
-        The embedded model's default: an MTP module of transformers' class. 4.2M tokens in the last
-        stage of its training, 0.9M before, four steps of the training-time test, under the target's
-        own lm_head. tau on held-in chats from the 101st on, less those that loop or stand in the
-        training data; all texts equal plain decoding's.""")
-    yield heads_table(mtp, "tau", "ratio")
+        The embedded model's default is an MTP module of transformers' class: 4.2M tokens in the
+        last stage of its training, 0.9M before, four steps of the training-time test, under the
+        target's own lm_head. tau on held-in chats from the 101st on, less those that loop or stand
+        in the training data; all texts equal plain decoding's.""")
+    yield heads_table(mtp, "tau")
     yield prose("Tokens per second, whole answers to these chats, asked in turn:")
-    yield heads_table(mtp, "tokens_per_second", "ratio")
+    yield heads_table(mtp, "tokens_per_second")
     yield source("heads_mtp")
 
 
 DRAFTERS = {
     "eagle3": "EAGLE-3, one layer",
     "two": "EAGLE-3, two layers",
+    "mtp": "MTP",
     "peagle": "P-EAGLE",
     "dflash": "DFlash",
     "dspark": "DSpark",
@@ -577,43 +503,23 @@ DRAFTERS = {
 
 def drafters() -> Iterator[str]:
     """Heads of today's methods after equally many training tokens."""
-    deep, mtp = record("drafters_deep"), record("drafters_equal")
+    content = record("drafters")
     yield prose(f"""
-        Heads of the embedded model after {deep["heads"]["eagle3"]["trained"]["tokens"]:,} training tokens each, one
-        run each, on held-in chats; those whose greedy answers loop are left out of tau. The papers
-        of block drafters train on hundreds of times as many tokens, so this is a comparison at
-        equal tokens and no verdict about them. The draft of EAGLE-3 with one layer is one call of a
-        CPU kernel, the others' are grown by torch. All texts equal plain decoding's.""")
+        Heads of the embedded model, one run each with {content["heads"]["eagle3"]["trained"]["tokens"]:,} training tokens
+        in the same order (`runs/drafters.sh`), on held-in chats; those whose greedy answers loop are
+        left out of tau. The papers of block drafters train on hundreds of times as many tokens, so
+        this is a comparison at equal tokens and no verdict about them. The drafts of EAGLE-3 with
+        one layer and of MTP are one call of a CPU kernel, the others are grown by torch. All texts
+        equal plain decoding's.""")
     lines = [
         [temperature, tree, title, cell(row["tau"][name]), cell(speed["median_draft_ms"][name], 1),
          cell(speed["median_cycle_ms"][name], 1), cell(speed["tokens_per_second"][name], 0),
          cell(speed["over_plain"][name])]
-        for (temperature, tree, row), (_, _, speed) in zip(by_tree(deep), by_tree(deep, speed=True), strict=True)
+        for (temperature, tree, row), (_, _, speed) in zip(by_tree(content), by_tree(content, speed=True), strict=True)
         for name, title in DRAFTERS.items()
     ]  # fmt: skip
     yield table(["", "tree", "head", "tau", "ms of a draft", "ms of a cycle", "tokens/s", "over plain"], lines)
-    yield source("drafters_deep")
-    yield "### MTP beside EAGLE-3"
-    yield prose(f"""
-        An MTP module of transformers' class, trained by `eyas train --method mtp` from a new one,
-        beside an EAGLE-3 head: both with {mtp["heads"]["mtp"]["trained"]["tokens"]:,} tokens in the same order, the
-        same rate and four steps of the training-time test (`runs/drafters.sh`). Not the data or the
-        machine of the table above. Both are one call of a CPU kernel. All texts equal plain
-        decoding's.""")
-    lines = [
-        [temperature, tree, title, cell(row["tau"][name]), cell(speed["median_draft_ms"][name], 1),
-         cell(speed["median_cycle_ms"][name], 1), cell(speed["tokens_per_second"][name], 0),
-         cell(speed["over_plain"][name])]
-        for (temperature, tree, row), (_, _, speed) in zip(by_tree(mtp), by_tree(mtp, speed=True), strict=True)
-        for name, title in {"eagle3": "EAGLE-3", "mtp": "MTP"}.items()
-    ]  # fmt: skip
-    yield table(["", "tree", "head", "tau", "ms of a draft", "ms of a cycle", "tokens/s", "over plain"], lines)
-    ratios = [
-        [temperature, tree, cell(row["ratio"]["mtp / eagle3"]), cell(speed["ratio"]["mtp / eagle3"])]
-        for (temperature, tree, row), (_, _, speed) in zip(by_tree(mtp), by_tree(mtp, speed=True), strict=True)
-    ]
-    yield table(["", "tree", "tau: MTP / EAGLE-3", "tokens/s: MTP / EAGLE-3"], ratios)
-    yield source("drafters_equal")
+    yield source("drafters")
 
 
 APPENDIX: dict[str, Callable[[], Iterator[str]]] = {
@@ -626,12 +532,11 @@ APPENDIX: dict[str, Callable[[], Iterator[str]]] = {
     "Long contexts": long_context,
     "Half precision": flips,
     "Every method on the bundled prompts": bundled,
-    "The embedded EAGLE-3 head": embedded_heads,
+    "The embedded heads": embedded_heads,
     "Heads trained for comparisons": training,
     "Drafters of today at equal tokens": drafters,
-    "Batches and experts": batches,
+    "Batches": batches,
     "Servers under load": servers,
-    "Look-ups and datastores": host_costs,
     "The embedded model": embedded,
 }
 

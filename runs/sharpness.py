@@ -11,7 +11,7 @@ bootstrap over prompts.
 
 from __future__ import annotations
 
-from _common import ask, bundled_prompts, drafter, heads_of, parser, run, tree_of, write
+from _common import ask, bundled_prompts, drafter, heads_of, parser, run, tree_of, words, write
 
 import eyas
 
@@ -20,8 +20,17 @@ SHARPNESS = (1.0, 1.5, 2.0, 3.0, 5.0)
 
 
 def main() -> None:
-    args = parser(__doc__, heads=True, target=None, limit=24, temperature=0.0, max_new_tokens=96).parse_args()
-    llm, heads = eyas.load(args.target, method="vanilla"), heads_of(args.draft)
+    made = parser(
+        __doc__,
+        heads=True,
+        target=None,
+        methods=("mtp,eagle3", "of the embedded model"),
+        limit=24,
+        temperature=0.0,
+        max_new_tokens=96,
+    )
+    args = made.parse_args()
+    llm, heads = eyas.load(args.target, method="vanilla"), heads_of(args.draft, words(args.methods))
     keys = [(method, shape, sharpness) for method in heads for shape in TREES for sharpness in SHARPNESS]
     drafters = {
         str(key): drafter(

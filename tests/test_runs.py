@@ -269,18 +269,6 @@ def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest
         ablation.main([*given, "--variants", "eagle9"])
 
 
-def test_scaling_data_are_nested(command: Any, tmp_path: Path) -> None:
-    """Guards nested data: every size begins the next, in an order that the content alone decides."""
-    file = chats(tmp_path / "chat.jsonl", 40, "that is")
-    subsets = command("scaling").subsets([str(file)], [1, 2, 4], 10, tmp_path / "data")
-    texts = [path.read_text() for _, path in subsets.values()]
-    assert [text.count("\n") for text in texts] == [10, 20, 40]
-    assert texts[1].startswith(texts[0])
-    assert texts[2].startswith(texts[1])
-    with pytest.raises(EyasError, match="8x needs 80"):
-        command("scaling").subsets([str(file)], [8], 10, tmp_path / "data")
-
-
 def test_data_source(command: Any, tmp_path: Path) -> None:
     """Guards the pairing: what only one file has is left out, and a conversation that ends early
     cuts its partner."""

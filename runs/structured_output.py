@@ -28,7 +28,7 @@ import eyas
 from eyas.core.drafter import CycleInput
 from eyas.core.tree import Draft
 from eyas.drafters import _eagle
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.grammar import GrammarConstraint
 
 PROMPTS = (
@@ -57,7 +57,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 1": {"tempera
 def drafting(knows: str, forced: bool) -> Iterator[None]:
     """Drafts with ("levels") or without ("none") masks, and with or without forced text."""
 
-    def unknowing(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
+    def unknowing(growth: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
         return grow_dynamic(growth, replace(cycle_input, constraints=()), tree)
 
     own_forced = GrammarConstraint.forced

@@ -86,7 +86,7 @@ def run(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]], lis
     tickets, tokens, steps = [decoder.add(r) for r in requests], {}, []
     while not decoder.finished:
         for step in check_steps(decoder.step()):
-            tokens.setdefault(step.request, []).extend(step.tokens)
+            tokens.setdefault(step.request_id, []).extend(step.tokens)
             steps.append(step)
     return [tokens[t] for t in tickets], steps
 

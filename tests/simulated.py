@@ -99,7 +99,7 @@ class SimulatedMachine:
             seconds = self._seconds(decision, any(guessed)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             steps = [self._step(row, decision, seconds * self.pace(t), guessed) for row in range(self.rows)]
             tokens = sum(len(step.path) for step in steps)
-            self.missed = 0 if decision.awake else min(512, self.missed + tokens)
+            self.missed = 0 if decision.drafts_every_row else min(512, self.missed + tokens)
             policy.observe(steps)
             seconds += self._read_prompts(policy, tokens)
             self.per_cycle.append((tokens, seconds))
@@ -117,13 +117,13 @@ class SimulatedMachine:
         return seconds
 
     def _seconds(self, decision: Decision, any_guess: bool) -> float:
-        if decision.awake:
+        if decision.drafts_every_row:
             return self.costs.cycle(decision.tree_size or OWN_TREE, self.rows) + self.waking * self.missed
         return self.costs.plain(9 * self.rows if any_guess else self.rows)
 
     def _step(self, row: int, decision: Decision, seconds: float, guessed: Sequence[bool]) -> Step:
         t, length, draft = len(self.decisions) - 1, 1, None
-        if decision.awake:
+        if decision.drafts_every_row:
             path, draft = self._accept(tree_of(self.rng.randrange(40), decision.tree_size or OWN_TREE), t)
             return Step(0, (0,), 0, False, None, path, draft, 0, seconds, decision=decision)
         if decision.fallback is not None:

@@ -127,13 +127,13 @@ def draft_distributions(steps: list[Step], row_of: dict[int, int]) -> tuple[Tens
     done: dict[int, int] = {}
     rows, indices, distributions = [], [], []
     for step in steps:
-        at = done.get(step.request, 0)
-        done[step.request] = at + len(step.tokens)
-        if step.draft is not None and step.draft.q_BNV is not None and step.request in row_of:
+        at = done.get(step.request_id, 0)
+        done[step.request_id] = at + len(step.tokens)
+        if step.draft is not None and step.draft.q_BNV is not None and step.request_id in row_of:
             for i, node in enumerate(step.path[: len(step.tokens)]):
                 q_V = step.draft.q_BNV[step.row, node]
                 if q_V.any():
-                    rows.append(row_of[step.request])
+                    rows.append(row_of[step.request_id])
                     indices.append(at + i)
                     distributions.append(q_V)
     q_XV = torch.stack(distributions).double() if distributions else torch.zeros(0, VOCAB)

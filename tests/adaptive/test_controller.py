@@ -88,7 +88,7 @@ def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) 
     always = SimulatedMachine(costs, **world).run(FixedPolicy(None, FALLBACK), 1000).speedup()
     assert always > 1.2
     assert machine.speedup() > 0.95 * always
-    assert sum(decision.awake for decision in machine.decisions[500:]) >= 4
+    assert sum(decision.drafts_every_row for decision in machine.decisions[500:]) >= 4
 
 
 def test_a_fallback_that_is_better_than_a_good_head() -> None:
@@ -158,7 +158,11 @@ def test_it_returns_when_drafts_pay_again() -> None:
 def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
     """Bugs: trials that come as often as ever eat what plain decoding saves; or the next one never comes."""
     machine = SimulatedMachine(skill=useless).run(controller(), 12_000)
-    starts = [t for t, (one, two) in enumerate(pairwise(machine.decisions)) if two.awake and not one.awake]
+    starts = [
+        t
+        for t, (one, two) in enumerate(pairwise(machine.decisions))
+        if two.drafts_every_row and not one.drafts_every_row
+    ]
     waits = [b - a for a, b in pairwise(starts)]
     assert len(waits) >= 4
     assert waits[-1] > 2 * waits[0]
@@ -269,7 +273,7 @@ def test_is_dormant_says_what_the_next_cycle_does() -> None:
     for _ in range(200):
         machine.run(policy, 1)
         seen.add(policy.is_dormant(1))
-        assert policy.is_dormant(1) == (not policy.decide(cycle_of()).awake)
+        assert policy.is_dormant(1) == (not policy.decide(cycle_of()).drafts_every_row)
     assert seen == {True, False}
     assert not policy.is_dormant(4)
 

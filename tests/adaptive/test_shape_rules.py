@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.test_verify import TOLERANCE, Cut, ToyModels, check_exact, drawn_cycle, law_of
 from eyas.core.dormant import _without_drafts
-from eyas.core.row_drafts import limit_candidates
+from eyas.core.row_drafts import limit_nodes
 from eyas.core.tree import Draft, Tree
 
 
@@ -46,7 +46,7 @@ def by_the_past(world: ToyModels) -> Cut:
 
 def by_its_place(world: ToyModels) -> Cut:
     """The limit of a request (`Request.draft`), of about every other prefix: at most two nodes."""
-    return lambda start_B, draft: limit_candidates(draft, [2 if start % 2 else None for start in start_B.tolist()])
+    return lambda start_B, draft: limit_nodes(draft, [2 if start % 2 else None for start in start_B.tolist()])
 
 
 @pytest.mark.quick("chain")

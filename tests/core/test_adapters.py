@@ -95,7 +95,7 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
     while any(not decoder.finished for decoder in decoders.values()):
         for adapter, decoder in decoders.items():
             for step in decoder.step():
-                tokens[adapter, step.request] += step.tokens
+                tokens[adapter, step.request_id] += step.tokens
     for adapter, texts in wanted.items():
         for number, request in enumerate(asked):
             if request.sampling.greedy or name not in DRAWN:

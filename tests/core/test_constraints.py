@@ -116,7 +116,7 @@ def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:
     for request, new, plain in zip(asked, tokens, answers(), strict=True):
         if request.sampling.greedy or request.constraint is not None or name not in DRAWN:
             assert tuple(new) == plain, request
-    ends = {step.request: step.finish for step in steps if step.finish}
+    ends = {step.request_id: step.finish for step in steps if step.finish}
     assert [ends[i + 1] for i in range(len(asked))] == ["stop"] * 6 + ["length"] * 3
 
 
@@ -205,10 +205,10 @@ def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
     tickets, tokens, errors = [decoder.add(r) for r in asked], dict[int, list[int]](), dict[int, str]()
     while not decoder.finished:
         for step in decoder.step():
-            tokens.setdefault(step.request, []).extend(step.tokens)
+            tokens.setdefault(step.request_id, []).extend(step.tokens)
             if step.error is not None:
                 assert (type(step.error), step.finish) == (InputError, "error")
-                errors[step.request] = str(step.error)
+                errors[step.request_id] = str(step.error)
     assert list(errors) == [tickets[1]]
     assert errors[tickets[1]].startswith(message)
     assert [tuple(tokens[tickets[i]]) for i in (0, 2, 3)] == [answers()[7], answers()[1], answers()[8]]

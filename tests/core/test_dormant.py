@@ -24,7 +24,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import CycleInput, Drafter, DraftSession, TreeSize
 from eyas.drafters._merge import Merged
-from eyas.drafters.suffix import SuffixAutomaton, SuffixTree
+from eyas.drafters.suffix import SuffixAutomaton, SuffixOptions
 from reference import plain_decode, run
 from test_lossless import DRAWN, OPTIONS, SAMPLINGS, make
 
@@ -67,7 +67,7 @@ def right_now_and_then(name: str, target: Target) -> Drafter:
 
 def suffix(target: Target, **options: int) -> Drafter:
     kind = drafters.find("suffix")
-    return kind(target, kind.Options(SuffixTree(**options)))
+    return kind(target, kind.Options(SuffixOptions(**options)))
 
 
 def unlike(drafter: Drafter) -> Drafter:
@@ -221,21 +221,23 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
     for law, prompt, seed in ((Sampling(), (5,), 1), (Sampling(), (11,), 2), (Sampling(1.0, seed=3), PROMPTS[2], 3)):
         if name in DRAWN and not law.greedy:
             continue  # another text, by right
-        request, awake = Request(prompt, NEW, law), Spy(right_now_and_then(name, target))
-        run(Decoder(target, with_policy(awake, Awake()), 2), [request, Request((5,), 2 * NEW)])
+        request, drafts_every_row = Request(prompt, NEW, law), Spy(right_now_and_then(name, target))
+        run(Decoder(target, with_policy(drafts_every_row, Awake()), 2), [request, Request((5,), 2 * NEW)])
         for kind, fallback in enumerate((None, suffix(target, depth=3))):
-            monkeypatch.setattr(_sleep, "WAITING", 512 if (seed + kind) % 2 else 3)
+            monkeypatch.setattr(_sleep, "MAX_STORED_TOKENS", 512 if (seed + kind) % 2 else 3)
             asleep = Spy(right_now_and_then(name, target), waking=True)
             _, steps = run(Decoder(target, with_policy(asleep, Naps(seed, fallback)), 1), [request])
             for place, drafted in asleep.seen.items():
-                if place in awake.seen:
-                    assert drafted == awake.seen[place], f"{law}, position {place}"
+                if place in drafts_every_row.seen:
+                    assert drafted == drafts_every_row.seen[place], f"{law}, position {place}"
                     compared[kind] += 1
             behind += sum(
                 s.accepted > 1 and bool(later.decision.plain) for s, later in pairwise(steps) if fallback is None
             )
             cycles = pairwise([s for s in steps if not s.prefill])
-            foretold += sum(s.accepted for s, later in cycles if s.decision.fallback and later.decision.awake)
+            foretold += sum(
+                s.accepted for s, later in cycles if s.decision.fallback and later.decision.drafts_every_row
+            )
     assert compared[0] >= 3
     assert compared[1] >= 2
     assert foretold, "no waking behind a path of the spare's"
@@ -250,7 +252,7 @@ def test_a_prompt_waits_while_all_sleep(
     """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too
     long to wait is lost. The prompt has 6 tokens; the session drafts first in the cycle after
     eleven plain ones."""
-    monkeypatch.setattr(_sleep, "WAITING", waiting)
+    monkeypatch.setattr(_sleep, "MAX_STORED_TOKENS", waiting)
     drafter, found = right_now_and_then("eagle2", target), list[tuple[int, int]]()
     session = drafter.open(1)
     prefill = session.prefill
@@ -297,8 +299,8 @@ class SmallerTrees(Policy):
     def decide(self, cycle_input: CycleInput) -> Decision:
         if 0 not in cycle_input.active_rows:
             return Decision(TreeSize(2, 1, 1))
-        awake = len(cycle_input.row_tokens[0]) <= self.awake_length
-        return Decision(self.largest, frozenset(() if awake else cycle_input.active_rows))
+        drafts_every_row = len(cycle_input.row_tokens[0]) <= self.awake_length
+        return Decision(self.largest, frozenset(() if drafts_every_row else cycle_input.active_rows))
 
     def observe(self, steps: Sequence[Step]) -> None:
         pass
@@ -324,17 +326,17 @@ def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: 
         decoder.add(request)
     while not decoder.finished:
         steps += check_steps(decoder.step())
-        text = [token for step in steps if step.request == 1 for token in step.tokens]
+        text = [token for step in steps if step.request_id == 1 for token in step.tokens]
         later = sum(step.row == 1 for step in steps) - sum(step.row == 0 for step in steps)
         if len(requests) == 2 and len(text) == ended.max_new_tokens and later > 3:
             requests.append(Request((*ended.prompt, *text, 9), 6))
             decoder.add(requests[-1])
     for number, request in enumerate(requests, 1):
-        assert [token for step in steps if step.request == number for token in step.tokens] == plain_decode(
+        assert [token for step in steps if step.request_id == number for token in step.tokens] == plain_decode(
             target.model, request
         )
     if name in ("eagle2", "small_model"):
-        assert max(step.accepted for step in steps if step.request == 1) > 1
+        assert max(step.accepted for step in steps if step.request_id == 1) > 1
         assert len(requests) == 3
 
 
@@ -394,7 +396,7 @@ class Checked(Drafter):
         def check(roots: CycleInput) -> Draft:
             made = draft(roots)
             for row in roots.active_rows:
-                fresh = SuffixAutomaton(SuffixTree())
+                fresh = SuffixAutomaton(SuffixOptions())
                 for token in roots.row_tokens[row]:
                     fresh.append(token)
                 guesses = [(-1, roots.row_tokens[row][-1]), *((g.parent, g.token) for g in fresh.guesses())]
@@ -423,7 +425,7 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
         (got,), steps = run(decoder, [request])
         assert got == plain(target, request)
         said = said or got
-        kinds |= {(s.decision.awake, s.decision.fallback is None) for s in steps if not s.prefill}
+        kinds |= {(s.decision.drafts_every_row, s.decision.fallback is None) for s in steps if not s.prefill}
     assert len(kinds) == 3
     assert fallback.checked
 

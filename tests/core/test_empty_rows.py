@@ -93,7 +93,9 @@ def test_kernels_leave_rows_out() -> None:
             ]
             texts, steps = run(decoder, requests)
             trees = [
-                (step.request, step.path, step.draft.tokens_BN[step.row].tolist()) for step in steps if not step.prefill
+                (step.request_id, step.path, step.draft.tokens_BN[step.row].tolist())
+                for step in steps
+                if not step.prefill
             ]
             shapes.append((texts, trees))
         finally:

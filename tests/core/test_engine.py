@@ -84,7 +84,7 @@ def test_rows_join_and_leave_between_cycles(target: Target) -> None:
             added += 1
         for _ in range(3):
             for step in decoder.step():
-                tokens.setdefault(step.request, []).extend(step.tokens)
+                tokens.setdefault(step.request_id, []).extend(step.tokens)
     assert [tokens[i + 1] for i in range(6)] == alone
 
 
@@ -126,10 +126,10 @@ def test_cancel_leaves_everything_usable(target: Target) -> None:
     """Guards closing a stream early: the row is free again and the next answer is right."""
     method = drafters.find("eagle1").random(target, seed=3)
     decoder = Decoder(target, method, rows=1)
-    ticket = decoder.add(Request(PROMPT, 40))
+    request_id = decoder.add(Request(PROMPT, 40))
     waiting = decoder.add(Request(PROMPT, 3))
     decoder.step()
-    decoder.cancel(ticket)
+    decoder.cancel(request_id)
     decoder.cancel(waiting)
     assert decoder.finished
     assert run(decoder, [Request(PROMPT, 12)])[0][0] == plain_decode(target.model, Request(PROMPT, 12))

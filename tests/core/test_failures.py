@@ -94,9 +94,9 @@ def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], 
     tickets, tokens, last = [decoder.add(r) for r in requests], dict[int, list[int]](), dict[int, Step]()
     while not decoder.finished:
         for step in decoder.step():
-            assert step.request not in last or last[step.request].finish is None, "nothing follows the last step"
-            tokens.setdefault(step.request, []).extend(step.tokens)
-            last[step.request] = step
+            assert step.request_id not in last or last[step.request_id].finish is None, "nothing follows the last step"
+            tokens.setdefault(step.request_id, []).extend(step.tokens)
+            last[step.request_id] = step
             if step.error is not None:
                 left = [decoder.target_session.cache, decoder.draft_session]
                 assert not any(t.isnan().any() for t in tensors_in(left) if t.is_floating_point() and t.numel()), (

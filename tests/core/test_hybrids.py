@@ -194,22 +194,22 @@ def test_a_stream_that_is_closed_early(family: str) -> None:
     texts = [request.prompt + answer(family, request) for request in (first, second)]
     decoder = Decoder(target(family), Knowing(target(family), texts), 2, reuse=True)
     tickets = [decoder.add(first), decoder.add(second)]
-    tokens: dict[int, list[int]] = {ticket: [] for ticket in tickets}
+    tokens: dict[int, list[int]] = {request_id: [] for request_id in tickets}
     for _ in range(3):
         for step in decoder.step():
-            tokens[step.request] += step.tokens
+            tokens[step.request_id] += step.tokens
     decoder.cancel(tickets[0])
     said = tuple(tokens[tickets[0]])
     assert 3 < len(said) < 20
     on = Request((*first.prompt, *said, 77), 8)
-    ticket = decoder.add(on)
-    tokens[ticket], cached = [], 0
+    request_id = decoder.add(on)
+    tokens[request_id], cached = [], 0
     while not decoder.finished:
         for step in decoder.step():
-            tokens[step.request] += step.tokens
+            tokens[step.request_id] += step.tokens
             cached = max(cached, step.cached_tokens)
     assert cached == len(first.prompt) + len(said) - 1
-    assert tuple(tokens[ticket]) == answer(family, on)
+    assert tuple(tokens[request_id]) == answer(family, on)
     assert tuple(tokens[tickets[1]]) == texts[1][len(second.prompt) :]
 
 
@@ -235,8 +235,8 @@ def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> Non
         if len(tickets) < len(wanted) and (decoder.finished or dice.random() < 0.3):
             tickets.append(decoder.add(wanted[len(tickets)]))
         for step in decoder.step():
-            tokens.setdefault(step.request, []).extend(step.tokens)
-    assert [tuple(tokens[ticket]) for ticket in tickets] == [answer(family, request) for request in wanted]
+            tokens.setdefault(step.request_id, []).extend(step.tokens)
+    assert [tuple(tokens[request_id]) for request_id in tickets] == [answer(family, request) for request in wanted]
 
 
 @pytest.mark.quick("lfm2")

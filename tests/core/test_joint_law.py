@@ -29,11 +29,11 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput
-from eyas.core.row_drafts import limit_candidates
+from eyas.core.row_drafts import limit_nodes
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.tree import Draft, Tree, chain_choices, merge
 from eyas.core.verify import verify
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
 
 Rule = Callable[[CycleInput, Tensor], Draft]
 V, T, ROWS = 3, 5, 40_000
@@ -57,7 +57,7 @@ def then(state: Tensor, token: Tensor) -> Tensor:
     return state % V * V + token
 
 
-def growth(state_B: Tensor, logits_SV: Tensor, confidence: float = 0.0) -> Growth:
+def net_steps(state_B: Tensor, logits_SV: Tensor, confidence: float = 0.0) -> DraftNetSteps:
     """A draft net whose hidden state is the state of the prefix; below `confidence` nothing is
     drafted behind a token (small_model)."""
 
@@ -69,15 +69,15 @@ def growth(state_B: Tensor, logits_SV: Tensor, confidence: float = 0.0) -> Growt
     def head(hidden_BQ2: Tensor) -> Tensor:
         return logits_SV[hidden_BQ2[..., 0].long()].masked_fill(hidden_BQ2[..., 1:] == 0, -torch.inf)
 
-    return Growth(lambda: torch.stack([state_B, torch.ones_like(state_B)], dim=-1).float(), head, expand)
+    return DraftNetSteps(lambda: torch.stack([state_B, torch.ones_like(state_B)], dim=-1).float(), head, expand)
 
 
 def static(choices: tuple[tuple[int, ...], ...], block: bool = False, confidence: float = 0.0) -> Rule:
-    return lambda cycle, state_B: grow_static(growth(state_B, Q_SV, confidence), cycle, choices, "sampled", block)
+    return lambda cycle, state_B: grow_static(net_steps(state_B, Q_SV, confidence), cycle, choices, "sampled", block)
 
 
 def dynamic(cycle: CycleInput, state_B: Tensor) -> Draft:
-    return grow_dynamic(growth(state_B, OTHER_SV), cycle, DynamicTree(6, 3, 2))
+    return grow_dynamic(net_steps(state_B, OTHER_SV), cycle, DynamicTree(6, 3, 2))
 
 
 def merged(cycle: CycleInput, state_B: Tensor) -> Draft:
@@ -93,7 +93,7 @@ def alternating(cycle: CycleInput, state_B: Tensor) -> Draft:
 
 def at_most(rule: Rule, most: int) -> Rule:
     """The shipped limit of nodes in every second row; the others have the whole tree."""
-    return lambda cycle, state_B: limit_candidates(
+    return lambda cycle, state_B: limit_nodes(
         rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))]
     )
 
@@ -107,7 +107,12 @@ def with_predictions(rule: Rule) -> Rule:
         tokens_BM = torch.stack([cycle.tokens_B, torch.zeros_like(state_B), torch.ones_like(state_B)], dim=1)
         acceptable_BM = deterministic_B[:, None] | (torch.arange(3) == 0)
         chain = Draft(Tree.build(torch.tensor([[-1, 0, 1]]).expand(len(state_B), -1), 2, acceptable_BM), tokens_BM)
-        return replace(merge(sampled, chain), q_BNV=sampled.q_BNV, block=sampled.block, deterministic_B=deterministic_B)
+        return replace(
+            merge(sampled, chain),
+            q_BNV=sampled.q_BNV,
+            block=sampled.block_verification,
+            deterministic_B=deterministic_B,
+        )
 
     return draft
 
@@ -155,7 +160,7 @@ def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
     state_B, position_B, count_B = torch.zeros_like(rows_B), torch.ones_like(rows_B), torch.zeros_like(rows_B)
     text_BT, counts_BV = torch.full((len(rows_B), T), -1), torch.zeros(len(rows_B), V)
     while (count_B < T).any():  # rows that have all their tokens go on, and what they say is not kept
-        adjustments = Adjustments(counts=counts_BV) if law.has_penalties else None
+        adjustments = Adjustments(counts=counts_BV) if law.has_adjustments else None
         cycle = CycleInput(
             state_B % V, position_B, count_B < T, (law,) * len(rows_B), noise, int(position_B.max()), adjustments
         )

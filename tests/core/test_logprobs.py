@@ -69,8 +69,8 @@ def check(
         assert list(entry.top) == sorted(entry.top, key=lambda pair: -pair[1])
 
 
-def collected(steps: list[Step], ticket: int) -> list[TokenLogprobs]:
-    return [entry for step in steps if step.request == ticket for entry in step.logprobs]
+def collected(steps: list[Step], request_id: int) -> list[TokenLogprobs]:
+    return [entry for step in steps if step.request_id == request_id for entry in step.logprobs]
 
 
 @pytest.mark.quick("eagle3-*")
@@ -89,7 +89,7 @@ def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kerne
             continue
         logp_TV = by_the_model([*request.prompt, *new])[len(request.prompt) - 1 : -1]
         check(entries, new, logp_TV, request.logprobs, by_kernels)
-        assert all(len(step.logprobs) == len(step.tokens) for step in steps if step.request == i + 1)
+        assert all(len(step.logprobs) == len(step.tokens) for step in steps if step.request_id == i + 1)
 
 
 @pytest.mark.slow

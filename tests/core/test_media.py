@@ -194,12 +194,12 @@ def test_a_prompt_that_the_model_refuses_fails_alone() -> None:
     while not decoder.finished:
         steps += decoder.step()
     failed = [step for step in steps if step.error is not None]
-    assert [step.request for step in failed] == tickets[1:2]
+    assert [step.request_id for step in failed] == tickets[1:2]
     assert "cannot read this prompt with pixel_values" in str(failed[0].error)
-    for ticket, request in zip(tickets, requests, strict=True):
-        if ticket != tickets[1]:
+    for request_id, request in zip(tickets, requests, strict=True):
+        if request_id != tickets[1]:
             expected = run(Decoder(target, make("vanilla", target)), [request])[0][0]
-            assert [token for step in steps if step.request == ticket for token in step.tokens] == expected
+            assert [token for step in steps if step.request_id == request_id for token in step.tokens] == expected
 
 
 @pytest.mark.slow

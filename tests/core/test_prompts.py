@@ -68,9 +68,9 @@ def decode(decoder: Decoder, requests: list[Request], seed: int) -> tuple[list[l
         if len(tickets) < len(requests) and (decoder.finished or dice.random() < 0.4):
             tickets.append(decoder.add(requests[len(tickets)]))
         for step in decoder.step():
-            tokens.setdefault(step.request, []).extend(step.tokens)
+            tokens.setdefault(step.request_id, []).extend(step.tokens)
             steps.append(step)
-    return [tokens[ticket] for ticket in tickets], steps
+    return [tokens[request_id] for request_id in tickets], steps
 
 
 def check(name: str, target: Target, requests: list[Request], found: list[list[int]], where: str) -> None:
@@ -115,8 +115,8 @@ def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
         decoder = Decoder(target, drafter, rows=2, prefill_budget=budget)
         decoder.add(Request((5,), 60))
         decoder.step()
-        ticket = decoder.add(Request(prompt, 2))
-        while not (cycles := [step for step in decoder.step() if step.request == ticket and not step.prefill]):
+        request_id = decoder.add(Request(prompt, 2))
+        while not (cycles := [step for step in decoder.step() if step.request_id == request_id and not step.prefill]):
             pass
         assert cycles[0].draft is not None
         first.append((cycles[0].draft.tokens_BN[1].tolist(), cycles[0].draft.tree.acceptable_BN[1].tolist()))
@@ -192,13 +192,13 @@ def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
     drafter, prompt = right_now_and_then("eagle2", target), tuple(range(60, 140))
     decoder = Decoder(target, drafter, rows=2, reuse=reuse, prefill_budget=16)
     running, expected = Request((5,), 24), plain(target, Request((5,), 24))
-    ticket, found = decoder.add(running), list[int]()
+    request_id, found = decoder.add(running), list[int]()
     for round_ in range(30):
         if round_ % 5 == 1:
             late = decoder.add(Request(prompt, 9))
         if round_ % 5 == 4:
             decoder.cancel(late)
-        found += [token for step in decoder.step() if step.request == ticket for token in step.tokens]
+        found += [token for step in decoder.step() if step.request_id == request_id for token in step.tokens]
     assert found == expected
     assert decoder.finished
     assert decode(decoder, [Request(prompt, 9)], 0)[0][0] == plain(target, Request(prompt, 9))
@@ -234,7 +234,7 @@ def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
         if decoder.prompts.waiting == type(decoder.prompts.waiting)() and len(decoder.prompts.reading) < 2:
             decoder.add(Request((1, 2, 3, 4, 5, 6, 7, 8), 1))
             waits.append(step_number)
-        done = [step.request for step in decoder.step()]
+        done = [step.request_id for step in decoder.step()]
         if long in done:
             break
     assert step_number <= OLDEST_EVERY * (160 // budget)
@@ -249,10 +249,10 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
     decoder, totals = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget=4), StepTotals()
     decoder.add(Request((5,), 40))
     decoder.step()
-    ticket, steps = decoder.add(Request(tuple(range(40)), 5)), list[Step]()
+    request_id, steps = decoder.add(Request(tuple(range(40)), 5)), list[Step]()
     while not decoder.finished:
         steps += decoder.step()
-    own, others = ([s for s in steps if (s.request == ticket) == mine] for mine in (True, False))
+    own, others = ([s for s in steps if (s.request_id == request_id) == mine] for mine in (True, False))
     between = [s for s in others if own[0].ended_at - own[0].seconds < s.ended_at < own[0].ended_at]
     assert len(between) == 9
     assert own[0].stage_seconds["prompt"] + sum(s.seconds for s in between) <= own[0].seconds
@@ -332,13 +332,13 @@ def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
     )
     Clock.token, Clock.cycle = 0.001, 0.01
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
-    decoder.prompts.beside_seconds = 0.03
+    decoder.prompts.other_decoders_seconds = 0.03
     decoder.add(Request(tuple(range(100)) * 4, 1))
     assert decoder.step() == []
     assert decoder.prompts.reading[0].read == MIN_AUTO_BUDGET, "the seconds of a token are not known yet"
     assert decoder.step() == []
     assert decoder.prompts.reading[0].read == pytest.approx(MIN_AUTO_BUDGET + 45, abs=1)
-    decoder.prompts.beside_seconds = 0.0
+    decoder.prompts.other_decoders_seconds = 0.0
     assert len(decoder.step()) == 1
     hook.remove()
 

@@ -18,7 +18,7 @@ from eyas import drafters
 from eyas.core.dormant import with_policy
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.predictions import MAX_MATCH, Prediction
-from eyas.core.row_drafts import limit_candidates
+from eyas.core.row_drafts import limit_nodes
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
@@ -96,7 +96,7 @@ def test_ids_with_every_wish(name: str, target: Target) -> None:
             if request.sampling.greedy or name not in DRAWN or request.prediction or request.draft == "off":
                 expected = plain(target, replace(request, draft="auto", prediction=()))
                 assert ids == expected, f"{rows} rows, {request.draft}, {request.sampling}"
-            own = [step for step in steps if step.request == number and not step.prefill]
+            own = [step for step in steps if step.request_id == number and not step.prefill]
             check_candidates(request, own)
         assert sum(step.predicted for step in steps) > 20, "no prediction was accepted"
 
@@ -127,11 +127,11 @@ def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
         tickets = [decoder.add(request) for request in asked]
         while not decoder.finished:
             for step in decoder.step():
-                found.setdefault(step.request, []).extend(step.tokens)
-                constraint = constraints[tickets.index(step.request)]
-                constraint.place = len(found[step.request])
+                found.setdefault(step.request_id, []).extend(step.tokens)
+                constraint = constraints[tickets.index(step.request_id)]
+                constraint.place = len(found[step.request_id])
                 accepted += step.accepted
-        assert [found[ticket] for ticket in tickets] == answers
+        assert [found[request_id] for request_id in tickets] == answers
         assert accepted > 40
         assert all(constraint.offered for constraint in constraints)
 
@@ -242,7 +242,7 @@ def test_the_most_probable_nodes_are_kept() -> None:
     acceptable_BN = torch.tensor([[True] * 6, [True] * 6, [True, True, False, True, True, False]])
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]] * 3), 2, acceptable_BN)
     log_q_BN = torch.tensor([[0.0, -1.0, -0.5, -0.1, -2.0, -0.2]] * 3)
-    kept = limit_candidates(Draft(tree, torch.arange(18).view(3, 6), log_q_BN), (2, None, 2)).tree.acceptable_BN
+    kept = limit_nodes(Draft(tree, torch.arange(18).view(3, 6), log_q_BN), (2, None, 2)).tree.acceptable_BN
     assert kept.int().tolist() == [[1, 0, 1, 0, 0, 1], [1] * 6, [1, 1, 0, 1, 0, 0]]
 
 
@@ -261,7 +261,7 @@ def test_sampled_nodes_are_kept_by_their_place() -> None:
                 -torch.rand(1, 6, generator=generator),
                 torch.rand(1, 6, 9),
             )
-            found.add(tuple(limit_candidates(draft, (most,)).tree.acceptable_BN[0].int().tolist()))
+            found.add(tuple(limit_nodes(draft, (most,)).tree.acceptable_BN[0].int().tolist()))
         (kept,) = found
         assert sum(kept) == min(most, 5) + 1
         assert all(not kept[n] or kept[parent] for n, parent in enumerate(parents[0].tolist()) if parent >= 0)

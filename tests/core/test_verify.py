@@ -34,15 +34,15 @@ from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling, probs
 from eyas.core.tree import Choices, Draft, Tree, Verdict
 from eyas.core.verify import verify
 from eyas.drafters import CycleInput
-from eyas.drafters._grow import Growth, grow_static
-from eyas.runners.cpu_ops import CycleKernels
+from eyas.drafters._grow import DraftNetSteps, grow_static
+from eyas.runners.cpu_ops import CpuCycleOps
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 TOLERANCE = 1e-6
 ONE = Sampling(temperature=1.0)
 
 
-class KernelsBesideScripts(CycleKernels):
+class KernelsBesideScripts(CpuCycleOps):
     """The kernels' operations; scripted noise, which they do not know, is drawn with by the reference."""
 
     def draw(
@@ -463,13 +463,15 @@ def choices_of(parents: list[int]) -> Choices:
     return tuple(tuple(rank[m] for m in _line(parents, n)[1:]) for n in range(1, len(parents)))
 
 
-def net_of(world: ToyModels, start_B: Tensor) -> Growth:
+def net_of(world: ToyModels, start_B: Tensor) -> DraftNetSteps:
     """A draft net whose feature of a node is the number of its prefix."""
 
     def expand(tokens_BQ: Tensor, features_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
         return world.child(features_BQD[..., 0].long(), tokens_BQ)[..., None].double()
 
-    return Growth(lambda: start_B[:, None].double(), lambda hidden: world.q_logits_IV[hidden[..., 0].long()], expand)
+    return DraftNetSteps(
+        lambda: start_B[:, None].double(), lambda hidden: world.q_logits_IV[hidden[..., 0].long()], expand
+    )
 
 
 def roots_of(
@@ -477,7 +479,7 @@ def roots_of(
 ) -> CycleInput:
     """Makes the input that the loop gives to a drafter."""
     own = tuple(sampling or [world.sampling] * len(start_B))
-    adjustments = world.text_I[start_B] if any(s.has_penalties for s in own) else None
+    adjustments = world.text_I[start_B] if any(s.has_adjustments for s in own) else None
     tokens_B = torch.where(start_B > 0, (start_B - 1) % world.vocab, 0)
     return CycleInput(
         tokens_B, root_B, torch.ones_like(start_B, dtype=torch.bool), own, noise, int(root_B.max()), adjustments

@@ -84,7 +84,7 @@ def test_a_constraint_that_fails_ends_its_request_only() -> None:
     good = decoder.add(Request((5, 8, 3), 12))
     last = {}
     while not decoder.finished:
-        last |= {step.request: step for step in decoder.step() if step.finish}
+        last |= {step.request_id: step for step in decoder.step() if step.finish}
     assert last[bad].finish == "error"
     assert "no mask" in str(last[bad].error)
     assert last[good].finish == "length"

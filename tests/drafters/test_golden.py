@@ -62,7 +62,7 @@ def duplicates_slots(case: dict[str, Any], context: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])
 def test_decoding(method: str, case: dict[str, Any]) -> None:
-    """Guards pairing, positions, tree growth, rerank and windows: tokens, accepted lengths, trees,
+    """Guards pairing, positions, tree net_steps, rerank and windows: tokens, accepted lengths, trees,
     masks and positions exactly."""
     prompt, answer = case["prompt_ids"], case["vanilla_greedy_ids"][len(case["prompt_ids"]) :]
     tokens, steps = run(Decoder((d := drafter_of(method, case)).target, d), [Request(tuple(prompt), len(answer))])

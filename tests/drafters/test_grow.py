@@ -1,5 +1,5 @@
 """Trees as they are grown: shared noise, and the ways to expand and keep nodes, against a slow
-grower and a draft that knows the law."""
+fused_tree_builder and a draft that knows the law."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eyas.core.drafter import build_options
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.core.tree import Draft
 from eyas.core.verify import verify
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
 from eyas.drafters.eagle1 import Method, Options, StaticTree
 from eyas.errors import OptionError
 
@@ -46,9 +46,9 @@ def prefixes(world: ToyModels, start_B: Tensor, draft: Draft) -> Tensor:
     return torch.where(prefix_BN < len(world.p_IV), prefix_BN, 0)
 
 
-def in_other_words(growth: Growth, ids_v: Tensor) -> Growth:
+def in_other_words(net_steps: DraftNetSteps, ids_v: Tensor) -> DraftNetSteps:
     """The same draft with a vocabulary of its own: the tokens `ids_v`, in that order."""
-    return replace(growth, head=lambda hidden: growth.head(hidden)[..., ids_v], draft_ids_v=ids_v)
+    return replace(net_steps, head=lambda hidden: net_steps.head(hidden)[..., ids_v], draft_ids_v=ids_v)
 
 
 @pytest.mark.slow
@@ -61,13 +61,13 @@ def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -
     world, start_B, root_B = ToyModels(6, 4, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
     kinds = seeds_of(kind, 32)
     noise = GumbelNoise.of(kinds)
-    roots, growth = roots_of(world, start_B, root_B, noise, kinds), net_of(world, start_B)
+    roots, net_steps = roots_of(world, start_B, root_B, noise, kinds), net_of(world, start_B)
     if grown == "static":
-        draft = grow_static(growth, roots, ((0,), (0, 0), (0, 0, 0)), "coupled")
+        draft = grow_static(net_steps, roots, ((0,), (0, 0), (0, 0, 0)), "coupled")
         assert draft.q_BNV is None
     else:
-        growth = in_other_words(growth, torch.tensor([4, 0, 5, 2, 1, 3])) if grown == "other words" else growth
-        draft = grow_dynamic(growth, roots, DynamicTree(nodes=4, depth=3, branch=1))
+        net_steps = in_other_words(net_steps, torch.tensor([4, 0, 5, 2, 1, 3])) if grown == "other words" else net_steps
+        draft = grow_dynamic(net_steps, roots, DynamicTree(nodes=4, depth=3, branch=1))
     verdict = verify(draft, world.scores_IV[prefixes(world, start_B, draft)], root_B, noise)
     assert verdict.length_B.tolist() == [4] * 32
     unaware = grow_dynamic(net_of(world, start_B), roots, DynamicTree(nodes=4, depth=3, branch=1, noise="none"))

@@ -18,7 +18,7 @@ import eyas
 import heads
 import zoo
 from eyas import checkpoints
-from eyas.core.cache import WindowCache
+from eyas.core.cache import DraftKVCache
 from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
@@ -269,7 +269,7 @@ def test_our_layer_computes_what_transformers_does(family: str) -> None:
     causal_11NN = torch.full((12, 12), -torch.inf).triu(1)[None, None]
     expected = drafter.net._run(hidden_1ND, embeddings_1ND, position_1N, None, causal_11NN)
     shape = own.layer.attention.shape
-    cache = WindowCache(shape.num_kv_heads, shape.head_dim, 1, target.dtype, target.device, None)
+    cache = DraftKVCache(shape.num_kv_heads, shape.head_dim, 1, target.dtype, target.device, None)
     for begin, end in ((0, 7), (7, 9), (9, 12)):
         slots_1N, part = position_1N[:, begin:end], slice(begin, end)
         cache.prepare(range(1), lambda slots_1N=slots_1N: slots_1N, end)

@@ -20,7 +20,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters._ngram import Guess, Index, TextSession
 from eyas.drafters.prompt_lookup import Lookup, NgramIndex
-from eyas.drafters.suffix import SuffixAutomaton, SuffixTree
+from eyas.drafters.suffix import SuffixAutomaton, SuffixOptions
 from eyas.errors import OptionError
 from reference import plain_decode
 
@@ -29,7 +29,7 @@ METHODS = ("prompt_lookup", "suffix")
 
 
 def index_of(name: str) -> Index:
-    return NgramIndex(Lookup(matches=3)) if name == "prompt_lookup" else SuffixAutomaton(SuffixTree())
+    return NgramIndex(Lookup(matches=3)) if name == "prompt_lookup" else SuffixAutomaton(SuffixOptions())
 
 
 def learnt(index: Index, tokens: Sequence[int]) -> Index:
@@ -87,7 +87,7 @@ def test_the_automaton_knows_every_substring(text: list[int]) -> None:
     """Guards construction: every substring leads to a state that knows how often and where last it
     occurred and what followed it, no other string leads anywhere, and the link of the whole text is
     its longest earlier match."""
-    index = SuffixAutomaton(SuffixTree())
+    index = SuffixAutomaton(SuffixOptions())
     learnt(index, text)
     for begin in range(len(text)):
         for end in range(begin + 1, len(text) + 1):
@@ -106,10 +106,10 @@ def test_the_automaton_knows_every_substring(text: list[int]) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
 def test_suffix_proposes_a_tree_of_probabilities(text: list[int], nodes: int, depth: int, branch: int) -> None:
-    """Guards the best-first growth: the sizes asked for, distinct siblings whose probabilities sum
+    """Guards the best-first net_steps: the sizes asked for, distinct siblings whose probabilities sum
     to at most 1, the most probable paths first, and nothing but what followed some end of text and
     path."""
-    guesses = learnt(SuffixAutomaton(SuffixTree(nodes, depth, branch)), text).guesses()
+    guesses = learnt(SuffixAutomaton(SuffixOptions(nodes, depth, branch)), text).guesses()
     assert len(guesses) <= nodes - 1
     joint = [0.0]
     for n, guess in enumerate(guesses, start=1):
@@ -135,7 +135,7 @@ def test_longer_matches_propose_longer_continuations() -> None:
         # what else followed its last token
         others = [token for i in range(12) for token in (known[-1], 200 + i, 300 + i)]
         text = [*others, *known, *range(400, 440), *known]
-        return max(map(len, paths(learnt(SuffixAutomaton(SuffixTree(nodes=13, depth=12)), text).guesses())))
+        return max(map(len, paths(learnt(SuffixAutomaton(SuffixOptions(nodes=13, depth=12)), text).guesses())))
 
     assert deepest(1) < deepest(8) == 12
 
@@ -144,7 +144,7 @@ def test_shorter_matches_say_what_longer_ones_do_not() -> None:
     """Guards the escape: what followed the longest match first, then what only followed shorter
     ones. Deterministic."""
     text = [1, 2, 3, 9, 8, 2, 4, 9, 7, 2, 4, 5, 1, 2]
-    guesses = [guess for guess in learnt(SuffixAutomaton(SuffixTree()), text).guesses() if guess.parent == 0]
+    guesses = [guess for guess in learnt(SuffixAutomaton(SuffixOptions()), text).guesses() if guess.parent == 0]
     assert [guess.token for guess in guesses] == [3, 4]
 
 
@@ -152,14 +152,14 @@ def test_a_loop_goes_on() -> None:
     """Guards the way past the end of the text: a text that repeats itself is proposed to the full
     depth. Deterministic."""
     text = [1, 2, 3, 4] * 3 + [1, 2]
-    found = paths(learnt(SuffixAutomaton(SuffixTree(nodes=13)), text).guesses())
+    found = paths(learnt(SuffixAutomaton(SuffixOptions(nodes=13)), text).guesses())
     assert found[-1] == (3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
 
 
 def test_escapes_are_learnt() -> None:
     """Guards the estimate: where matches of one token were followed by new tokens, the next one is
     trusted less. Deterministic."""
-    index = SuffixAutomaton(SuffixTree())
+    index = SuffixAutomaton(SuffixOptions())
     before = index.escape(1)
     learnt(index, [token for i in range(20) for token in (1, 100 + i)])
     assert index.escape(1) > before
@@ -211,11 +211,13 @@ def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
     tickets = [decoder.add(request) for request in requests]
     while not decoder.finished:
         for step in decoder.step():
-            tokens.setdefault(step.request, []).extend(step.tokens)
+            tokens.setdefault(step.request_id, []).extend(step.tokens)
             accepted += step.accepted
             assert step.draft is None or step.draft.tree.nodes in {1, 2, 3, 5, 9, kind(target).describe()["nodes"]}
         check_texts(decoder)
-    assert [tokens[ticket] for ticket in tickets] == [plain_decode(target.model, request) for request in requests]
+    assert [tokens[request_id] for request_id in tickets] == [
+        plain_decode(target.model, request) for request in requests
+    ]
     assert accepted > 0
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas import drafters
-from eyas.core.cache import WindowCache
+from eyas.core.cache import DraftKVCache
 from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
@@ -45,7 +45,7 @@ def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int)
     """Against keys and values kept apart: three rows, of which one is below the window, one exactly
     there, one beyond it."""
     size, generator = 5, torch.Generator().manual_seed(0)
-    cache = WindowCache(2, 4, 3, torch.float32, torch.device("cpu"), (sink, size))
+    cache = DraftKVCache(2, 4, 3, torch.float32, torch.device("cpu"), (sink, size))
     frequency, T = rope_frequencies(SHAPE), 12
     keys, values = torch.randn(3, T, 2, 4, generator=generator), torch.randn(3, T, 2, 4, generator=generator)
     slots = torch.arange(T).expand(3, T)

@@ -25,7 +25,7 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
 from eyas.gpu import _cycle_ops, keep_best
-from eyas.runners.fused import FusedLayers
+from eyas.runners.fused import GpuModelLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.gpu_proof import fault_of_kernels
 from eyas.runners.graphs import GraphRunner
@@ -102,8 +102,8 @@ def test_paths() -> None:
         same_verdict(draft, scores, position, noise)
         scores[1, 3, 40] = math.nan
         found = OPS.verify_deterministic(draft, scores, position, noise)
-        assert found.packed_BX is not None
-        assert found.packed_BX[:, 2].tolist() == [0, 1]
+        assert found.host_result_BX is not None
+        assert found.host_result_BX[:, 2].tolist() == [0, 1]
     same_verdict(Draft(Tree.chain(2, 1), tokens[:, :1]), scores[:, :1], position, noise)
 
 
@@ -176,7 +176,9 @@ def test_commits() -> None:
 
 def decoded(name: str, options: dict[str, object], ops: Ops, sampling: Sampling) -> tuple[list[list[int]], list[Draft]]:
     target, kind = Target(zoo.tiny("llama", num_hidden_layers=7)), drafters.find(name)
-    target = target.run_with(GraphRunner(target, captured_without_gpu, fused=FusedLayers(target, joins=True), ops=ops))
+    target = target.run_with(
+        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, joins=True), ops=ops)
+    )
     ids = torch.arange(3, zoo.VOCAB, 2) if name == "eagle3" else None
     drafter = kind.random(
         target, build_options(kind.Options, options), seed=1, **({} if ids is None else {"draft_ids_v": ids})

@@ -23,7 +23,7 @@ from eyas.core.adjustments import Adjustments
 from eyas.core.processors import run_processors
 from eyas.core.sampling import apply_sampling
 from eyas.hooks.inputs import Batch
-from eyas.hooks.sampling import Law
+from eyas.hooks.sampling import Distribution
 from hooks.conftest import padded
 
 LENGTH, EOS = 30, (2, 11)
@@ -60,7 +60,7 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
     prepared = {"attention_mask": inputs["attention_mask"]}
     made = model._get_logits_processor(config, 9, inputs["input_ids"], None, LogitsProcessorList(), "cpu", prepared)
     criteria = StoppingCriteriaList([MaxLengthCriteria(LENGTH), EosTokenCriteria(torch.tensor(EOS))])
-    law = Law.of(Batch.of(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria)
+    law = Distribution.of(Batch.of(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria)
     if not any(type(one) is RepetitionPenaltyLogitsProcessor and one.prompt_ignore_length is None for one in made):
         # up to transformers 5.18 or so the penalty counts padding, and is run as it is
         assert len(law.processors) == slow

@@ -14,7 +14,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.runners import graphs
-from eyas.runners.fused import FusedLayers
+from eyas.runners.fused import GpuModelLayers
 from eyas.runners.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
@@ -26,7 +26,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "CudaCapture", lambda device: captured_without_gpu)
     monkeypatch.setattr(runners, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(runners, "fault_of_kernels", lambda device, ops: "")
-    monkeypatch.setattr(runners, "fused_layers", FusedLayers)
+    monkeypatch.setattr(runners, "fused_layers", GpuModelLayers)
 
 
 def with_fastest_runner(kind: str = "auto", family: str = "llama") -> Target:

@@ -167,14 +167,14 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(
     for nodes, depth, branch in ((14, 4, 3), (6, 3, 4), (40, 3, 3), (5, 4, 1)):
         tree = {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch, **rule}
         found = []
-        for at_once in (True, False):
+        for build_fused in (True, False):
             drafter = kind.random(target, build_options(kind.Options, {**tree, **head}), seed=1)
             for number, weight in enumerate(drafter.net.parameters()):
                 if weight.ndim == 1:  # norms of random nets are all alike
                     weight.data *= 1 + 0.4 * torch.sin(torch.arange(len(weight)) + number)
-            assert drafter.grower is not None
-            if not at_once:
-                drafter.__dict__["grower"] = None
+            assert drafter.fused_tree_builder is not None
+            if not build_fused:
+                drafter.__dict__["fused_tree_builder"] = None
             tokens, steps = run(Decoder(target, drafter, 2), requests)
             found.append((tokens, [(s.draft, s.row) for s in steps if s.draft is not None]))
         assert found[0][0] == found[1][0]

@@ -15,7 +15,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
 from eyas.drafters import find
 from eyas.runners import with_fastest_runner
-from eyas.runners.cpu_ops import CycleKernels
+from eyas.runners.cpu_ops import CpuCycleOps
 from reference import plain_decode, run
 
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
@@ -43,8 +43,8 @@ def test_a_family_without_kernels_draws_by_them_unless_off() -> None:
     """Guards the choice, which is made once, by the runner: models that the kernels do not run
     still draw, follow and commit by them."""
     model = zoo.FAMILIES["gpt_neox"]()
-    assert isinstance(with_fastest_runner(Target(model), kernels="auto").runner.ops, CycleKernels)
-    assert isinstance(with_fastest_runner(Target(model), kernels="auto", own=False).runner.ops, CycleKernels)
+    assert isinstance(with_fastest_runner(Target(model), kernels="auto").runner.ops, CpuCycleOps)
+    assert isinstance(with_fastest_runner(Target(model), kernels="auto", own=False).runner.ops, CpuCycleOps)
     assert with_fastest_runner(Target(model), kernels="off").runner.ops is REFERENCE
 
 
@@ -53,7 +53,7 @@ def test_kernels_follow_and_commit_as_the_reference() -> None:
     """Random trees of 1 to 12 nodes, 40 times: the same path, tokens, lengths and bonus; the same
     slots after the commit."""
     generator = torch.Generator().manual_seed(0)
-    fast = CycleKernels()
+    fast = CpuCycleOps()
     for turn in range(40):
         B, N, V = 3, 1 + turn % 12, 50
         parents = [-1] + [int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, N)]

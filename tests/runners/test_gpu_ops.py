@@ -17,7 +17,7 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.nn import Fp8Linear
-from eyas.runners.fused import FusedLayers
+from eyas.runners.fused import GpuModelLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
@@ -43,7 +43,9 @@ def decoded(
     """Texts; tokens and parents of every tree; the drafter."""
     target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find(name)
     target.draft_weights = draft_weights
-    target = target.run_with(GraphRunner(target, captured_without_gpu, fused=FusedLayers(target, joins=True), ops=ops))
+    target = target.run_with(
+        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, joins=True), ops=ops)
+    )
     drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
     tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
     drafts = [(s.draft, s.row) for s in steps if s.draft is not None]

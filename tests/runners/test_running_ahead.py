@@ -60,9 +60,9 @@ def decoded(
             read = {step.row for step in steps if not step.prefill}
             counts.ignored += len({b for b, row in enumerate(launched.rows) if row} - read)
         for step in steps:
-            found[step.request].append(step)
-            if cancel and cancel.get(step.request) == len(found[step.request]):
-                decoder.cancel(step.request)
+            found[step.request_id].append(step)
+            if cancel and cancel.get(step.request_id) == len(found[step.request_id]):
+                decoder.cancel(step.request_id)
     return found, counts
 
 
@@ -121,11 +121,11 @@ def test_the_same_steps(name: str, temperature: float) -> None:
     assert (none.ahead, none.ignored) == (0, 0)
     assert counts.ahead > 10
     assert counts.ignored > 0
-    for ticket, steps in alone.items():
-        assert essence(ahead[ticket]) == essence(steps)
-    for ticket, text in enumerate(texts, 1):
-        tokens = [token for step in ahead[ticket] for token in step.tokens]
-        assert tokens == (text[: len(tokens)] if ticket == 4 else text)
+    for request_id, steps in alone.items():
+        assert essence(ahead[request_id]) == essence(steps)
+    for request_id, text in enumerate(texts, 1):
+        tokens = [token for step in ahead[request_id] for token in step.tokens]
+        assert tokens == (text[: len(tokens)] if request_id == 4 else text)
     assert name != "eagle2" or temperature or max(step.accepted for steps in ahead.values() for step in steps) > 0
 
 

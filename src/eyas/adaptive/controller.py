@@ -166,7 +166,7 @@ class AdaptiveController:
         else:
             kind = decision.arm, decision.tree_size, 1 if decision.plain else nodes
             state.bandit.observe(decision.arm, kind, tokens, step.seconds)
-        if decision.awake:
+        if decision.drafts_every_row:
             self._after_drafting(state, step, rows)
         if state.bandit.may_choose:
             self._choose(state, rows)

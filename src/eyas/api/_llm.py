@@ -244,7 +244,7 @@ class LLM:
         index = {decoder.add(answer.request): i for i, answer in enumerate(answers)}
         while not decoder.finished:
             for step in check_steps(decoder.step()):
-                i = index[step.request]
+                i = index[step.request_id]
                 answers[i].add(step)
                 if step.finish:
                     yield i, answers[i].result()

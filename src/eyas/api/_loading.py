@@ -18,7 +18,7 @@ from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, option_defaults
-from eyas.core.placement import is_split
+from eyas.core.placement import is_tensor_parallel
 from eyas.core.pretrained import Spread, check_config, read_tokenizer, split_gguf
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
@@ -125,7 +125,7 @@ def load(
         drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
     runners.warm_up(drafter)
     release_threads()
-    if mode == "auto" and is_split(loaded_target.model):
+    if mode == "auto" and is_tensor_parallel(loaded_target.model):
         log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
         mode = "fixed"
     policy = auto(drafter) if mode == "auto" else None

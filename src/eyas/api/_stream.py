@@ -28,7 +28,7 @@ class Stream(Iterator[Piece]):
         self._on_step = on_step
         self._pieces = deque[Piece]()
         self._open = False
-        self._ticket = decoder.add(answer.request)
+        self._request_id = decoder.add(answer.request)
         self._open = True
 
     def __iter__(self) -> Stream:
@@ -46,10 +46,10 @@ class Stream(Iterator[Piece]):
             steps = check_steps(self._decoder.step())
         except BaseException:
             self._open = False
-            self._decoder.cancel(self._ticket)
+            self._decoder.cancel(self._request_id)
             raise
         for step in steps:
-            if step.request == self._ticket:
+            if step.request_id == self._request_id:
                 if self._on_step is not None:
                     self._on_step(step)
                 self._pieces.append(self._answer.add(step))
@@ -61,7 +61,7 @@ class Stream(Iterator[Piece]):
         """Break the answer off."""
         if self._open:
             self._open = False
-            self._decoder.cancel(self._ticket)
+            self._decoder.cancel(self._request_id)
             self._at_end()
 
     def __del__(self) -> None:

@@ -108,7 +108,7 @@ def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, A
 
 def _awake(step: Step) -> bool:
     """Whether the method drafted in this cycle."""
-    return not isinstance(step.decision, Decision) or step.decision.awake
+    return not isinstance(step.decision, Decision) or step.decision.drafts_every_row
 
 
 def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[str, float]) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | No
     shapes = Counter(
         s.decision.tree_size
         for s, _ in timed
-        if isinstance(s.decision, Decision) and s.decision.awake and s.decision.tree_size is not None
+        if isinstance(s.decision, Decision) and s.decision.drafts_every_row and s.decision.tree_size is not None
     )
     shape = shapes.most_common(1)[0][0] if shapes else drafter.max_tree
     if shape is None or shape.depth < 2:

@@ -77,7 +77,7 @@ class _Simulated:
     ) -> Verdict:
         real = verify(draft, scores_BNV, position_B, noise, ops)  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
-        if real.packed_BX is not None and real.has_nan_B is not None:  # verified by GPU kernels, which do this too
+        if real.host_result_BX is not None and real.has_nan_B is not None:  # verified by GPU kernels, which do this too
             return unpack_verdict(gpu.given_path(
                 draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, real.bonus_B, real.has_nan_B,
                 self._rates(P - 1, device), self.seed, _STRIDE,

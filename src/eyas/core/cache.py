@@ -10,7 +10,7 @@ whatever its slot.
 
 `KVCache` is passed to Hugging Face models as `past_key_values`: `prepare` sets where the next forward
 writes, the model calls `update` once for each layer, `commit` moves the accepted nodes behind the
-committed slots. Sliding windows of a target are a matter of masks, not of slots. `WindowCache` is
+committed slots. Sliding windows of a target are a matter of masks, not of slots. `DraftKVCache` is
 the cache of a draft net; with a window it keeps only the first and the last slots (SEAGLE).
 Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W
 width of this forward, E layers x {key, value}.
@@ -29,7 +29,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 from eyas.nn import CacheContents, DraftSlots, rope
 
 __all__ = [
-    "DraftLayerCache", "KVCache", "LayerCache", "Layout", "WindowCache", "commit_path", "devices_of", "layout_of", "slot_mask",
+    "DraftKVCache",
+    "DraftLayerCache",
+    "KVCache",
+    "LayerCache",
+    "Layout",
+    "commit_path",
+    "devices_of",
+    "layout_of",
+    "slot_mask",
     "slot_positions",
 ]  # fmt: skip
 
@@ -314,7 +322,7 @@ class KVCache(Cache):
         return total
 
 
-class WindowCache(KVCache):
+class DraftKVCache(KVCache):
     """The cache of a draft net. With a window it keeps the first `sink` and the last `size`
     committed slots of each row.
 
@@ -348,7 +356,7 @@ class WindowCache(KVCache):
         those that are visible."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
-    def layer(self, number: int) -> WindowCache | OneLayer:
+    def layer(self, number: int) -> DraftKVCache | OneLayer:
         """The cache of one layer for the next forward."""
         return OneLayer(self, number) if number else self
 
@@ -402,9 +410,9 @@ class WindowCache(KVCache):
 
 
 class OneLayer:
-    """One layer of a `WindowCache`, for one forward: a `nn.DraftCache`."""
+    """One layer of a `DraftKVCache`, for one forward: a `nn.DraftCache`."""
 
-    def __init__(self, cache: WindowCache, number: int) -> None:
+    def __init__(self, cache: DraftKVCache, number: int) -> None:
         self.cache, self.number = cache, number
 
     @property

@@ -101,7 +101,7 @@ def tree_mask(
     device of `like_NV`.
 
     The constraint sees only nodes that may be accepted. After the others everything is allowed:
-    padding, scouts, and what stands behind an EOS or the request's length.
+    padding, window nodes, and what stands behind an EOS or the request's length.
     """
     parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
     candidates, depths = draft.tree.acceptable_BN[row].tolist(), draft.tree.depth_BN[row].tolist()

@@ -23,7 +23,7 @@ from eyas.core.target import TargetSession
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.timing import StageTimer
 
-__all__ = ["Cycle", "CycleRunner", "Verify", "verify_forward"]
+__all__ = ["Cycle", "CycleRunner", "Verify", "verify_output"]
 
 # (draft, scores_BNV, position_B of the root, noise, ops)
 Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]
@@ -38,17 +38,17 @@ class Cycle:
     scores_BNV: Tensor  # float32, or logits in their own dtype if nothing changes them
     verdict: Verdict
     # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
-    packed_BX: Tensor
+    host_result_BX: Tensor
     failures: Failures  # nodes without a distribution
     logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
-    # waits until `packed_BX`, which is on its way to the host, has arrived; None: it is not
+    # waits until `host_result_BX`, which is on its way to the host, has arrived; None: it is not
     wait_for_copy: Callable[[], None] | None = None
 
     def read_on_host(self) -> list[list[int]]:
-        """`packed_BX` on the host, which waits for the cycle's end."""
+        """`host_result_BX` on the host, which waits for the cycle's end."""
         if self.wait_for_copy is not None:
             self.wait_for_copy()
-        return self.packed_BX.tolist()
+        return self.host_result_BX.tolist()
 
     def check(self, row: int, path: Sequence[int]) -> None:
         """Raise the error of the first failed node on the row's path."""
@@ -102,7 +102,7 @@ class CycleRunner:
         with timer.stage("target"):
             output = self.target_session.forward(draft.tokens_BN, draft.tree, cycle_input.active_rows)
         with timer.stage("verify"):
-            cycle = verify_forward(draft, output, cycle_input, self.verify, self.target_session.target.runner.ops)
+            cycle = verify_output(draft, output, cycle_input, self.verify, self.target_session.target.runner.ops)
         with timer.stage("commit"):
             self.target_session.commit(cycle.verdict, cycle_input.active_B)
             if drafter is not None:
@@ -110,7 +110,7 @@ class CycleRunner:
         return cycle
 
 
-def verify_forward(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
+def verify_output(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
     """The cycle's result from the output of its forward; nothing is committed."""
     scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input, ops)
     verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
@@ -120,9 +120,9 @@ def verify_forward(draft: Draft, output: TargetOutput, cycle_input: CycleInput, 
 
 
 def _pack(scores_BNV: Tensor, verdict: Verdict) -> Tensor:
-    """int64 [B, 3 + 2 P]: see `Cycle.packed_BX`."""
-    if verdict.packed_BX is not None:
-        return verdict.packed_BX
+    """int64 [B, 3 + 2 P]: see `Cycle.host_result_BX`."""
+    if verdict.host_result_BX is not None:
+        return verdict.host_result_BX
     nan_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.has_nan_B is None else verdict.has_nan_B
     head = [verdict.length_B[:, None], verdict.bonus_B[:, None], nan_B[:, None].long()]
     return torch.cat([*head, verdict.tokens_BP, verdict.path_BP], 1)

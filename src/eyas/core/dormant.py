@@ -8,7 +8,7 @@ method drafts, and with which tree.
 While the method's session is dormant, accepted tokens and their features are stored here, and so is
 the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
 its text (`truncate`), it reads the stored tokens with `prefill`, in one call for each row. A row that
-has stored `WAITING` tokens is read at once, and a prompt of more tokens than that is not stored at
+has stored `MAX_STORED_TOKENS` tokens is read at once, and a prompt of more tokens than that is not stored at
 all. So memory is bounded, no call takes long, and later drafts are the same as without the pause. A
 row whose request has ended is read too if the session has drafted for it: `prefill` goes on behind
 its last `commit`; the next `commit`, which is one for all rows, overwrites that state.
@@ -36,10 +36,10 @@ from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Tre
 from eyas.core.requests import Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
-__all__ = ["OFF", "WAITING", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "with_policy"]
+__all__ = ["ARM_OFF", "MAX_STORED_TOKENS", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "with_policy"]
 
-OFF = "off"  # why a cycle is plain: no request in it wants drafts
-WAITING = 512  # places for tokens that are stored for a row, at most
+ARM_OFF = "off"  # why a cycle is plain: no request in it wants drafts
+MAX_STORED_TOKENS = 512  # places for tokens that are stored for a row, at most
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Decision:
     fallback: Drafter | None = None  # a method that drafts from the text alone, to be used in the method's place
 
     @property
-    def awake(self) -> bool:
+    def drafts_every_row(self) -> bool:
         """Whether every row is verified with the method's own draft."""
         return self.fallback is None and not self.plain
 
@@ -182,7 +182,7 @@ class DormantSession(DraftSession):
             off = frozenset(row for row in cycle_input.active_rows if limits[row] == 0) if limits else frozenset()
             self.all_off = bool(off) and off.issuperset(self.active_rows)
             if self.all_off:
-                self.decision = Decision(plain=off, arm=OFF)
+                self.decision = Decision(plain=off, arm=ARM_OFF)
             else:
                 self.policy_decision = self.decision = (
                     self.policy.decide(cycle_input) if self.policy is not None else None
@@ -224,7 +224,7 @@ class DormantSession(DraftSession):
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         """As the method's session; it reads what it has missed here, because a recorded cycle cannot."""
         decision = self._decide(cycle_input)
-        if not decision.awake or cycle_input.draft_limits:
+        if not decision.drafts_every_row or cycle_input.draft_limits:
             return None
         self._wake(cycle_input)
         capturable = self.session.capturable(replace(cycle_input, tree_size=decision.tree_size))
@@ -242,7 +242,7 @@ class DormantSession(DraftSession):
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
         self.missed[row], self.has_drafted[row] = None, False
-        self.long_prompt[row] = total - cached_tokens > WAITING
+        self.long_prompt[row] = total - cached_tokens > MAX_STORED_TOKENS
         self.active_rows.add(row)
         if self.fallback is not None:
             self.fallback.begin(row, cached_tokens)
@@ -255,7 +255,11 @@ class DormantSession(DraftSession):
             or self.all_off
             or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
         )
-        if not may_wait or self.long_prompt[row] or len(tokens_T) + (missed.places if missed else 0) > WAITING:
+        if (
+            not may_wait
+            or self.long_prompt[row]
+            or len(tokens_T) + (missed.places if missed else 0) > MAX_STORED_TOKENS
+        ):
             self._replay_missed(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return
@@ -292,7 +296,7 @@ class DormantSession(DraftSession):
             missed = self.missed[row] = self.missed[row] or _Missed(len(self.dormant_input.row_tokens[row]) - 1)
             missed.cycles.append(accepted)
             missed.places += accepted.tokens_BP.shape[1]
-            if missed.places >= WAITING:
+            if missed.places >= MAX_STORED_TOKENS:
                 self._replay_missed(row)
 
     def end(self, row: int) -> None:

@@ -95,7 +95,7 @@ class Decoder:
             self.target_session, self.draft_session, self.cycle_runner.extra_slots, self.timer, reuse, prefill_budget
         )
         self.rows: list[Row | None] = [None] * rows  # requests whose prompts are read
-        self._tickets = 0
+        self._last_request_id = 0
         self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
         self._root_tokens_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
         self._ahead: _Launched | None = None
@@ -116,16 +116,16 @@ class Decoder:
         if request.media:
             check_media(self.target.model, self.target.family.has_states, request.media, request.prompt)
         self.target_session.check_fit(len(request.prompt), request.max_new_tokens)
-        self._tickets += 1
-        self.prompts.add(self._tickets, request)
-        return self._tickets
+        self._last_request_id += 1
+        self.prompts.add(self._last_request_id, request)
+        return self._last_request_id
 
     @torch.inference_mode()
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Drop a request: it waits, its prompt is being read, or it is in flight."""
-        self.prompts.cancel(ticket)
+        self.prompts.cancel(request_id)
         for b, row in enumerate(self.rows):
-            if row is not None and row.ticket == ticket:
+            if row is not None and row.request_id == request_id:
                 self._release(b)
 
     @torch.inference_mode()
@@ -195,7 +195,7 @@ class Decoder:
         """
         timer, b = prompt.timer, prompt.row
         assert timer is not None
-        row = Row.of(prompt.ticket, prompt.request, self.target)
+        row = Row.of(prompt.request_id, prompt.request, self.target)
         if isinstance(read, EyasError):
             return row.failed(0, read, timer, prefill=True)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens

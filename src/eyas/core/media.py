@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from eyas.core.placement import has_several_devices
 from eyas.errors import InputError, ModelError
 
-__all__ = ["MediaPrompt", "check_media", "counts_otherwise", "read_media", "reads_media"]
+__all__ = ["MediaPrompt", "check_media", "read_media", "reads_media", "shifts_positions"]
 
 # Inputs of transformers' models that are no text.
 MEDIA_INPUTS = frozenset({"pixel_values", "pixel_values_videos", "input_features", "input_values"})
@@ -46,12 +46,12 @@ def reads_media(model: nn.Module) -> bool:
     return not MEDIA_INPUTS.isdisjoint(inspect.signature(model.forward).parameters)
 
 
-def counts_otherwise(model: nn.Module) -> bool:
+def shifts_positions(model: nn.Module) -> bool:
     """Whether positions behind an image do not count the image's tokens one by one."""
-    return _counting(model) is not None
+    return _position_module(model) is not None
 
 
-def _counting(model: nn.Module) -> Any:
+def _position_module(model: nn.Module) -> Any:
     """The part of the model that counts positions, and keeps the shift of the last prompt as
     `rope_deltas`; None: there is none."""
     return next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
@@ -104,7 +104,7 @@ def read_media(
     # the tensor must lie on the LM head's device
     if not all_logits and takes_number and not has_several_devices(model):
         inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
-    cache, counting = DynamicCache(), _counting(model)
+    cache, counting = DynamicCache(), _position_module(model)
     if counting is not None:
         counting.rope_deltas = None  # of an earlier prompt
     with tap as features:

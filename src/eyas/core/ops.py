@@ -17,16 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from eyas.core.adjustments import Adjustments
-from eyas.core.cache import WindowCache, commit_path
+from eyas.core.cache import DraftKVCache, commit_path
 from eyas.core.inputs import CycleInput
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import fp8
 
-__all__ = ["REFERENCE", "Ops", "TreeGrower", "WindowGrower", "accepted_nodes", "check_siblings", "verdict_of"]
+__all__ = [
+    "REFERENCE",
+    "FusedTreeBuilder",
+    "Ops",
+    "WindowTreeBuilder",
+    "accepted_nodes",
+    "check_siblings",
+    "verdict_of",
+]
 
 
-class TreeGrower(Protocol):
+class FusedTreeBuilder(Protocol):
     """Grows a whole dynamic tree of one EAGLE net at once, all its levels."""
 
     @property
@@ -39,7 +47,7 @@ class TreeGrower(Protocol):
         ...
 
     def __call__(
-        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache,
+        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: Any, cache: DraftKVCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
         """Let the net read the pending pairs, in the slots behind `length_B`, then grow the tree
@@ -55,11 +63,11 @@ class TreeGrower(Protocol):
 
 
 @runtime_checkable
-class WindowGrower(Protocol):
-    """A `TreeGrower` that serves drafts with a window, too."""
+class WindowTreeBuilder(Protocol):
+    """A `FusedTreeBuilder` that serves drafts with a window, too."""
 
     def grow(
-        self, hidden_BD: Tensor, cycle_input: CycleInput, tree: Any, cache: WindowCache, length_B: Tensor, width: int
+        self, hidden_BD: Tensor, cycle_input: CycleInput, tree: Any, cache: DraftKVCache, length_B: Tensor, width: int
     ) -> Draft:
         """Grow the tree from the net's output at the newest pair, which the session has let it
         read, and behind which it has trimmed the window."""
@@ -129,9 +137,9 @@ class Ops:
         """A draft net for decoding. draft_weights: "exact", or "fp8": rounded."""
         return fp8(net) if draft_weights == "fp8" else net
 
-    def grower(
+    def fused_tree_builder(
         self, target: Any, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
-    ) -> TreeGrower | None:
+    ) -> FusedTreeBuilder | None:
         """A function that grows dynamic trees of this net in one call; None: they are grown level
         by level.
 

@@ -26,10 +26,17 @@ from torch import Tensor, nn
 
 from eyas.errors import ModelError
 
-__all__ = ["check_layers", "device_of", "has_several_devices", "has_waiting_weights", "is_split", "value_of"]
+__all__ = [
+    "check_layers",
+    "device_of",
+    "has_offloaded_weights",
+    "has_several_devices",
+    "is_tensor_parallel",
+    "value_of",
+]
 
 
-def has_waiting_weights(model: nn.Module) -> bool:
+def has_offloaded_weights(model: nn.Module) -> bool:
     """Whether some weights of the model are fetched by hooks, so that its own forward is the only
     way to compute."""
     return any(getattr(hook, "offload", False) for hook in _hooks(model))
@@ -75,14 +82,14 @@ def _places(module: nn.Module) -> set[torch.device]:
     """The devices that the parts of a module compute on."""
     hooks = list(_hooks(module))
     places = {_device(hook.execution_device) for hook in hooks if getattr(hook, "execution_device", None) is not None}
-    return places if has_waiting_weights(module) else places | {weight.device for weight in module.parameters()}
+    return places if has_offloaded_weights(module) else places | {weight.device for weight in module.parameters()}
 
 
 def _listed(places: Iterable[torch.device]) -> str:
     return ", ".join(sorted(map(str, places)))
 
 
-def is_split(model: nn.Module) -> bool:
+def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether the weights are split over processes (`tp_plan` of transformers), each of which
     computes a part of every layer."""
     # torch's DTensor, whose module takes seconds to import

@@ -4,7 +4,7 @@ processors once per node, with its own prefix.
 A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises),
 so it is run on those prefixes only that decoding can reach. Nodes are skipped
 
-    that are no candidates (scouts, padding), and all nodes below a skipped one;
+    that are no candidates (window nodes, padding), and all nodes below a skipped one;
     whose token the processed scores of their parent forbid (greedy rows: whose token is not the best one);
     that end the text (EOS), or stand where the request's length is already reached.
 

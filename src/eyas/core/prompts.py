@@ -62,7 +62,7 @@ WORTH_COPYING = 8  # tokens by which a prefix of another row must be longer than
 class Prompt:
     """A request whose prompt is not read yet, or not all of it."""
 
-    ticket: int
+    request_id: int
     request: Request
     row: int = -1  # the row that it is read into; -1: it waits for one
     cached_tokens: int = 0  # prompt tokens whose keys and values were there already
@@ -109,7 +109,7 @@ class PromptReader:
         self._used_at = [0] * target.rows  # when a row's text was last used; counted in prompts
         self._steps = self._started = 0
         # of the cycles that other decoders run between two steps of this one, on the same machine
-        self.beside_seconds = 0.0
+        self.other_decoders_seconds = 0.0
         # moving averages: of a cycle, of reading a token; 0: not known yet
         self._cycle_seconds = self._token_seconds = 0.0
 
@@ -117,18 +117,18 @@ class PromptReader:
         """Whether any prompt waits or is being read."""
         return bool(self.waiting or self.reading)
 
-    def add(self, ticket: int, request: Request) -> None:
+    def add(self, request_id: int, request: Request) -> None:
         """Put a request into the queue."""
-        self.waiting.append(Prompt(ticket, request))
+        self.waiting.append(Prompt(request_id, request))
 
-    def cancel(self, ticket: int) -> bool:
+    def cancel(self, request_id: int) -> bool:
         """Drop a request whose prompt is not read yet; False if there is none of that number."""
         for prompt in self.waiting:
-            if prompt.ticket == ticket:
+            if prompt.request_id == request_id:
                 self.waiting.remove(prompt)
                 return True
         for row, prompt in self.reading.items():
-            if prompt.ticket == ticket:
+            if prompt.request_id == request_id:
                 del self.reading[row]
                 self.release(row)
                 return True
@@ -161,7 +161,7 @@ class PromptReader:
         if self.budget != "auto":
             return self.budget
         running = self.target.rows - len(self.empty) - len(self.reading)
-        seconds = self.beside_seconds + (self._cycle_seconds if running else 0.0)
+        seconds = self.other_decoders_seconds + (self._cycle_seconds if running else 0.0)
         if not seconds:
             return MAX_AUTO_BUDGET
         if not self._token_seconds:
@@ -203,7 +203,7 @@ class PromptReader:
         """The prompt to read from now; None if no row can read."""
         able = [*self.reading.values(), *(self.waiting[i] for i in range(min(len(self.empty), len(self.waiting))))]
         oldest_first = self.budget is None or self._steps % OLDEST_EVERY == 0
-        return min(able, key=lambda prompt: (0 if oldest_first else prompt.left, prompt.ticket), default=None)
+        return min(able, key=lambda prompt: (0 if oldest_first else prompt.left, prompt.request_id), default=None)
 
     def _read(self, prompt: Prompt, count: int) -> Tensor:
         """Target and drafter read the next tokens; the logits [V] of the last one."""

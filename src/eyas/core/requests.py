@@ -103,7 +103,7 @@ class Trace:
 class Step:
     """The result of one cycle, or of the prefill, for one row."""
 
-    request: int  # the number that `Decoder.add` returned
+    request_id: int  # the number that `Decoder.add` returned
     tokens: tuple[int, ...]  # emitted, cut at stop and length
     accepted: int  # how many of them are accepted draft tokens
     prefill: bool  # True: the step holds the first token, drawn from the logits of the prompt's last token

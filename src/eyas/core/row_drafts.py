@@ -38,7 +38,7 @@ from eyas.core.requests import DecisionLabel, Request, Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie, merge
 from eyas.errors import InputError, OptionError
 
-__all__ = ["RowDrafts", "check_draft", "limit_candidates"]
+__all__ = ["RowDrafts", "check_draft", "limit_nodes"]
 
 MAX_GUESS_TOKENS = 16  # tokens of a guess
 # a row that has followed its prediction so long, or is forced so far, needs no other draft
@@ -139,7 +139,7 @@ class RowDrafts(DraftSession):
             deterministic_B = torch.zeros_like(cycle_input.active_B)
             deterministic_B[sorted(guided)] = True
             draft = replace(draft, deterministic_B=deterministic_B)
-        return limit_candidates(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
+        return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
 
     def _guesses(self, row: int, cycle_input: CycleInput) -> list[Guess]:
         """Guesses at the row's next tokens, the most certain first."""
@@ -236,10 +236,10 @@ def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
     if draft.tree.nodes == 1:
         draft = replace(draft, log_q_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
     merged = merge(draft, guess)
-    return replace(merged, q_BNV=draft.q_BNV, block=draft.block)
+    return replace(merged, q_BNV=draft.q_BNV, block=draft.block_verification)
 
 
-def limit_candidates(draft: Draft, limits: Sequence[int | None]) -> Draft:
+def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
     """The draft in which each row has at most so many candidates below the root; None: all that it
     has. See "Limits and losslessness" above."""
     tree = draft.tree

@@ -15,7 +15,7 @@ from torch import Tensor
 from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
 from eyas.core.constraints import Constraint, GuardedConstraint
-from eyas.core.cycle import Cycle, verify_forward
+from eyas.core.cycle import Cycle, verify_output
 from eyas.core.drafter import CycleInput
 from eyas.core.logprobs import entries, width_for
 from eyas.core.requests import Request, Step
@@ -34,7 +34,7 @@ __all__ = ["Row", "RowSettings", "first_token_cycle", "make_cycle_input"]
 class Row:
     """A request in flight."""
 
-    ticket: int
+    request_id: int
     request: Request
     tokens: list[int]  # prompt and emitted tokens; the last one is the root of the next cycle
     # of `tokens`, without `wait`; None if the request's distribution does not depend on the text
@@ -43,11 +43,11 @@ class Row:
     finish: str | None = None
 
     @classmethod
-    def of(cls, ticket: int, request: Request, target: Target) -> Row:
+    def of(cls, request_id: int, request: Request, target: Target) -> Row:
         """The row of a request whose prompt is read."""
         vocab = target.vocab_size
         guarded = None if request.constraint is None else GuardedConstraint(request.constraint, vocab)
-        return cls(ticket, request, list(request.prompt), _adjustments(request, vocab, target.device), guarded)
+        return cls(request_id, request, list(request.prompt), _adjustments(request, vocab, target.device), guarded)
 
     @property
     def emitted(self) -> int:
@@ -66,7 +66,7 @@ class Row:
         wait = self.request.min_tokens - self.emitted
         if wait > 0:
             return replace(self.penalty_state, wait=torch.tensor(wait, device=self.penalty_state.ending.device))
-        return replace(self.penalty_state, ending=None) if self.request.sampling.has_penalties else None
+        return replace(self.penalty_state, ending=None) if self.request.sampling.has_adjustments else None
 
     def append(self, token: int) -> None:
         """One more emitted token."""
@@ -101,7 +101,7 @@ class Row:
         the Step."""
         ended_at = timer.now()
         return Step(
-            request=self.ticket,
+            request_id=self.request_id,
             tokens=tokens,
             accepted=min(len(tokens), max(0, len(path) - 1)),
             finish=self.finish,
@@ -218,13 +218,13 @@ def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
     first_input = make_cycle_input([row], RowSettings.of([row], target), token_1, position_1, position)
     root = Draft(Tree.chain(1, 1, target.device), token_1[:, None])
     output = TargetOutput(logits_V[None, None], logits_V.new_empty(1, 1, 0))
-    return verify_forward(root, output, first_input, verify, target.runner.ops)
+    return verify_output(root, output, first_input, verify, target.runner.ops)
 
 
 def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
     """[V], of the prompt; None if the request's distribution does not depend on the text."""
     sampling, ends = request.sampling, [token for token in request.eos if token < vocab]
-    if not sampling.has_penalties and not (request.min_tokens and ends):
+    if not sampling.has_adjustments and not (request.min_tokens and ends):
         return None
 
     def zeros(dtype: torch.dtype, wanted: bool) -> Tensor | None:

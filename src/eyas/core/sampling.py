@@ -98,7 +98,7 @@ class Sampling:
         return f"Sampling({', '.join(changed)})"
 
     @property
-    def has_penalties(self) -> bool:
+    def has_adjustments(self) -> bool:
         """Whether logits are changed by what `core.adjustments` follows."""
         return self.repetition_penalty != 1.0 or bool(
             self.presence_penalty or self.frequency_penalty or self.logit_bias
@@ -106,7 +106,7 @@ class Sampling:
 
     @property
     def is_raw_softmax(self) -> bool:
-        """Whether tokens are sampled by the logits as they are, apart from what `has_penalties`."""
+        """Whether tokens are sampled by the logits as they are, apart from what `has_adjustments`."""
         return self.temperature == 1.0 and not self.has_filters
 
     @property
@@ -160,7 +160,7 @@ def apply_sampling(
     if adjustments is not None:
         scores_NV = _adjusted(scores_NV, sampling, adjustments)
     else:
-        assert not sampling.has_penalties, "penalties and biases need the text of every node"
+        assert not sampling.has_adjustments, "penalties and biases need the text of every node"
     if custom is not None:
         scores_NV = custom(scores_NV)
     if sampling.greedy:

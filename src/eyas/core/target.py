@@ -34,7 +34,7 @@ from eyas.core import families, quantised
 from eyas.core.adapters import AdapterSet, beside, digest, is_peft_model, merge
 from eyas.core.cache import KVCache, Layout, devices_of, layout_of, slot_mask, slot_positions
 from eyas.core.fingerprints import fingerprint_of, same_weights
-from eyas.core.media import counts_otherwise, read_media
+from eyas.core.media import read_media, shifts_positions
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.placement import check_layers, device_of, has_several_devices
 from eyas.core.pretrained import Spread, read_model
@@ -150,7 +150,7 @@ class Target:
         self.context = self.family.context
         self.runner: Runner = ModelRunner()
         self.draft_weights = "exact"  # weight format of draft nets for this target; "fp8", "int4": rounded
-        self.shifts_positions = counts_otherwise(model)
+        self.shifts_positions = shifts_positions(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.adapters: AdapterSet | None = None  # that requests choose from
         self.adapter = ""  # the one that this view of the target uses; "": none

@@ -142,7 +142,7 @@ class Draft:
     which the children of n were sampled without replacement, in node order. None: the children are
     the most probable tokens, not samples. With n < N only the first n nodes are the sampled tree;
     the others may be accepted in rows of `deterministic_B` only."""
-    block: bool = False
+    block_verification: bool = False
     """With `q_BNV`: the tree is one chain, and block verification applies (`core.verify`)."""
     value_BN: Tensor | None = None
     """float32; log of EAGLE-2's value, the estimated probability that the path to the node is
@@ -171,14 +171,18 @@ class Verdict:
     length_B: Tensor  # int64; nodes on the path, the root included: 1 or more
     bonus_B: Tensor  # int64; the target's own token after the path: the next root
     has_nan_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not look
-    packed_BX: Tensor | None = None  # all of this as `core.cycle.Cycle.packed_BX`, if verification has made it
+    host_result_BX: Tensor | None = (
+        None  # all of this as `core.cycle.Cycle.host_result_BX`, if verification has made it
+    )
 
 
-def unpack_verdict(packed_BX: Tensor) -> Verdict:
+def unpack_verdict(host_result_BX: Tensor) -> Verdict:
     """The verdict whose parts are columns of one tensor, which the host reads in one transfer."""
-    P = (packed_BX.shape[1] - 3) // 2
-    length_B, bonus_B, has_nan_B = packed_BX[:, :3].unbind(1)
-    return Verdict(packed_BX[:, 3 + P :], packed_BX[:, 3 : 3 + P], length_B, bonus_B, has_nan_B, packed_BX)
+    P = (host_result_BX.shape[1] - 3) // 2
+    length_B, bonus_B, has_nan_B = host_result_BX[:, :3].unbind(1)
+    return Verdict(
+        host_result_BX[:, 3 + P :], host_result_BX[:, 3 : 3 + P], length_B, bonus_B, has_nan_B, host_result_BX
+    )
 
 
 def matching_nodes(draft: Draft, other: Draft) -> Tensor:

@@ -62,7 +62,7 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
     draw_BN, _ = ops.draw(scores_BNV, tree, position_B, noise)
     check_siblings(tree, draft.tokens_BN)
     accepted_BN, bonus_B = accepted_nodes(tree, draft.tokens_BN, draw_BN)
-    verify_sampled = _verify_block if draft.block else _verify_by_rejection
+    verify_sampled = _verify_block if draft.block_verification else _verify_by_rejection
     drawn, sampled = draft.q_BNV.shape[1], draft
     if drawn < tree.nodes:
         sampled = replace(draft, tree=tree.first_nodes(drawn), tokens_BN=draft.tokens_BN[:, :drawn])

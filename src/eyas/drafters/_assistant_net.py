@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights, expect
-from eyas.core.placement import is_split
+from eyas.core.placement import is_tensor_parallel
 from eyas.core.target import Target
 from eyas.drafters._nets import init_matrices, placed, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError
@@ -141,7 +141,7 @@ def source_layers(target: Target) -> dict[str, int]:
     Raises:
         ModelError: no layer has keys and values of one size, or processes share the layers.
     """
-    if is_split(target.model):
+    if is_tensor_parallel(target.model):
         why = "processes share the target's layers, and each has the keys of its own heads only"
         raise ModelError(f"{why}: choose another method than gemma4_assistant")
     config: Any = target.model.config.get_text_config(decoder=True)

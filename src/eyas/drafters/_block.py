@@ -25,7 +25,7 @@ from eyas.core.tree import Draft
 from eyas.drafters._block_loss import BlockTraining, block_loss
 from eyas.drafters._block_net import BlockNet, Extras, Plan
 from eyas.drafters._block_session import BlockSession
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._nets import (
     check_head,
     layer_config,
@@ -221,8 +221,10 @@ class BlockMethod(Drafter):
         def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             return level_logits(tokens_BQ, level + 1)
 
-        growth = Growth(lambda: level_logits(cycle_input.tokens_B[:, None], 0)[:, 0], lambda logits: logits, expand)
-        return grow_dynamic(growth, cycle_input, self.tree)
+        net_steps = DraftNetSteps(
+            lambda: level_logits(cycle_input.tokens_B[:, None], 0)[:, 0], lambda logits: logits, expand
+        )
+        return grow_dynamic(net_steps, cycle_input, self.tree)
 
     def stopped(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         """The logits, or minus infinity for nodes that shall have no children. Here all nodes may

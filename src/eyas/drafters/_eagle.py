@@ -26,12 +26,12 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from eyas.core.cache import WindowCache
+from eyas.core.cache import DraftKVCache
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
-from eyas.core.ops import TreeGrower, WindowGrower
+from eyas.core.ops import FusedTreeBuilder, WindowTreeBuilder
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 from eyas.nn import Compiled, LayerShape, rope_frequencies
@@ -70,12 +70,12 @@ class EagleNet(Protocol):
         """The target's features [..., F] -> hidden [..., D]."""
         ...
 
-    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> None:
         """Store the keys and values of pairs in the cache, without computing an output. The cache's
         mask shows each pair itself and those before it."""
         ...
 
-    def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
+    def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: DraftKVCache) -> Tensor:
         """The net's output [R, N, D] at pairs, whose keys and values are stored in the cache too."""
         ...
 
@@ -116,17 +116,19 @@ class EagleMethod(Drafter):
         """The net's output [..., D] -> logits [..., V or v]."""
 
     @abstractmethod
-    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
+    def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
         """Grow the draft tree of one cycle."""
 
     @cached_property
-    def grower(self) -> TreeGrower | None:
+    def fused_tree_builder(self) -> FusedTreeBuilder | None:
         """Grows a whole dynamic tree in one call; None if the target's runner cannot, as with nets
         of several layers."""
         if self.layers > 1:
             return None
-        grower = self.target.runner.ops.grower(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
-        return None if self.window() and not isinstance(grower, WindowGrower) else grower
+        fused_tree_builder = self.target.runner.ops.fused_tree_builder(
+            self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v
+        )
+        return None if self.window() and not isinstance(fused_tree_builder, WindowTreeBuilder) else fused_tree_builder
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
@@ -212,8 +214,8 @@ class DynamicEagle(EagleMethod):
     def samples_children(self) -> bool:
         return False
 
-    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
-        return grow_dynamic(growth, cycle_input, self.options.tree)
+    def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
+        return grow_dynamic(net_steps, cycle_input, self.options.tree)
 
     def describe(self) -> dict[str, Any]:
         return {**self.options.tree.describe(), **EagleMethod.describe(self)}
@@ -233,7 +235,7 @@ class EagleSession(DraftSession):
         self.window = drafter.window()
         self.crop = drafter.options.window.crop
         self.net: EagleNet = drafter.decoding_net
-        self.cache = WindowCache(
+        self.cache = DraftKVCache(
             shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window, drafter.layers
         )
         self.frequency_h = rope_frequencies(shape, target.device)
@@ -362,7 +364,7 @@ class EagleSession(DraftSession):
 
     def draft(self, cycle_input: CycleInput) -> Draft:
         self.active_B = cycle_input.active_B
-        return self.drafter.grow(self.growth(cycle_input), cycle_input)
+        return self.drafter.grow(self.net_steps(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         path_BP = verdict.path_BP.clamp(min=0)
@@ -377,7 +379,7 @@ class EagleSession(DraftSession):
         # a row of a finished request may have more
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
-    def growth(self, cycle_input: CycleInput) -> Growth:
+    def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
         """The functions that grow the tree of this cycle. The nodes of the tree get the slots
         behind the committed ones, level by level."""
 
@@ -388,8 +390,8 @@ class EagleSession(DraftSession):
             return self._read(tokens_BQ, hidden_BQD, offset_BQ, visible_BQT, slot_BQ, self._max_slots(cycle_input) + T)
 
         read = lambda: self._forward_pending(cycle_input)  # noqa: E731
-        at_once = lambda tree: self._at_once(cycle_input, tree)  # noqa: E731
-        return Growth(read, self.drafter.head, expand, self.drafter.draft_ids_v, at_once)
+        build_fused = lambda tree: self._build_fused(cycle_input, tree)  # noqa: E731
+        return DraftNetSteps(read, self.drafter.head, expand, self.drafter.draft_ids_v, build_fused)
 
     def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
         """Read the pending pairs; returns the net's output [B, D] at the newest one.
@@ -421,22 +423,22 @@ class EagleSession(DraftSession):
             self.max_slots_by_row = [min(bound + P, cycle_input.max_position) for bound in self.max_slots_by_row]
             self._trim()
 
-    def _at_once(self, cycle_input: CycleInput, tree: DynamicTree) -> Draft | None:
+    def _build_fused(self, cycle_input: CycleInput, tree: DynamicTree) -> Draft | None:
         """Read the pending pairs and grow a dynamic tree in one call; None if the runner cannot."""
-        grower, P = self.drafter.grower, self.pending_BPF.shape[1]
-        if grower is None or not grower.suits(cycle_input):
+        fused_tree_builder, P = self.drafter.fused_tree_builder, self.pending_BPF.shape[1]
+        if fused_tree_builder is None or not fused_tree_builder.suits(cycle_input):
             return None
         if self.window:
-            assert isinstance(grower, WindowGrower)
+            assert isinstance(fused_tree_builder, WindowTreeBuilder)
             hidden_BD = self._forward_pending(cycle_input)
             slots = self._max_slots(cycle_input) + tree.depth * tree.branch
-            return grower.grow(hidden_BD, cycle_input, tree, self.cache, self.length_B, slots)
+            return fused_tree_builder.grow(hidden_BD, cycle_input, tree, self.cache, self.length_B, slots)
         count_B = self.pending_B * cycle_input.active_B
         features_BPF = self._cast(self.pending_BPF)
-        if not grower.fuses_features:
+        if not fused_tree_builder.fuses_features:
             features_BPF = self.net.fuse(features_BPF)
         width = cycle_input.max_position + P + tree.depth * tree.branch
-        draft = grower(
+        draft = fused_tree_builder(
             features_BPF, self.pending_tokens_BP, count_B, cycle_input, tree, self.cache, self.length_B, width
         )
         self._mark_read(count_B)

@@ -1,7 +1,7 @@
 """Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and trees of a fixed
 shape (`grow_static`).
 
-Both work on a `Growth`: functions of the draft net for one cycle. `forward_pending` lets the net read
+Both work on a `DraftNetSteps`: functions of the draft net for one cycle. `forward_pending` lets the net read
 the newly committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes
 of a level attend to the committed slots, and among the slots of the tree to their ancestors and
 themselves (`visible_BQT`).
@@ -46,7 +46,7 @@ from eyas.drafters._allowed import PartialTree, only_allowed
 from eyas.drafters._options import check_choice, check_whole, current_noise
 from eyas.errors import OptionError
 
-__all__ = ["DynamicTree", "Growth", "grow_dynamic", "grow_static"]
+__all__ = ["DraftNetSteps", "DynamicTree", "grow_dynamic", "grow_static"]
 
 NOISES = ("coupled", "none")
 EXPANSIONS = ("value", "confidence")
@@ -121,7 +121,7 @@ def _is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Growth:
+class DraftNetSteps:
     """A draft net in one cycle, as the functions that growing a tree needs."""
 
     # a forward of the net over the newly committed tokens; returns its output [B, D] at the newest
@@ -132,7 +132,7 @@ class Growth:
     expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
     # grows a whole dynamic tree in one call; it returns None if it cannot
-    at_once: Callable[[DynamicTree], Draft | None] | None = None
+    build_fused: Callable[[DynamicTree], Draft | None] | None = None
 
     @cached_property
     def hidden_BD(self) -> Tensor:
@@ -172,7 +172,7 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 # --- dynamic trees
 
 
-def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
+def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
     """EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all
     drafted nodes.
 
@@ -183,18 +183,22 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
     """
     if cycle_input.tree_size is not None:
         tree = replace(tree, **cycle_input.tree_size.within(tree.shape)._asdict())
-    if growth.at_once is not None and not cycle_input.constraints and (draft := growth.at_once(tree)) is not None:
+    if (
+        net_steps.build_fused is not None
+        and not cycle_input.constraints
+        and (draft := net_steps.build_fused(tree)) is not None
+    ):
         return draft
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
-    hidden_BQD, adjustments = growth.hidden_BD[:, None], growth.adjustments(cycle_input)
+    hidden_BQD, adjustments = net_steps.hidden_BD[:, None], net_steps.adjustments(cycle_input)
     partial_tree = PartialTree.root(cycle_input) if cycle_input.constraints else None
-    children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, partial_tree, 0)
+    children = _best_children(net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
     value_BX, pick_BK, visible_BKT = children.log_confidence[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
     # all drafted nodes, in the order of drafting: token, log q, value, and index of the parent in
     # this order (-1: the root)
-    drafted = [(growth.ids(children.index[:, 0]), children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))]
+    drafted = [(net_steps.ids(children.index[:, 0]), children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))]
     expanded = [pick_BK]  # indices of the expanded nodes, level by level
     begin = 0  # index of the first node of the last level
     for level in range(1, tree.depth):
@@ -202,17 +206,17 @@ def grow_dynamic(growth: Growth, cycle_input: CycleInput, tree: DynamicTree) -> 
         index_BK = children.index.flatten(1).gather(1, pick_BK)
         if adjustments is not None:
             adjustments = adjustments.of_nodes(parent_BK).after_tokens(index_BK)
-        tokens_BK = growth.ids(index_BK)
-        hidden_BQD = growth.expand(tokens_BK, _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
+        tokens_BK = net_steps.ids(index_BK)
+        hidden_BQD = net_steps.expand(tokens_BK, _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
         if partial_tree is not None:
             partial_tree = partial_tree.with_level(parent_BK, tokens_BK)
-        children = _best_children(growth, cycle_input, tree, hidden_BQD, adjustments, partial_tree, level)
+        children = _best_children(net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree, level)
         parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
         log_confidence_BKK = children.log_confidence.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
         value_BX = (parent_value_BK1 + log_confidence_BKK).flatten(1)
         begin += drafted[-1][0].shape[1]
         parent_BX = expanded[-1].repeat_interleave(K, dim=1)
-        drafted.append((growth.ids(children.index).flatten(1), children.log_q.flatten(1), value_BX, parent_BX))
+        drafted.append((net_steps.ids(children.index).flatten(1), children.log_q.flatten(1), value_BX, parent_BX))
         pick_BK = _best(value_BX if tree.expand == "value" else log_confidence_BKK.flatten(1), K)[1]
         expanded.append(begin + pick_BK)
         visible_BKT = torch.cat([_rows(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
@@ -243,17 +247,17 @@ class _Children:
 
 
 def _best_children(
-    growth: Growth, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None,
+    net_steps: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None,
     partial_tree: PartialTree | None, level: int,
 ) -> _Children:  # fmt: skip
     """The `branch` most likely children of each node of a level."""
-    logits_BQv = only_allowed(growth.head(hidden_BQD), cycle_input, partial_tree, growth.draft_ids_v)
+    logits_BQv = only_allowed(net_steps.head(hidden_BQD), cycle_input, partial_tree, net_steps.draft_ids_v)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
     log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv)
     noisy = coupled and not cycle_input.noise.all_greedy
     # ranks the children
-    key_BQv = log_q_BQv + growth.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv
+    key_BQv = log_q_BQv + net_steps.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv
     index_BQK = key_BQv.topk(count).indices
     log_q_BQK = log_q_BQv.gather(-1, index_BQK)
     if not noisy and tree.confidence_temperature == 1:
@@ -337,7 +341,7 @@ class _Static:
             width = 1 + max(path[-1] for path in paths)
             visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(slots)]
             if inner == [0]:
-                slots = []  # the root has no slot among those of the tree: `Growth.forward_pending` has committed it
+                slots = []  # the root has no slot among those of the tree: `DraftNetSteps.forward_pending` has committed it
             parent_Q = tensor(max(0, parents[n]) for n in inner)
             child_M = tensor(number[path] for path in paths)
             flat_M = tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths)
@@ -346,7 +350,11 @@ class _Static:
 
 
 def grow_static(
-    growth: Growth, cycle_input: CycleInput, choices: Choices, noise: str = "sampled", block: bool = False
+    net_steps: DraftNetSteps,
+    cycle_input: CycleInput,
+    choices: Choices,
+    noise: str = "sampled",
+    block_verification: bool = False,
 ) -> Draft:
     """EAGLE-1's tree of a fixed shape. In greedy rows the children of a node are the tokens of the
     highest q.
@@ -359,7 +367,7 @@ def grow_static(
             Hoof, Welling 2019); siblings stay in draw order, and the draft has q_BNV. "coupled":
             the children are the tokens with the largest log q + the noise with which the target
             samples.
-        block: the tree is a chain; if its tokens are samples, block verification applies
+        block_verification: the tree is a chain; if its tokens are samples, block verification applies
             (`core.verify`).
     """
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
@@ -372,23 +380,25 @@ def grow_static(
     log_q_BN = torch.zeros(B, N, device=device)
     acceptable_BN = torch.ones(B, N, dtype=torch.bool, device=device)
     q_BNV: Tensor | None = None
-    hidden_BND = growth.hidden_BD[:, None].repeat(1, N, 1)  # the net's output at each node
+    hidden_BND = net_steps.hidden_BD[:, None].repeat(1, N, 1)  # the net's output at each node
     for number, level in enumerate(plan.levels):
         inner_Q = level.inner_Q
         if number:
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
-            hidden_BND[:, inner_Q] = growth.expand(
+            hidden_BND[:, inner_Q] = net_steps.expand(
                 tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1
             )
         adjustments = (
             None if cycle_input.adjustments is None else cycle_input.adjustments.for_tree(shape, tokens_BN)[:, inner_Q]
         )
         partial_tree = PartialTree(shape.parents_BN, tokens_BN, inner_Q)
-        logits_BQV = only_allowed(growth.head(hidden_BND[:, inner_Q]), cycle_input, partial_tree, growth.draft_ids_v)
+        logits_BQV = only_allowed(
+            net_steps.head(hidden_BND[:, inner_Q]), cycle_input, partial_tree, net_steps.draft_ids_v
+        )
         scores_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
         key_BQV = scores_BQV
         if coupled:
-            key_BQV = scores_BQV + growth.noise(cycle_input, number, scores_BQV.shape[-1])
+            key_BQV = scores_BQV + net_steps.noise(cycle_input, number, scores_BQV.shape[-1])
         elif sampled:
             # draws use log of this rounded q, because verification divides by it
             q_BQV = probs(scores_BQV, greedy=False)
@@ -404,4 +414,4 @@ def grow_static(
         log_q_BN[:, level.child_M] = log_q_BM
         acceptable_BN[:, level.child_M] = key_BM > -math.inf
     tree = Tree(shape.parents_BN, acceptable_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
-    return Draft(tree, tokens_BN, log_q_BN, q_BNV, block and q_BNV is not None)
+    return Draft(tree, tokens_BN, log_q_BN, q_BNV, block_verification and q_BNV is not None)

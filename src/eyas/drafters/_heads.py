@@ -73,7 +73,7 @@ class HeadsTree:
     """The tree that several heads draft: fixed, or the most probable paths (dynamic).
 
     Args:
-        options: `tree` of the method's options, a `medusa.HeadTree`.
+        options: `tree` of the method's options, a `medusa.HeadTreeOptions`.
         heads: one level needs one head.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.core.cache import WindowCache
+from eyas.core.cache import DraftKVCache
 from eyas.drafters._mtp_net import Net
 from eyas.nn import DecoderLayer, LayerShape, RMSNorm, join_normed
 
@@ -49,11 +49,11 @@ class LlamaNet(nn.Module):
         joined: Tensor = self.fc(join_normed(self.embed_norm, embeddings, self.hidden_norm, hidden))
         return joined
 
-    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> None:
         """Store the keys and values of pairs; see `EagleNet.store_kv`."""
         self.layer.attention.store(self.input_norm(self.join(hidden_RND, embeddings_RND)), position_RN, cache)
 
-    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> Tensor:
         """See `EagleNet.__call__`. Positions count from 0 at the first pair, and from 1 in
         transformers: RoPE reads differences only."""
         x_RND = self.join(hidden_RND, embeddings_RND)

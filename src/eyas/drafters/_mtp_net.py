@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_layers import MtpLayer, MtpModel
 
-from eyas.core.cache import KVCache, Layout, WindowCache, layout_of
+from eyas.core.cache import DraftKVCache, KVCache, Layout, layout_of
 from eyas.core.target import Target
 from eyas.drafters._nets import final_scale, norm_scale, placed, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError
@@ -38,7 +38,7 @@ FULL = "full_attention"
 ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")
 
 
-class LayoutCache(WindowCache):
+class LayoutCache(DraftKVCache):
     """A cache without a window, for a layer whose keys and values may differ in width (multi-head
     latent attention)."""
 
@@ -69,14 +69,14 @@ class Net(nn.Module):
         """The target's features after the final norm [..., D], unchanged."""
         return features
 
-    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> None:
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> None:
         """Store the keys and values of consecutive pairs of a prompt; see `EagleNet.store_kv`."""
         N = position_RN.shape[1]
         causal_NN = torch.ones(N, N, dtype=torch.bool, device=hidden_RND.device).tril()
         cache.set_mask(position_RN[:, 0], causal_NN.expand(len(position_RN), N, N))
         self(hidden_RND, embeddings_RND, position_RN, cache)
 
-    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: WindowCache) -> Tensor:
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> Tensor:
         """See `EagleNet.__call__`."""
         slot_W = torch.arange(cache.mask_R1NW.shape[-1], device=position_RN.device)
         mask = self._mask(cache.mask_R1NW, slot_W, position_RN, hidden_RND.dtype)

@@ -33,7 +33,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices, check_choices
 from eyas.drafters._eagle import EagleMethod, EagleSession, Window
 from eyas.drafters._eagle1_net import INPUTS, Net
-from eyas.drafters._grow import Growth, grow_static
+from eyas.drafters._grow import DraftNetSteps, grow_static
 from eyas.drafters._nets import (
     check_head,
     layer_config,
@@ -242,9 +242,9 @@ class Method(EagleMethod):
     def open(self, rows: int) -> DraftSession:
         return UnshiftedSession(self, rows) if self.net.inputs == "unshifted" else super().open(rows)
 
-    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
+    def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
         return grow_static(
-            growth, cycle_input, self.choices, self.options.tree.noise, self.options.verification == "block"
+            net_steps, cycle_input, self.choices, self.options.tree.noise, self.options.verification == "block"
         )
 
     def chain(self, depth: int) -> Method:

@@ -283,12 +283,12 @@ class Method(DynamicEagle):
     # --- training
 
     @property
-    def rehearsal(self) -> TrainingTimeTest:
+    def ttt_options(self) -> TrainingTimeTest:
         """How the net is trained on several predictions from each slot."""
         test: TrainingTimeTest = self.options.ttt
         return test
 
-    def rehearse(
+    def hidden_by_step(
         self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int
     ) -> list[Tensor]:
         """The hidden [M, D] at the slots `rows_M` from which each step predicts; `documents` and
@@ -310,7 +310,7 @@ class Method(DynamicEagle):
         best token is in the draft vocabulary. The count of the loss is that of step 0: each token
         once.
         """
-        test = self.rehearsal
+        test = self.ttt_options
         predictions = Predictions.of(batch, test.steps)
         losses, normed_KD = self.training_time_test(batch, predictions, test)
         total, sums = losses.total, predictions.figures(losses, test.steps)
@@ -336,7 +336,7 @@ class Method(DynamicEagle):
         step_K, rows_M = predictions.step_K, predictions.rows_M
         features_NF = batch.features_NF[:, : len(self.feature_layers) * self.target.hidden_size].to(self.dtype)
         assert self.net.head is not None, "train_feature_layers refuses such a head"
-        hidden = self.rehearse(batch, features_NF, rows_M, batch.documents, test.steps)
+        hidden = self.hidden_by_step(batch, features_NF, rows_M, batch.documents, test.steps)
         normed_KD = self.net.normed(torch.stack(hidden)[step_K, predictions.row_K])
         losses = draft_losses(
             normed_KD, self.net.head.weight, predictions.answer_K, test.decay**step_K, len(predictions.before_U),

@@ -27,7 +27,7 @@ from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, Tre
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters._assistant_net import SLIDING, Net, Seen, load_net, random_net, source_layers
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._heads import FeatureSession
 from eyas.drafters._nets import check_head
 
@@ -93,8 +93,10 @@ class Method(Drafter):
         def expand(tokens_BQ: Tensor, hidden_BQd: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             return read(tokens_BQ, self.net.onward(hidden_BQd))
 
-        growth = Growth(lambda: read(cycle_input.tokens_B[:, None], feature_BD[:, None])[:, 0], self.net.head, expand)
-        return grow_dynamic(growth, cycle_input, self.options.tree)
+        net_steps = DraftNetSteps(
+            lambda: read(cycle_input.tokens_B[:, None], feature_BD[:, None])[:, 0], self.net.head, expand
+        )
+        return grow_dynamic(net_steps, cycle_input, self.options.tree)
 
     def _read(self, seen: Mapping[str, Seen], cycle_input: CycleInput, tokens_BQ: Tensor, hidden_BQD: Tensor) -> Tensor:
         """One forward of the net: hidden [B, Q, d]."""

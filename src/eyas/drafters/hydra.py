@@ -30,7 +30,7 @@ from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft
 from eyas.drafters._eagle import EagleMethod, Window
-from eyas.drafters._grow import Growth, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, grow_dynamic
 from eyas.drafters._heads import (
     FeatureSession,
     HeadCount,
@@ -50,7 +50,7 @@ from eyas.drafters._nets import (
     target_sizes,
 )
 from eyas.drafters._options import check_choice
-from eyas.drafters.medusa import HeadTree, ResBlock
+from eyas.drafters.medusa import HeadTreeOptions, ResBlock
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape, RMSNorm
 
@@ -76,7 +76,7 @@ class NewHeads(HeadCount):
 class Options:
     """Options of hydra."""
 
-    tree: HeadTree = field(default_factory=HeadTree)
+    tree: HeadTreeOptions = field(default_factory=HeadTreeOptions)
     window: Window = field(default_factory=Window)
     """The window of Hydra++'s layer."""
     head: NewHeads = field(default_factory=NewHeads)
@@ -279,8 +279,8 @@ class Method(EagleMethod):
         logits: Tensor = net.lm_head[k](net.mlp[k](hidden))
         return logits
 
-    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
-        return self.grow_below(growth.hidden_BD, cycle_input)
+    def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
+        return self.grow_below(net_steps.hidden_BD, cycle_input)
 
     def grow_below(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
         """The tree below the roots. A node's head reads what its parent's read, and the node's own
@@ -291,10 +291,10 @@ class Method(EagleMethod):
 
         hidden_BQW = extend(feature_BD[:, None].to(self.dtype), cycle_input.tokens_B[:, None])
         if self.tree.dynamic is not None:
-            growth = Growth(
+            net_steps = DraftNetSteps(
                 lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: extend(hidden, tokens_BQ)
             )
-            return grow_dynamic(growth, cycle_input, self.tree.dynamic)
+            return grow_dynamic(net_steps, cycle_input, self.tree.dynamic)
         assert self.tree.fixed is not None
         tokens, scores = list[Tensor](), list[Tensor]()
         for level in self.levels:
@@ -309,7 +309,7 @@ class Method(EagleMethod):
 
     def chain(self, depth: int) -> Method:
         """At most as deep as there are heads."""
-        options = Options(tree=HeadTree(f"chain-{min(depth, self.heads)}"), window=self.options.window)
+        options = Options(tree=HeadTreeOptions(f"chain-{min(depth, self.heads)}"), window=self.options.window)
         return Method(self.target, options, self.net, self.shape, self.embed_tokens)
 
     def describe(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, Tr
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, chain_choices, check_choices
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._heads import (
     FeatureSession,
     HeadCount,
@@ -46,7 +46,7 @@ from eyas.drafters._options import check_choice, current_noise
 from eyas.drafters.eagle1 import StaticTree
 from eyas.errors import OptionError
 
-__all__ = ["HeadTree", "Method", "Net", "ResBlock"]
+__all__ = ["HeadTreeOptions", "Method", "Net", "ResBlock"]
 
 DECAY = 0.8  # each further head weighs less in the loss (section 2.2)
 BRANCH = 10  # children of a node in a dynamic tree
@@ -66,7 +66,7 @@ NOISES = ("coupled", "none")
 
 
 @dataclass(frozen=True)
-class HeadTree(StaticTree):
+class HeadTreeOptions(StaticTree):
     """The tree of several heads."""
 
     choices: str | Choices = "reference"
@@ -124,7 +124,7 @@ class NewHeads(HeadCount):
 class Options:
     """Options of medusa."""
 
-    tree: HeadTree = field(default_factory=HeadTree)
+    tree: HeadTreeOptions = field(default_factory=HeadTreeOptions)
     head: NewHeads = field(default_factory=NewHeads)
     objective: Annotated[str, TRAINING] = "tokens"
     """A head learns from the tokens of the data (tokens), or from the target's distribution
@@ -272,7 +272,7 @@ class Method(Drafter):
                 return logits_BKV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
 
             return grow_dynamic(
-                Growth(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle_input, self.tree.dynamic
+                DraftNetSteps(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle_input, self.tree.dynamic
             )
         level_K = torch.arange(fixed.depth, device=feature_BD.device)
         tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, fixed.width)
@@ -280,7 +280,7 @@ class Method(Drafter):
 
     def chain(self, depth: int) -> Method:
         """At most as deep as there are heads."""
-        return Method(self.target, Options(tree=HeadTree(f"chain-{min(depth, self.heads)}")), self.net)
+        return Method(self.target, Options(tree=HeadTreeOptions(f"chain-{min(depth, self.heads)}")), self.net)
 
     def describe(self) -> dict[str, Any]:
         return self.tree.describe()

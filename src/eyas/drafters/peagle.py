@@ -32,7 +32,7 @@ from eyas.drafters import eagle3
 from eyas.drafters._block import mask_token
 from eyas.drafters._eagle import EagleSession, Window
 from eyas.drafters._eagle3_net import ParallelNet
-from eyas.drafters._grow import DynamicTree, Growth
+from eyas.drafters._grow import DraftNetSteps, DynamicTree
 from eyas.drafters._options import check_choice, check_decay, check_whole
 from eyas.errors import CheckpointError
 from eyas.nn import Documents
@@ -146,11 +146,11 @@ class Method(eagle3.Method):
     # --- training
 
     @property
-    def rehearsal(self) -> eagle3.TrainingTimeTest:
+    def ttt_options(self) -> eagle3.TrainingTimeTest:
         train: TrainMasks = self.options.train
         return eagle3.TrainingTimeTest(self.levels or self.options.head.levels, train.decay, objective=train.objective)
 
-    def rehearse(
+    def hidden_by_step(
         self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int
     ) -> list[Tensor]:
         token_1 = torch.tensor([self.mask_token], device=features_NF.device)
@@ -170,7 +170,7 @@ class ParallelSession(EagleSession):
 
     drafter: Method
 
-    def growth(self, cycle_input: CycleInput) -> Growth:
+    def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
         """The functions that grow the tree of this cycle from the laws of its levels."""
         levels: int = self.drafter.options.tree.depth
         if cycle_input.tree_size is not None:
@@ -180,7 +180,7 @@ class ParallelSession(EagleSession):
         def expand(tokens_BQ: Tensor, parents_BQv: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             return logits_BSv[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
 
-        return Growth(lambda: logits_BSv[:, 0], lambda logits: logits, expand, self.drafter.draft_ids_v)
+        return DraftNetSteps(lambda: logits_BSv[:, 0], lambda logits: logits, expand, self.drafter.draft_ids_v)
 
     def _read_levels(self, cycle_input: CycleInput, levels: int) -> Tensor:
         """Read the pending pairs and the masks behind them; returns the net's output [B, S, D] at

@@ -38,7 +38,7 @@ from eyas.core import families
 from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, TreeSize
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
-from eyas.drafters._grow import DynamicTree, Growth, grow_dynamic, grow_static
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
 from eyas.drafters._nets import placed, seeded
 from eyas.drafters._options import check_choice, check_whole, current_noise
@@ -166,12 +166,12 @@ class Method(Drafter):
         self.vocab_size = min(draft.vocab_size, target.vocab_size)
         self.dynamic: DynamicTree | None = self.options.dynamic_tree()
         self.choices: Choices = () if self.dynamic else self.options.choices()
-        self.block = self.options.verification == "block"
+        self.block_verification = self.options.verification == "block"
         widest = 1 + max((path[-1] for path in self.choices), default=0)
         if widest > self.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.vocab_size} has tokens")
         sampled_chain = self.dynamic is None and widest == 1 and self.options.tree.noise == "sampled"
-        if self.block and (not sampled_chain or self.options.confidence):
+        if self.block_verification and (not sampled_chain or self.options.confidence):
             raise OptionError(
                 "verification block is for a whole sampled chain: leave tree.choices, tree.noise, dynamic and confidence out"
             )
@@ -272,10 +272,10 @@ class Method(Drafter):
     def open(self, rows: int) -> DraftSession:
         return LanguageModelSession(self, rows)
 
-    def grow(self, growth: Growth, cycle_input: CycleInput) -> Draft:
+    def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
         if self.dynamic:
-            return grow_dynamic(growth, cycle_input, self.dynamic)
-        return grow_static(growth, cycle_input, self.choices, self.options.tree.noise, self.block)
+            return grow_dynamic(net_steps, cycle_input, self.dynamic)
+        return grow_static(net_steps, cycle_input, self.choices, self.options.tree.noise, self.block_verification)
 
     def chain(self, depth: int) -> Self:
         options = replace(self.options, depth=depth, tree=Chain(noise=self.options.tree.noise), dynamic=Dynamic())
@@ -294,7 +294,7 @@ class Method(Drafter):
             "depth": self.depth,
             "noise": tree.noise,
         }
-        return {**about, **({"verification": "block"} if self.block else {}), **confidence}
+        return {**about, **({"verification": "block"} if self.block_verification else {}), **confidence}
 
     # --- training
 
@@ -361,7 +361,7 @@ class LanguageModelSession(DraftSession):
 
     def draft(self, cycle_input: CycleInput) -> Draft:
         self.active_B = cycle_input.active_B
-        return self.drafter.grow(self.growth(cycle_input), cycle_input)
+        return self.drafter.grow(self.net_steps(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         # without the old root; the next `draft` puts the new one behind them
@@ -369,7 +369,7 @@ class LanguageModelSession(DraftSession):
         # a row of a finished request may have more
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
-    def growth(self, cycle_input: CycleInput) -> Growth:
+    def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
         """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden
         of a node are its logits."""
         root_BV = self._forward_pending(cycle_input)
@@ -385,7 +385,7 @@ class LanguageModelSession(DraftSession):
             logits_BQV = self._target_logits(output.logits_BNV)
             return logits_BQV if confident_BQ is None else logits_BQV.masked_fill(~confident_BQ[..., None], -torch.inf)
 
-        return Growth(lambda: root_BV, lambda logits: logits, expand)
+        return DraftNetSteps(lambda: root_BV, lambda logits: logits, expand)
 
     def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
         """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits

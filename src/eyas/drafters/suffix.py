@@ -30,7 +30,7 @@ from eyas.core.drafter import Drafter, DraftSession
 from eyas.drafters._ngram import Guess, Index, TextSession
 from eyas.drafters._options import check_whole
 
-__all__ = ["Method", "SuffixAutomaton", "SuffixTree"]
+__all__ = ["Method", "SuffixAutomaton", "SuffixOptions"]
 
 # of the matches that end at a token, so many are counted, the longest first: a bound for texts that
 # repeat themselves
@@ -40,7 +40,7 @@ PRIOR = 4.0  # what the first guess of an escape weighs, in matches
 
 
 @dataclass(frozen=True)
-class SuffixTree:
+class SuffixOptions:
     """The size of what is proposed."""
 
     nodes: int = 16
@@ -58,7 +58,7 @@ class SuffixTree:
 class Options:
     """Options of suffix."""
 
-    suffix: SuffixTree = field(default_factory=SuffixTree)
+    suffix: SuffixOptions = field(default_factory=SuffixOptions)
 
 
 class _Match(NamedTuple):
@@ -88,7 +88,7 @@ class SuffixAutomaton(Index):
     At most 2 states a token; appending costs O(1), amortised, and a bounded number of counts.
     """
 
-    def __init__(self, options: SuffixTree) -> None:
+    def __init__(self, options: SuffixOptions) -> None:
         self.options = options
         self._clear()
 
@@ -221,9 +221,9 @@ class Method(Drafter):
     model_free = True
 
     def open(self, rows: int) -> DraftSession:
-        options: SuffixTree = self.options.suffix
+        options: SuffixOptions = self.options.suffix
         return TextSession(rows, lambda: SuffixAutomaton(options), options.nodes, options.depth, scored=True)
 
     def describe(self) -> dict[str, Any]:
-        options: SuffixTree = self.options.suffix
+        options: SuffixOptions = self.options.suffix
         return {"kind": "suffix", "nodes": options.nodes, "depth": options.depth, "branch": options.branch}

@@ -178,13 +178,13 @@ def draw(
 
 def choose(
     scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
-    greedy_B: Tensor, noisy: bool, packed_BX: Tensor,
+    greedy_B: Tensor, noisy: bool, host_result_BX: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the columns of the verdict (`core.cycle.Cycle.packed_BX`) of deterministic trees."""
+    """Fill the columns of the verdict (`core.cycle.Cycle.host_result_BX`) of deterministic trees."""
     best, token, broken = _draw_parts(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
-    (B, N), P = tokens_BN.shape, (packed_BX.shape[1] - 3) // 2
+    (B, N), P = tokens_BN.shape, (host_result_BX.shape[1] - 3) // 2
     _choose_kernel[(B,)](
-        best, token, broken, tokens_BN.contiguous(), parents_BN.contiguous(), acceptable_BN.contiguous().view(torch.uint8), packed_BX,
+        best, token, broken, tokens_BN.contiguous(), parents_BN.contiguous(), acceptable_BN.contiguous().view(torch.uint8), host_result_BX,
         N, P, best.shape[1], BLOCK=max(16, triton.next_power_of_2(N)), BLOCK_P=16, num_warps=4,
     )  # fmt: skip
 
@@ -207,13 +207,13 @@ def _draw_parts(
 
 def given_path(
     tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
-    rates_D: Tensor, seed: int, stride: int, packed_BX: Tensor,
+    rates_D: Tensor, seed: int, stride: int, host_result_BX: Tensor,
 ) -> None:  # fmt: skip
     """Fill the columns of a path by lot (`bench.simulate`)."""
     B, N = tokens_BN.shape
     _given_path_kernel[(B,)](
         tokens_BN.contiguous(), parents_BN.contiguous(), acceptable_BN.contiguous().view(torch.uint8), depth_BN.contiguous(), position_B,
-        bonus_B.contiguous(), has_nan_B.contiguous(), rates_D, packed_BX, N, rates_D.shape[0] + 1, seed, stride,
+        bonus_B.contiguous(), has_nan_B.contiguous(), rates_D, host_result_BX, N, rates_D.shape[0] + 1, seed, stride,
         BLOCK=max(16, triton.next_power_of_2(N)), num_warps=1,
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ def choose(
     greedy_B: Tensor, noisy: bool, longest: int,
 ) -> Tensor:  # fmt: skip
     """`draw` at every node, then the path of the nodes that were drawn at their parents:
-    `core.cycle.Cycle.packed_BX`."""
+    `core.cycle.Cycle.host_result_BX`."""
     inputs = (scores_BNV, tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, seed_B, greedy_B, noisy)
     cycle_kernels().choose(*inputs, columns := _empty_columns(*inputs, longest))
     return columns
@@ -92,7 +92,7 @@ def given_path(
     rates_D: Tensor, seed: int, stride: int,
 ) -> Tensor:  # fmt: skip
     """The path to a deepest candidate, cut where a test with the rate of its depth fails, as
-    `Cycle.packed_BX` (`bench.simulate`)."""
+    `Cycle.host_result_BX` (`bench.simulate`)."""
     inputs = (tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, bonus_B, has_nan_B, rates_D, seed, stride)
     cycle_kernels().given_path(*inputs, columns := _empty_path(*inputs))
     return columns

@@ -26,7 +26,7 @@ from eyas.hooks.inputs import Batch
 from eyas.hooks.loop import Lockstep, decode
 from eyas.hooks.models import Settings, llm_for, lock_of
 from eyas.hooks.refusals import check_call, media_of
-from eyas.hooks.sampling import Law
+from eyas.hooks.sampling import Distribution
 
 __all__ = ["CustomGenerate", "hf"]
 
@@ -106,7 +106,7 @@ class CustomGenerate:
         )
         with lock_of(model):
             llm = llm_for(model, self.settings)
-            law = Law.of(batch, generation_config, logits_processor, criteria)
+            law = Distribution.of(batch, generation_config, logits_processor, criteria)
             told = self._streamer(streamer or given.get("streamer"), input_ids)
             lockstep = Lockstep(law, generation_config, logits_processor, criteria, told)
             rows = len(batch.prompts)

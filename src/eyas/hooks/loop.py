@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from eyas.api import LLM, Stats
 from eyas.core.requests import Step, check_steps
-from eyas.hooks.sampling import Law
+from eyas.hooks.sampling import Distribution
 from eyas.metrics import StepTotals
 
 __all__ = ["Lockstep", "decode"]
@@ -36,7 +36,7 @@ class Lockstep:
 
     def __init__(
         self,
-        law: Law,
+        law: Distribution,
         config: GenerationConfig,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
@@ -138,7 +138,7 @@ class Lockstep:
         return torch.cat([self.law.batch.ids_BT, new.to(self._texts.dtype)], 1)
 
 
-def decode(llm: LLM, law: Law, lockstep: Lockstep, rows: int) -> tuple[Stats, ...]:
+def decode(llm: LLM, law: Distribution, lockstep: Lockstep, rows: int) -> tuple[Stats, ...]:
     """Decode a batch, at most `rows` of its rows at a time; the figures of each row."""
     shared = len(set(law.batch.prompts)) < len(law.batch.prompts)  # a prompt that stands there twice is read once
     decoder, give_back = llm.take_decoder(min(rows, len(law.batch.prompts)), shared)
@@ -148,7 +148,7 @@ def decode(llm: LLM, law: Law, lockstep: Lockstep, rows: int) -> tuple[Stats, ..
     while not lockstep.finished:
         assert not decoder.finished, "a row that is still wanted has no tokens left"
         for step in check_steps(decoder.step()):
-            row = tickets.index(step.request)
+            row = tickets.index(step.request_id)
             totals[row].add(step)
             lockstep.feed(row, step)
         for row in lockstep.advance():

@@ -42,13 +42,13 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.hooks.inputs import Batch
 from eyas.hooks.refusals import check_processors
 
-__all__ = ["Law"]
+__all__ = ["Distribution"]
 
 SEEDS = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """How each row of a batch draws its tokens, and when it ends at the latest."""
 
     batch: Batch
@@ -63,7 +63,7 @@ class Law:
     @classmethod
     def of(
         cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
-    ) -> Law:
+    ) -> Distribution:
         """The law of a call; draws the seeds from torch's generator, so `torch.manual_seed` decides
         what is sampled."""
         check_processors(processors)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
-from eyas.nn._layers import DecoderLayer, FusedLayer, RMSNorm
+from eyas.nn._layers import CpuLayer, DecoderLayer, RMSNorm
 
 __all__ = ["KernelLinear", "with_cpu_kernels"]
 
@@ -44,8 +44,8 @@ def with_cpu_kernels(net: Net, form: kernels.WeightFormat, threads: kernels.Thre
     for module in list(copy.modules()):
         if isinstance(module, RMSNorm) and not module.weight.numel() % 16:
             module.by_kernel = kernels.rms_norm
-        if isinstance(module, DecoderLayer) and FusedLayer.suits(module.attention.shape):
-            module.fused = FusedLayer(module, form, threads)
+        if isinstance(module, DecoderLayer) and CpuLayer.suits(module.attention.shape):
+            module.fused = CpuLayer(module, form, threads)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and not isinstance(module, KernelLinear):
                 setattr(module, name, KernelLinear(child, form, threads))

@@ -24,8 +24,19 @@ from eyas.kernels import Pass
 from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
-    "Attention", "DecoderLayer", "DraftCache", "DraftSlots", "FusedLayer", "Keys", "LayerShape", "RMSNorm", "SwiGLU",
-    "grouped_attention", "join_normed", "rope", "rope_frequencies",
+    "Attention",
+    "CpuLayer",
+    "DecoderLayer",
+    "DraftCache",
+    "DraftSlots",
+    "Keys",
+    "LayerShape",
+    "RMSNorm",
+    "SwiGLU",
+    "grouped_attention",
+    "join_normed",
+    "rope",
+    "rope_frequencies",
 ]  # fmt: skip
 
 
@@ -244,7 +255,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class FusedDraftLayer(Protocol):
+class KernelLayer(Protocol):
     """A decoder layer computed by kernels."""
 
     def __call__(
@@ -254,7 +265,7 @@ class FusedDraftLayer(Protocol):
         ...
 
 
-class FusedLayer:
+class CpuLayer:
     """A decoder layer computed by the CPU kernels, with a packed copy of its weights."""
 
     def __init__(self, layer: DecoderLayer, form: kernels.WeightFormat, threads: kernels.ThreadCount = None) -> None:
@@ -328,7 +339,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention, self.mlp = Attention(shape, in_size), SwiGLU(shape)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.fused: FusedLayer | FusedDraftLayer | None = None  # kernels that compute the layer
+        self.fused: CpuLayer | KernelLayer | None = None  # kernels that compute the layer
 
     def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The layer's output [R, N, D] for the next nodes of the cache.

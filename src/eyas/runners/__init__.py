@@ -21,7 +21,7 @@ import torch
 
 from eyas.core import quantised
 from eyas.core.ops import REFERENCE, Ops
-from eyas.core.placement import has_waiting_weights, is_split
+from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.gpu import available as has_gpu_kernels
@@ -29,7 +29,7 @@ from eyas.kernels import WeightFormat, available, has_vnni
 from eyas.nn import FP8_CAPABILITY
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, runner
-from eyas.runners.cpu_ops import CycleKernels
+from eyas.runners.cpu_ops import CpuCycleOps
 from eyas.runners.fused import fused_layers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.gpu_proof import fault_of_kernels, fault_of_runner
@@ -162,7 +162,7 @@ def _with_cycle_kernels(target: Target) -> Target:
     its device."""
     if target.device.type != "cpu" or not available():
         return target
-    return target.run_with(ModelRunner(CycleKernels()))
+    return target.run_with(ModelRunner(CpuCycleOps()))
 
 
 def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
@@ -181,7 +181,7 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
                 "no CUDA graphs: the model's layers lie on several devices, and a graph belongs to one", stacklevel=5
             )
         return target
-    if has_waiting_weights(target.model) or is_split(target.model):
+    if has_offloaded_weights(target.model) or is_tensor_parallel(target.model):
         if kernels != "auto":
             warnings.warn(
                 "no CUDA graphs: each forward fetches weights that wait, or exchanges results with other processes",

@@ -23,14 +23,14 @@ from eyas import kernels
 from eyas.core.adapters import has_adapter_layers
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
-from eyas.core.placement import has_waiting_weights, is_split
+from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
 from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat
 from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._threads import Threads
-from eyas.runners.cpu_ops import KernelOps
+from eyas.runners.cpu_ops import CpuOps
 
 __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
 
@@ -101,7 +101,7 @@ class CpuRunner:
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.pace = Threads(torch.get_num_threads())
-        self.ops: Ops = KernelOps(self.current_threads, self.output)
+        self.ops: Ops = CpuOps(self.current_threads, self.output)
 
     @property
     def threads(self) -> int | None:
@@ -255,11 +255,11 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
     if family.model_type not in FAMILIES:
         raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
-    if is_split(target.model):
+    if is_tensor_parallel(target.model):
         raise UnsuitedError("the kernels compute whole layers, and its weights are split over processes (tp_plan)")
     if target.has_several_devices:
         raise UnsuitedError("the kernels run whole models on one device, and a device_map puts its layers on several")
-    if has_waiting_weights(target.model):
+    if has_offloaded_weights(target.model):
         raise UnsuitedError("the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere")
     if target.quantised_by:
         raise UnsuitedError(f"its layers are kept quantised and are computed by {target.quantised_by}")

@@ -19,19 +19,19 @@ from eyas.core.drafter import CycleInput
 from eyas.core.sampling import Sampling
 from eyas.core.tree import Draft, FullDraft, Tree
 from eyas.drafters._grow import DynamicTree
-from eyas.nn import FusedLayer, KernelLinear
+from eyas.nn import CpuLayer, KernelLinear
 
 if TYPE_CHECKING:
-    from eyas.core.cache import WindowCache
+    from eyas.core.cache import DraftKVCache
     from eyas.core.target import Target
 
-__all__ = ["Grower", "grower_of"]
+__all__ = ["CpuTreeBuilder", "grower_of"]
 
 
 def grower_of(
     target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix
-) -> Grower | None:
-    """The grower of an EAGLE net that runs by kernels; None when the kernels cannot grow trees with it.
+) -> CpuTreeBuilder | None:
+    """The fused_tree_builder of an EAGLE net that runs by kernels; None when the kernels cannot grow trees with it.
 
     Args:
         own_table: [V, D] embeddings, if they are not the target's.
@@ -46,7 +46,7 @@ def grower_of(
     if table is None or not unscaled or table.dtype != torch.float32 or table.shape[1] != D:
         return None
     packed = _packed_net(net, table.detach(), ids_v, lm_head)
-    return None if packed is None or packed.head.inputs != D else Grower(fused, packed)
+    return None if packed is None or packed.head.inputs != D else CpuTreeBuilder(fused, packed)
 
 
 def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
@@ -101,10 +101,10 @@ def _one_node(rows: int) -> Tensor:
     return torch.ones(rows, 1, 1, dtype=torch.bool)
 
 
-class Grower:
-    """Grows the dynamic trees of one net: a `core.ops.TreeGrower`."""
+class CpuTreeBuilder:
+    """Grows the dynamic trees of one net: a `core.ops.FusedTreeBuilder`."""
 
-    def __init__(self, layer: FusedLayer, net: kernels.Net) -> None:
+    def __init__(self, layer: CpuLayer, net: kernels.Net) -> None:
         self.layer, self.net = layer, net
 
     @staticmethod
@@ -116,10 +116,10 @@ class Grower:
         return self.net.fuse is not None
 
     def __call__(
-        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: WindowCache,
+        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: DraftKVCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """See `core.ops.TreeGrower`."""
+        """See `core.ops.FusedTreeBuilder`."""
         rows: Sequence[int] = cycle_input.active_rows or range(len(length_B))
         row_R = None if len(rows) == len(length_B) else torch.tensor(rows)
 

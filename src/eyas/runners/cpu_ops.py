@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
-from eyas.core.ops import Ops, TreeGrower
+from eyas.core.ops import FusedTreeBuilder, Ops
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import with_cpu_kernels
 from eyas.runners.cpu_grow import grower_of
 
-__all__ = ["CpuNoise", "CycleKernels", "KernelOps"]
+__all__ = ["CpuCycleOps", "CpuNoise", "CpuOps"]
 
 
 class CpuNoise(GumbelNoise):
@@ -26,7 +26,7 @@ class CpuNoise(GumbelNoise):
         return kernels.gumbel(self.seed_B, self.greedy_B, stream, position_BN, vocab)
 
 
-class CycleKernels(Ops):
+class CpuCycleOps(Ops):
     """Draws, paths and commits by kernels, whatever runs the model's forward."""
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
@@ -50,8 +50,8 @@ class CycleKernels(Ops):
             super().commit(store, length_B, path_BP)
 
 
-class KernelOps(CycleKernels):
-    """The operations of `CycleKernels`, and draft nets by kernels: for targets that run by kernels
+class CpuOps(CpuCycleOps):
+    """The operations of `CpuCycleOps`, and draft nets by kernels: for targets that run by kernels
     themselves.
 
     Args:
@@ -67,7 +67,7 @@ class KernelOps(CycleKernels):
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return with_cpu_kernels(net, kernels.draft_format(draft_weights), self.threads)
 
-    def grower(
+    def fused_tree_builder(
         self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
-    ) -> TreeGrower | None:
+    ) -> FusedTreeBuilder | None:
         return grower_of(target, net, embeddings, draft_ids_v, self.lm_head)

@@ -36,7 +36,7 @@ from eyas.gpu import RotaryTables, add_norm, attention, available, rotate_and_st
 from eyas.nn import Matrices
 from eyas.runners._comparison import UnsuitedError, compare
 
-__all__ = ["FusedLayers", "FusedRunner", "check", "fused_layers"]
+__all__ = ["FusedRunner", "GpuModelLayers", "check", "fused_layers"]
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class _Layer:
     mlp: Any
 
 
-class FusedLayers:
+class GpuModelLayers:
     """The layers of one target, run by eyas' own loop.
 
     Args:
@@ -153,7 +153,7 @@ class FusedRunner(ModelRunner):
     name = "fused"
     skips_rows = False
 
-    def __init__(self, fused: FusedLayers) -> None:
+    def __init__(self, fused: GpuModelLayers) -> None:
         super().__init__()
         self.fused = fused
 
@@ -161,20 +161,20 @@ class FusedRunner(ModelRunner):
         return self.fused(inputs)
 
 
-def fused_layers(target: Target, joins: bool) -> FusedLayers | None:
+def fused_layers(target: Target, joins: bool) -> GpuModelLayers | None:
     """The layers of the target by kernels, compared with its own; None where there are no kernels
     or other layers."""
     if not available(target.device):
         return None
     try:
-        check(fused := FusedLayers(target, joins=False))
+        check(fused := GpuModelLayers(target, joins=False))
     except UnsuitedError as why:
         log.info("layers run by the model's own code: %s", why)
         return None
-    return FusedLayers(target, joins=True) if joins else fused
+    return GpuModelLayers(target, joins=True) if joins else fused
 
 
-def check(fused: FusedLayers) -> None:
+def check(fused: GpuModelLayers) -> None:
     """Compare with the model's own forward; UnsuitedError if logits or features differ."""
     compare(fused.target, FusedRunner(fused))
 

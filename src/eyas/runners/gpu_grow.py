@@ -24,14 +24,14 @@ from eyas.core.tree import Draft, FullDraft, Tree
 from eyas.drafters._grow import DynamicTree
 
 if TYPE_CHECKING:
-    from eyas.core.cache import WindowCache
+    from eyas.core.cache import DraftKVCache
     from eyas.core.target import Target
 
-__all__ = ["GpuGrower", "grower_of"]
+__all__ = ["GpuTreeBuilder", "grower_of"]
 
 
-def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> GpuGrower | None:
-    """The grower of an EAGLE net whose layer runs by kernels; None for other nets.
+def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> GpuTreeBuilder | None:
+    """The fused_tree_builder of an EAGLE net whose layer runs by kernels; None for other nets.
 
     Args:
         own_table: [V, D] embeddings, if they are not the target's.
@@ -60,7 +60,7 @@ def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor 
         return (target.embed(ids) if own_table is None else own_table[ids]).to(dtype)
 
     vocabulary = own_head.weight.shape[0] if own_head is not None else target.vocab_size
-    return GpuGrower(net, embed, head, ids_v, vocabulary)
+    return GpuTreeBuilder(net, embed, head, ids_v, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class _Level:
     visible_BQT: Tensor
 
 
-class GpuGrower:
-    """Grows the dynamic trees of one net: a `core.ops.TreeGrower` and `WindowGrower`."""
+class GpuTreeBuilder:
+    """Grows the dynamic trees of one net: a `core.ops.FusedTreeBuilder` and `WindowTreeBuilder`."""
 
     fuses_features = False
 
@@ -97,10 +97,10 @@ class GpuGrower:
         return alike and cycle_input.adjustments is None
 
     def __call__(
-        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: WindowCache,
+        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: DraftKVCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """See `core.ops.TreeGrower`. The pending pairs' features are fused already."""
+        """See `core.ops.FusedTreeBuilder`. The pending pairs' features are fused already."""
         hidden_BD = self._forward_pending(features_BPF, tokens_BP, count_B, cycle_input, cache, length_B, width)
         return self.grow(hidden_BD, cycle_input, tree, cache, length_B + count_B, width)
 
@@ -109,11 +109,11 @@ class GpuGrower:
         hidden_BD: Tensor,
         cycle_input: CycleInput,
         tree: DynamicTree,
-        cache: WindowCache,
+        cache: DraftKVCache,
         length_B: Tensor,
         width: int,
     ) -> Draft:
-        """See `core.ops.WindowGrower`."""
+        """See `core.ops.WindowTreeBuilder`."""
         B, K = len(length_B), min(tree.branch, self.vocabulary)
         X = 1 + K + (tree.depth - 1) * K * K
         drafted = self._empty(B, X, length_B)
@@ -133,7 +133,7 @@ class GpuGrower:
         tokens_BP: Tensor,
         count_B: Tensor,
         cycle_input: CycleInput,
-        cache: WindowCache,
+        cache: DraftKVCache,
         length_B: Tensor,
         width: int,
     ) -> Tensor:
@@ -146,7 +146,7 @@ class GpuGrower:
         hidden_BPD = self._read(next_BP, fused_BPD, length_B[:, None] + order_P, causal_BPP, cache, length_B, width)
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
-    def _expand(self, nodes: _Level, cache: WindowCache, length_B: Tensor, level: int, width: int) -> Tensor:
+    def _expand(self, nodes: _Level, cache: DraftKVCache, length_B: Tensor, level: int, width: int) -> Tensor:
         position_BQ = (length_B[:, None] + (level - 1)).expand_as(nodes.token_BQ)
         return self._read(nodes.token_BQ, nodes.hidden_BQD, position_BQ, nodes.visible_BQT, cache, length_B, width)
 
@@ -156,7 +156,7 @@ class GpuGrower:
         hidden_BQD: Tensor,
         position_BQ: Tensor,
         visible_BQT: Tensor,
-        cache: WindowCache,
+        cache: DraftKVCache,
         length_B: Tensor,
         width: int,
     ) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eyas import gpu
 from eyas.core.adjustments import Adjustments
-from eyas.core.ops import Ops, TreeGrower
+from eyas.core.ops import FusedTreeBuilder, Ops
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.tree import Draft, Tree, Verdict, unpack_verdict
 from eyas.nn import with_gpu_kernels
@@ -81,9 +81,9 @@ class GpuOps(Ops):
         draft's only layer."""
         return net if getattr(net, "later", None) else with_gpu_kernels(net, draft_weights)
 
-    def grower(
+    def fused_tree_builder(
         self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
-    ) -> TreeGrower | None:
+    ) -> FusedTreeBuilder | None:
         if not self.on_cpu and target.device.type == "cpu":
             return None
         return grower_of(target, net, embeddings, draft_ids_v)

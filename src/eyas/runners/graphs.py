@@ -37,7 +37,7 @@ from eyas.kernels import EXACT
 from eyas.nn import Backend
 from eyas.runners.attention import packed
 from eyas.runners.compiled import CompiledLayers
-from eyas.runners.fused import FusedLayers, fused_layers
+from eyas.runners.fused import GpuModelLayers, fused_layers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.recording import BUCKET, CycleReplay, State
 
@@ -148,13 +148,13 @@ class CycleRecorder:
         replay()
         return cycle
 
-    def to_host(self, packed_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-        if packed_BX.device.type != "cuda":
-            return packed_BX.clone(), None
-        host_BX = torch.empty(packed_BX.shape, dtype=packed_BX.dtype, pin_memory=True)
-        host_BX.copy_(packed_BX, non_blocking=True)
+    def to_host(self, host_result_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+        if host_result_BX.device.type != "cuda":
+            return host_result_BX.clone(), None
+        host_BX = torch.empty(host_result_BX.shape, dtype=host_result_BX.dtype, pin_memory=True)
+        host_BX.copy_(host_result_BX, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(packed_BX.device))
+        copied.record(torch.cuda.current_stream(host_result_BX.device))
         return host_BX, copied.synchronize
 
     def _copy_into_recording(self, attribute: State, value: Tensor) -> None:
@@ -235,7 +235,7 @@ class GraphRunner:
     skips_rows = False
 
     def __init__(
-        self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: FusedLayers | None = None,
+        self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: GpuModelLayers | None = None,
         ops: Ops | None = None,
     ) -> None:  # fmt: skip
         self.target, self.capture, self.model_runner = target, capture or CudaCapture(target.device), ModelRunner()

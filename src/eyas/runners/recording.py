@@ -9,7 +9,7 @@ graphs).
 A recording is made for a length of context, a multiple of BUCKET, and serves all rows that are not
 longer: their actual lengths are tensors on the device. The inputs of a cycle are copied into the
 recording's own tensors, and the state that a session keeps from cycle to cycle stays in the
-recording's tensors. The host reads the result in one transfer (`Cycle.packed_BX`).
+recording's tensors. The host reads the result in one transfer (`Cycle.host_result_BX`).
 
 A cycle that is recorded with its draft may run ahead (core/engine.py): all that it reads is on the
 device, unless a policy decides about every cycle. What the host reads of the last cycle is copied
@@ -69,7 +69,7 @@ class Recorder(Protocol):
         """
         ...
 
-    def to_host(self, packed_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    def to_host(self, host_result_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
         """A copy on the host, and what waits until it has arrived (None: it is there). What is
         launched later is not waited for."""
         ...
@@ -179,9 +179,9 @@ class CycleReplay(CycleRunner):
         draft = _with(cycle.draft, dict(zip(tensors, copies, strict=False)))
         if full is not None:
             draft = replace(draft, drafted=FullDraft(*copies[-2:]))
-        packed_BX, wait_for_copy = self.recorder.to_host(cycle.packed_BX)
+        host_result_BX, wait_for_copy = self.recorder.to_host(cycle.host_result_BX)
         verdict = replace(cycle.verdict, bonus_B=cycle.verdict.bonus_B.clone())
-        return replace(cycle, draft=draft, verdict=verdict, packed_BX=packed_BX, wait_for_copy=wait_for_copy)
+        return replace(cycle, draft=draft, verdict=verdict, host_result_BX=host_result_BX, wait_for_copy=wait_for_copy)
 
     def _on_device(self, cycle_input: CycleInput) -> bool:
         """Whether the cycle, apart from its draft, reads no values on the host."""

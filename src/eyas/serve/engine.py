@@ -53,7 +53,7 @@ class Sequence:
     maker: DeltaMaker
     times: SequenceTimes
     decoder: Decoder | None = None  # that it is in
-    ticket: int = 0
+    request_id: int = 0
 
 
 class Engine:
@@ -194,7 +194,7 @@ class Engine:
         budget counts them all."""
         seconds = {decoder: self._cycle_seconds.get(decoder, 0.0) for decoder in decoders}
         for decoder in decoders:
-            decoder.prompts.beside_seconds = sum(seconds.values()) - seconds[decoder]
+            decoder.prompts.other_decoders_seconds = sum(seconds.values()) - seconds[decoder]
             steps = decoder.step()
             seconds[decoder] = next((step.seconds for step in steps if not step.prefill), 0.0)
             self._deliver(decoder, steps)
@@ -234,7 +234,7 @@ class Engine:
         listed = list(sequences)
         for sequence in listed:
             if sequence.decoder is not None:
-                sequence.decoder.cancel(sequence.ticket)
+                sequence.decoder.cancel(sequence.request_id)
         self._end(listed, error)
 
     def _admit(self) -> None:
@@ -245,13 +245,13 @@ class Engine:
                 sequence.method, len(self._flying) + len(self._waiting) + 1, sequence.request.adapter or ""
             )
             try:
-                sequence.ticket = decoder.add(sequence.request)
+                sequence.request_id = decoder.add(sequence.request)
             except EyasError as error:
                 self._pool.release(decoder)
                 self._end([sequence], error)
                 continue
             sequence.decoder = decoder
-            self._flying[decoder, sequence.ticket] = sequence
+            self._flying[decoder, sequence.request_id] = sequence
             self.metrics.admitted(sequence.times)
 
     def _deliver(self, decoder: Decoder, steps: list[Step]) -> None:
@@ -259,7 +259,7 @@ class Engine:
         news: dict[Answer, list[Delta]] = defaultdict(list)
         grown = list[tuple[Delta, SequenceTimes]]()
         for step, drafted in zip(steps, drafted_nodes(steps), strict=True):
-            sequence = self._flying[decoder, step.request]
+            sequence = self._flying[decoder, step.request_id]
             delta = sequence.maker.make(step, drafted)
             news[sequence.answer].append(delta)
             grown.append((delta, sequence.times))
@@ -280,7 +280,7 @@ class Engine:
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.decoder is not None:
-            del self._flying[sequence.decoder, sequence.ticket]
+            del self._flying[sequence.decoder, sequence.request_id]
             self._pool.release(sequence.decoder)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)

@@ -234,12 +234,12 @@ class _Scheduler:
 
     def add_step(self, step: Step) -> Regenerated | Skipped | None:
         """Add the tokens of a cycle; returns the conversation if it ends with them."""
-        active = self.active[step.request]
+        active = self.active[step.request_id]
         active.reply += step.tokens
         active.totals.add(step)
         if step.finish is None:
             return None
-        del self.active[step.request]
+        del self.active[step.request_id]
         if step.finish == "length" and self.settings.drop_cut:
             return active.result(f"the reply was cut after {len(active.reply)} tokens", dropped=True)
         text = self.tokenizer.decode(active.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)

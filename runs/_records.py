@@ -47,11 +47,10 @@ def best_tree(name: str) -> Record:
 
 def auto_over_best(name: str, method: str) -> Interval | None:
     """Speed of `--tree auto` over the best fixed tree, which is chosen on one half of the prompts
-    and judged on the other."""
-    rows = record(name).get("rows")
-    if not rows:
+    and judged on the other; None if the method was not measured."""
+    rows, auto = record(name)["rows"], f"{method} auto"
+    if auto not in rows[0]:
         return None
-    auto = f"{method} auto"
     fixed = [contestant for contestant in rows[0] if contestant.startswith(f"{method} ") and contestant != auto]
     sums: dict[str, list[float]] = {}
     for half in (0, 1):

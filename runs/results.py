@@ -196,8 +196,8 @@ SIMULATED = {
 }
 
 
-def simulated_label(method: str) -> str:
-    """A method of the 300M benches with its tree as nodes/depth/branch."""
+def bench_label(method: str) -> str:
+    """A contestant of a bench: its method, and its tree as nodes/depth/branch."""
     name, *parts = method.split(":")
     options = dict(part.split("=") for part in parts)
     sizes = [options[key] for key in ("tree.nodes", "tree.depth", "tree.branch") if key in options]
@@ -215,7 +215,7 @@ def simulated() -> Iterator[str]:
     def figures(row: Record | None) -> str:
         return f"{row['tokens_per_second']:.0f}; {cell(row['speedup'])}x; {cell(row['c'])}" if row else ""
 
-    lines = ([simulated_label(method), *(figures(bench.get(method)) for bench in benches)] for method in benches[0])
+    lines = ([bench_label(method), *(figures(bench.get(method)) for bench in benches)] for method in benches[0])
     yield table(["tokens/s; over plain; c", *SIMULATED.values()], lines)
     yield source(*SIMULATED)
 
@@ -351,10 +351,12 @@ def training() -> Iterator[str]:
 
 
 def bundled() -> Iterator[str]:
-    """Every method, as `eyas bench` asks it, by the model's own forward."""
+    """Every method, as `eyas bench` asks it."""
     yield prose("""
-        The 24 bundled prompts by the model's own forward, one thread, small trees (5 nodes, chains
-        of 3). All texts equal.""")
+        The 24 bundled prompts, T = 0, without the prompts' passes: chains and trees of three draft
+        tokens. EAGLE's heads and the MTP module are the embedded model's; the other heads, the
+        draft model and the datastore are those of `runs/drafters.sh`, which saw 300,000 tokens.
+        All texts equal plain decoding's.""")
     makers = {
         "tokens/s": lambda row: cell(row["tokens_per_second"], 1),
         "over vanilla": lambda row: cell(three_values(row, "speedup")),
@@ -362,7 +364,7 @@ def bundled() -> Iterator[str]:
         "tau": lambda row: cell(row["tau_interval"]),
         "c": lambda row: cell(row["c"]),
     }
-    yield columns(pooled_rows("bench_bundled"), makers)
+    yield columns({bench_label(method): row for method, row in pooled_rows("bench_bundled").items()}, makers)
     yield source("bench_bundled")
 
 
@@ -408,7 +410,8 @@ def load_table(loads: Mapping[str, Record], title: str, heads: Iterable[str] = (
 
 
 SERVER_LOADS = {
-    "serve_load": "embedded, beside others",
+    "serve_load_epyc": "embedded, beside others, AMD EPYC",
+    "serve_load": "embedded, beside others, Intel Xeon",
     "serve_load_full": "embedded, eyas alone",
     "serve_load_nestling_own": "nestling with a head of its own, eyas alone",
 }

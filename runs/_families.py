@@ -24,7 +24,7 @@ from eyas.core.families import KIND_LISTS, REFUSED_KINDS, SPARSE, STATE_KINDS
 from eyas.core.target import Target
 from eyas.drafters import Drafter
 from eyas.errors import ModelError
-from eyas.runners import UnsuitedError, runner
+from eyas.runners import UnsuitedError, make_cpu_runner
 from eyas.runners.cpu import FAMILIES as KERNEL_FAMILIES
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -285,7 +285,7 @@ def _kernels(target: Target) -> dict[str, Any]:
     if model_type not in KERNEL_FAMILIES:
         return {"kernels": False}
     try:
-        runner(Target(zoo.tiny(model_type, head_dim=16)))
+        make_cpu_runner(Target(zoo.tiny(model_type, head_dim=16)))
     except UnsuitedError as why:
         return {"kernels": False, "why_no_kernels": str(why)}
     return {"kernels": True}

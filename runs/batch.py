@@ -38,7 +38,7 @@ def answer(drafting: Drafter, requests: list[Request], rows: int) -> dict[str, A
     texts: dict[int, list[int]] = {decoder.add(request): [] for request in requests}
     while not decoder.finished:
         for step in decoder.step():
-            texts[step.request] += step.tokens
+            texts[step.request_id] += step.tokens
     seconds = round(time.perf_counter() - began, 4)
     return {"ids": list(texts.values()), "tokens": sum(map(len, texts.values())), "seconds": seconds}
 

@@ -142,7 +142,7 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
         base = ShapedTarget(model)
         base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
-        how: Any = {"fused": GpuModelLayers(base, joins=True)} if case.kernels else {"ops": REFERENCE}
+        how: Any = {"fused": GpuModelLayers(base, join_weights=True)} if case.kernels else {"ops": REFERENCE}
         runner = GraphRunner(base, capture, **how)
         target = base.run_with(runner)
         kind = find(case.method)

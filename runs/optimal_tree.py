@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 
 from _common import chat_prompts, drafter, parser, run
+from _optimal import count_ranks, measuring_choices, optimal_choices, rates_of, tree_value
 from rich.progress import track
 
 import eyas
 from eyas.core.engine import Decoder
-from eyas.drafters._optimal import count_ranks, measuring_choices, optimal_choices, rates_of, tree_value
 from eyas.drafters.eagle1 import REFERENCE_TREE
 from eyas.files import write_text
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 import eyas
 from eyas import kernels, runners
-from eyas.adaptive import auto
+from eyas.adaptive import make_controller
 from eyas.adaptive.cost import verify_cost
 from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Drafting, Transformers
@@ -66,7 +66,7 @@ def contestants(base: LLM, heads: dict[str, str | None], greedy: bool) -> list[C
 
 def by_auto(name: str, drafting: Drafter) -> Contestant:
     """A drafter with trees by `auto`."""
-    return Drafting(name, drafting, policy=auto(drafting))
+    return Drafting(name, drafting, policy=make_controller(drafting))
 
 
 def speeds(args: Any, base: LLM, heads: dict[str, str | None]) -> dict[str, Any]:

@@ -569,7 +569,11 @@ MUTATIONS = (
     mutation(
         "slots stay on the main device",
         on_two_devices("suffix"),
-        rewrite("core.cache:KVCache._rows_and_slots", "return self._where[DEVICE]", "return self._where[self.device]"),
+        rewrite(
+            "core.cache:KVCache._rows_and_slots",
+            "return self._indices_by_device[DEVICE]",
+            "return self._indices_by_device[self.device]",
+        ),
         words=TWO_DEVICES,
     ),
     mutation(

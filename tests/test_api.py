@@ -21,7 +21,6 @@ import zoo
 from eyas import checkpoints
 from eyas.api import LLM, load
 from eyas.arguments import GenerateKeywords
-from eyas.core import engine as decode
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
@@ -268,7 +267,7 @@ def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
 def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what an answer leaves in the caches of the next one: longer, shorter and sampled ones,
     several rows, a broken-off stream."""
-    monkeypatch.setattr(decode, "SMALL_CACHE_BYTES", 1 << 30)
+    monkeypatch.setattr("eyas.core.cycle.SMALL_CACHE_BYTES", 1 << 30)
     made = list[object]()
     whole = Decoder.__init__
 
@@ -287,7 +286,7 @@ def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyP
     prompts = ["One row", "and another one", "and a third"]
     for prompt, result in zip(prompts, fresh.generate(prompts, batch_size=2, max_new_tokens=8), strict=True):
         assert tuple(result.token_ids) == plain(llm, prompt, 8)
-    monkeypatch.setattr(decode, "SMALL_CACHE_BYTES", 0)
+    monkeypatch.setattr("eyas.core.cycle.SMALL_CACHE_BYTES", 0)
     fresh.generate("Large", max_new_tokens=4)
     made.clear()
     assert tuple(fresh.generate("Short.", max_new_tokens=12).token_ids) == plain(llm, "Short.", 12)

@@ -110,7 +110,7 @@ def test_rounded_activations(activations: Literal["int16", "int8"], largest: int
     products without any further loss, whatever other rows there are."""
     weight, x = stored(torch.int8), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
     x[3] = 0
-    matrix = kernels.pack(weight, form=kernels.WeightFormat(activations=activations))
+    matrix = kernels.pack(weight, weight_format=kernels.WeightFormat(activations=activations))
     together = kernels.linear(matrix, x)
     top = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
     # a number over a tensor would be the product of its inverse
@@ -147,7 +147,7 @@ def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
     assert ((together - exact).abs() <= 0.51 * step * kept.abs().sum(1) + 1e-4).all()
     assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
     assert float((kept - weight).norm() / weight.norm()) < 0.09
-    zero = kernels.pack(torch.zeros(32, 32), form=kernels.WeightFormat("int4"))
+    zero = kernels.pack(torch.zeros(32, 32), weight_format=kernels.WeightFormat("int4"))
     assert not kernels.linear(zero, x[:, :32]).any()
     weight[3, 40] = torch.nan
     x[5, 7] = torch.inf
@@ -227,7 +227,7 @@ def test_weights_rounded_to_bfloat16() -> None:
     are kept as the nearest such numbers."""
     for kind in (torch.float32, torch.bfloat16, torch.int8):
         weight, x = stored(kind), torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
-        matrix = kernels.pack(weight, form=kernels.WeightFormat("bfloat16"))
+        matrix = kernels.pack(weight, weight_format=kernels.WeightFormat("bfloat16"))
         assert form(matrix) == torch.bfloat16
         torch.testing.assert_close(kernels.linear(matrix, x), x @ weight.bfloat16().float().T, rtol=1e-5, atol=1e-4)
 
@@ -281,7 +281,7 @@ def test_three_parts_are_as_exact_as_float32(inputs: int) -> None:
 def test_rounded_storage_is_near() -> None:
     """Guards the scale of rows that int8 does not hold exactly."""
     weight, x = stored(torch.float32), torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
-    matrix = kernels.pack(weight, form=kernels.WeightFormat("int8"))
+    matrix = kernels.pack(weight, weight_format=kernels.WeightFormat("int8"))
     assert form(matrix) == torch.int8
     error = (kernels.linear(matrix, x) - x @ weight.T).abs().max()
     assert 0 < error < 0.2
@@ -379,6 +379,6 @@ def test_nothing_at_all() -> None:
     kernels.commit(torch.zeros(4, 0, 2, 8, 16), torch.zeros(0, dtype=L), none_03)
     for weights in ("exact", "int8", "int4", "bfloat16"):
         assert kernels.linear(
-            kernels.pack(torch.randn(64, 64), form=kernels.WeightFormat(weights)), torch.zeros(0, 64)
+            kernels.pack(torch.randn(64, 64), weight_format=kernels.WeightFormat(weights)), torch.zeros(0, 64)
         ).shape == (0, 64)
     assert kernels.rms_norm(torch.zeros(0, 64), torch.zeros(64), 1e-5).shape == (0, 64)

@@ -27,6 +27,7 @@ __all__ = [
     "UnknownOptionError",
     "code_of_request",
     "near",
+    "one_line",
 ]
 
 
@@ -71,8 +72,12 @@ def code_of_request(name: str) -> Iterator[None]:
     except EyasError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{name} raised {type(error).__name__}: {reason}") from error
+        raise InputError(f"{name} raised {type(error).__name__}: {one_line(error, 200)}") from error
+
+
+def one_line(error: object, limit: int | None = None) -> str:
+    """An exception's message on one line, cut after `limit` characters."""
+    return " ".join(str(error).split())[:limit]
 
 
 def near(name: object, known: Iterable[str]) -> str:

@@ -149,7 +149,7 @@ def _is_running(pid: int) -> bool:
 def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
     """Keep other processes from writing into an output file or folder while the block runs.
 
-    The lock is a file `.lock` in a folder, which must exist, or `.NAME.lock` beside a file. The
+    The lock is a file `.lock` in a folder, which must exist, or `.NAME.lock` next to a file. The
     operating system gives it up when its process ends, however that happens, so that a lock file
     of a dead process does not block. A device or a pipe is not locked.
 

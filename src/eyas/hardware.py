@@ -21,7 +21,7 @@ __all__ = ["BFLOAT16_CURE", "command_output", "cpu", "cpu_name", "multiplies_bfl
 BFLOAT16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 BFLOAT16_CURE = "torch's code for matrix units ends with an illegal instruction here; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 goes without it"
 
-OMP_PAUSE_HARD = 2  # of omp_pause_resource_t in OpenMP 5.0
+OMP_PAUSE_HARD = 2  # value of omp_pause_resource_t in OpenMP 5.0
 
 
 def cpu() -> dict[str, str]:

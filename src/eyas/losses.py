@@ -84,8 +84,8 @@ def soft_cross_entropy(
     Args:
         mask_RT: bool or 0/1; the positions that count.
         normalizer: the number of counted positions for a mean.
-        chunk_elements: logits that are processed at a time; bounds the memory beside the arguments
-            and the gradient.
+        chunk_elements: logits that are processed at a time; bounds the memory in addition to the
+            arguments and the gradient.
 
     Returns:
         A scalar.
@@ -329,7 +329,7 @@ def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Te
 
 
 def _rows_in(elements: int, row_elements: int) -> int:
-    """Rows of a chunk of at most so many elements."""
+    """Rows of a chunk that has at most `elements` elements."""
     return max(1, elements // row_elements)
 
 

@@ -9,7 +9,7 @@ at length.
     mean acceptance length
                 1 + accepted draft tokens / drafts, counted before cutting, over cycles that verified a draft. Engines such as vLLM report
                 this. It is tau, but for the cut last cycle of each answer and for cycles without a draft.
-    n-alpha     acceptance by depth: of cycles whose first n draft tokens were accepted and that had drafted another one behind them, the
+    n-alpha     acceptance by depth: of cycles whose first n draft tokens were accepted and that had drafted another one after them, the
                 share that accepted it. A cycle that was cut at its n-th draft token says nothing about the next one.
     c           seconds of a cycle / seconds of a step of plain decoding
     speed-up    tokens per second / those of plain decoding on the same prompts, = tau / c
@@ -92,11 +92,11 @@ class StepTotals:
     emitted: int = 0  # tokens of cycles
     decisions: Counter[str] = field(default_factory=Counter)  # cycles by `Step.drafted_by`
     predicted_tokens: int = 0  # accepted tokens of predictions
-    cached_tokens: int = 0  # prompt tokens that were not read anew
+    cached_tokens: int = 0  # prompt tokens that were not read again
     prefill_seconds: float = 0.0
     started_at: float = math.nan  # the host's clock; NaN before the first Step
     ended_at: float = math.nan
-    finish: str | None = None  # of the last Step
+    finish: str | None = None  # finish reason of the last Step
 
     def add(self, step: Step) -> None:
         """Count one Step."""
@@ -134,10 +134,10 @@ class Cycle(NamedTuple):
 
     emitted: int  # tokens, after cutting
     accepted: int  # draft tokens among them
-    seconds: float  # from the end of the cycle before to the end of this one, by the host's clock
+    seconds: float  # time from the end of the cycle before to the end of this one, by the host's clock
     nodes: int | None = None  # verified, the root and padding included
     candidates: int | None = None  # draft tokens that could have been accepted
-    tested: int | None = None  # accepted ones, and one more where a draft token behind them was refused
+    tested: int | None = None  # accepted ones, and one more where a draft token after them was refused
     draft: float | None = None  # seconds by stage, by the host's clock
     target: float | None = None
     verify: float | None = None
@@ -151,7 +151,7 @@ def cycle_of(step: Step, seconds: float | None = None) -> Cycle:
     Args:
         seconds: default: the Step's own.
 
-    A cycle that was cut at an accepted token tests nothing behind it.
+    A cycle that was cut at an accepted token tests nothing after it.
     """
     assert step.draft is not None
     tree = step.draft.tree

@@ -25,7 +25,7 @@ from torch import Tensor
 
 __all__ = ["OBJECTIVES", "Objective"]
 
-ETA = 3.0  # of the hybrid: the paper's best
+ETA = 3.0  # parameter of the hybrid: the paper's best
 
 Objective = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(p over the draft vocabulary [n, v], p's share inside it [n], log q [n, v]) -> loss [n], overlap

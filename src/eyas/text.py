@@ -72,7 +72,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def encode_part(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
-    """Tokenize a part of a text, without special tokens; `name` stands in error messages."""
+    """Tokenize a part of a text, without special tokens; `name` is used in error messages."""
     _check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -96,8 +96,8 @@ def render(
         continue_final_message: end within the last message, whose text the model continues; no new
             turn is opened then.
         tools: functions that the model may call, in OpenAI's form.
-        variables: of the template, such as enable_thinking; none that the tokenizer's own function
-            has as a parameter, for one of them is the template itself.
+        variables: those of the template, such as enable_thinking; none that the tokenizer's own
+            function has as a parameter, for one of them is the template itself.
 
     Raises:
         InputError: a message is malformed, the tokenizer has no chat template, or the template
@@ -132,7 +132,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str]
     """The messages as new dicts whose content is a string.
 
     Args:
-        media: types of content parts that are allowed beside text; the strings leave them out.
+        media: types of content parts that are allowed besides text; the strings leave them out.
 
     Raises:
         InputError: a message is malformed.
@@ -265,7 +265,7 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, count: int) -> list[bytes | None]:
-    """The bytes that each of the ids 0..count - 1 adds to a text in whose middle it stands; None for
+    """The bytes that each of the ids 0..count - 1 adds in the middle of a text; None for
     special tokens and for ids that the tokenizer does not have.
 
     Raises:
@@ -336,8 +336,8 @@ def _is_local(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 characters stand for themselves, U+0100 and
-    on for the other bytes.
+    """The alphabet of byte-level BPE: printable Latin-1 characters are themselves, U+0100 and
+    on are the other bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -377,8 +377,8 @@ class _Pieces:
     """Decoders that join the tokens' own texts: SentencePiece with or without byte tokens, WordPiece,
     </w> BPE, none.
 
-    The tokenizer's decoder reads one *group* of tokens between two anchors, which stand for the
-    rest of the text:
+    The tokenizer's decoder reads one *group* of tokens between two anchors, which represent
+    the rest of the text:
 
         [anchor] group [anchor]     the group's text with more to come        (no left anchor for the first group)
         [anchor] group              its text if nothing follows               certain is what both begin with
@@ -427,7 +427,7 @@ class _Pieces:
         return self._between(piece).encode("utf-8")
 
     def _between(self, piece: str) -> str:
-        """The text of a piece that stands between two anchors."""
+        """The text of a piece between two anchors."""
         text = self._decode([self._ANCHOR, piece, self._ANCHOR])
         return text[self._begin : len(text) - self._end]
 
@@ -454,7 +454,7 @@ def _is_byte_token(piece: str) -> bool:
 
 
 class _Window:
-    """Any other tokenizer: the tokens of a piece are decoded behind those of the piece before.
+    """Any other tokenizer: the tokens of a piece are decoded after those of the piece before.
 
     Exact where a token's text depends on no earlier tokens than these.
     """

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.errors import ModelError
+from eyas.errors import ModelError, one_line
 from eyas.files import is_altered
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
         config = LlamaConfig.from_pretrained(folder)
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(
-            f"the embedded model is missing or broken ({_first_words(error)}): install eyas-tiny again"
+            f"the embedded model is missing or broken ({one_line(error, 200)}): install eyas-tiny again"
         ) from error
     logging: Any = transformers_logging
     shows_progress = logging.is_progress_bar_enabled()
@@ -126,7 +126,7 @@ def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"the embedded model's tokenizer is missing or broken ({_first_words(error)}): install eyas-tiny again"
+            f"the embedded model's tokenizer is missing or broken ({one_line(error, 200)}): install eyas-tiny again"
         ) from error
     return loaded
 
@@ -140,10 +140,6 @@ def _check(folder: Path, *names: str) -> None:
         raise ModelError(
             f"the embedded model's {' and '.join(altered)} changed on the disk (another SHA-256): install eyas-tiny again"
         )
-
-
-def _first_words(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def with_small_tree(asked: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

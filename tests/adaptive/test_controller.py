@@ -11,7 +11,7 @@ import pytest
 
 from curves import LIMIT, curve
 from eyas.adaptive import AdaptiveController
-from eyas.adaptive.controller import CYCLES_BEFORE_EXPLORING, EXPLORE
+from eyas.adaptive.controller import CYCLES_BEFORE_EXPLORING, MAX_EXPLORE_SHARE
 from eyas.adaptive.cost import Costs
 from eyas.core.dormant import Decision
 from eyas.core.drafter import TreeSize
@@ -260,7 +260,7 @@ def test_larger_trees_are_explored_within_their_budget() -> None:
         if explored.arm == "explore" and before.tree_size is not None and explored.tree_size is not None
     ]
     assert len(further) >= 5
-    assert sum(further) < 1.5 * EXPLORE * 2000
+    assert sum(further) < 1.5 * MAX_EXPLORE_SHARE * 2000
     assert machine.share("plain", 300) < 0.02
 
 
@@ -300,18 +300,18 @@ def test_a_waking_head_starts_planning_afresh() -> None:
 def test_another_tree_begins_with_what_is_expected_of_it() -> None:
     """Bug: a new tree is judged by the tokens, or the seconds, of the one before."""
     machine, policy = SimulatedMachine(MIDDLE), controller(MIDDLE)
-    shapes = []
+    sizes = []
     for _ in range(60):
         machine.run(policy, 1)
         (state,) = policy._states.values()
         arm = state.bandit.arms["draft"]
-        if shapes and state.shape != shapes[-1]:
+        if sizes and state.size != sizes[-1]:
             assert arm.kinds == {}
-            expected = policy._expected(state, state.shape, 1)
+            expected = policy._expected(state, state.size, 1)
             assert arm.seconds(state.bandit.medians) == pytest.approx(expected.seconds)
             assert arm.mean == pytest.approx(1 + expected.accepted)
-        shapes.append(state.shape)
-    assert len(set(shapes)) > 1
+        sizes.append(state.size)
+    assert len(set(sizes)) > 1
 
 
 def test_the_scale_of_the_costs_is_measured() -> None:

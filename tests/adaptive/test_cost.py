@@ -13,7 +13,7 @@ import torch
 import zoo
 from curves import curve
 from eyas import drafters
-from eyas.adaptive import auto, cost, mode_of
+from eyas.adaptive import cost, make_controller, mode_of
 from eyas.adaptive.cost import Costs, cost_key, cost_path, load_costs
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
@@ -64,18 +64,20 @@ def test_which_methods_grow(target: Target) -> None:
     kind = drafters.find("small_model")
     grown = kind.random(target, build_options(kind.Options, {"depth": 3, "dynamic.nodes": 9}))
     assert grown.max_tree == TreeSize(9, 3, 4)
-    assert auto(make("vanilla", target)) is None
-    assert all(auto(make(name, target)) is not None for name in drafters.names() if name != "vanilla")
+    assert make_controller(make("vanilla", target)) is None
+    assert all(make_controller(make(name, target)) is not None for name in drafters.names() if name != "vanilla")
 
 
 def test_which_methods_have_a_spare(target: Target) -> None:
     """Bugs: text stands in for text; a head has nobody; simulated acceptance, which is a head's, is
     another drafter's too."""
-    alone = {name for name in drafters.names() if name != "vanilla" and auto(make(name, target)).fallback is None}
+    alone = {
+        name for name in drafters.names() if name != "vanilla" and make_controller(make(name, target)).fallback is None
+    }
     assert alone == {"suffix", "prompt_lookup", "rest", "lookahead"}
     merged = [Merged(make(name, target), make("suffix", target)) for name in ("eagle2", "prompt_lookup")]
-    assert [auto(drafter).fallback is None for drafter in merged] == [False, True]
-    assert auto(make("eagle2", target), fallback=False).fallback is None
+    assert [make_controller(drafter).fallback is None for drafter in merged] == [False, True]
+    assert make_controller(make("eagle2", target), fallback=False).fallback is None
 
 
 @pytest.mark.slow
@@ -226,14 +228,14 @@ def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
     monkeypatch.setattr(cost.load_costs, "__defaults__", (False, lambda drafter: costs.pop(0)))
     caplog.set_level("WARNING", "eyas")
     monkeypatch.setattr(logging.getLogger("eyas"), "propagate", True)
-    auto(make("eagle2", target))._seconds_by_size(1)
+    make_controller(make("eagle2", target))._seconds_by_size(1)
     assert not caplog.messages
-    auto(make("eagle2", target), compared=True)._seconds_by_size(1)
+    make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
     assert "costs of eagle2 are doubtful: load 2.00 a core" in caplog.text
     caplog.clear()
-    auto(make("eagle2", target), compared=True)._seconds_by_size(1)
+    make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
     assert not costs
-    auto(make("eagle2", target), compared=True)._seconds_by_size(1)
+    make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
     assert not caplog.messages
 
 

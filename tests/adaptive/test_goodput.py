@@ -41,8 +41,8 @@ def test_a_smaller_trees_yield_is_read_from_a_larger_one() -> None:
     trees = [drafted(seed, TreeSize(24, 4, 3)) for seed in range(60)]
     for parents, values in trees:
         acceptance._add(parents, values, TreeSize(24, 4, 3))
-    found = dict(zip(acceptance.shapes, acceptance._mean_ADGE.sum(-1)[acceptance._cell_S], strict=True))
-    for shape in acceptance.shapes:
+    found = dict(zip(acceptance.all_sizes, acceptance._mean_ADGE.sum(-1)[acceptance._cell_S], strict=True))
+    for shape in acceptance.all_sizes:
         expected = 0.0
         if shape.within(TreeSize(24, 4, 3)) == shape:
             for i, tree in enumerate(trees, start=1):
@@ -81,9 +81,9 @@ def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: TreeSize, 
     kept = draft.tree.parents_BN[0].tolist(), draft.value_BN[0].tolist()  # type: ignore[index]
     assert len(everything[0]) == 1 + shape.branch + (shape.depth - 1) * shape.branch**2
     acceptance.learn(*kept, shape, 1, everything)
-    acceptance._work_through()
+    acceptance._add_waiting()
     seen = 0
-    for other in acceptance.shapes:
+    for other in acceptance.all_sizes:
         if other.depth <= shape.depth and other.branch <= shape.branch and other.nodes <= len(everything[0]):
             values_BN = grown(other, law).value_BN
             assert values_BN is not None
@@ -103,12 +103,12 @@ def test_the_plan_is_the_best_of_all() -> None:
         found = best(sizes(LIMIT), acceptance.accepted_S, np.array([costs.cycle(s) for s in sizes(LIMIT)]))
         rates = {s: (1 + acceptance(s)) / costs.cycle(s) for s in sizes(LIMIT)}
         assert found.rate == pytest.approx(max(rates.values()))
-        assert rates[found.shape] == pytest.approx(found.rate)
+        assert rates[found.size] == pytest.approx(found.rate)
 
 
 def planned(costs: Costs, acceptance: Acceptance) -> tuple[TreeSize, float]:
-    found = best(acceptance.shapes, acceptance.accepted_S, np.array([costs.cycle(s) for s in acceptance.shapes]))
-    return found.shape, found.rate * costs.plain()
+    found = best(acceptance.all_sizes, acceptance.accepted_S, np.array([costs.cycle(s) for s in acceptance.all_sizes]))
+    return found.size, found.rate * costs.plain()
 
 
 def test_flat_curves_make_large_trees_and_steep_ones_small_or_none() -> None:
@@ -158,8 +158,8 @@ def test_nothing_larger_yields_less() -> None:
     acceptance = Acceptance(LIMIT)
     for seed in range(30):
         acceptance.learn(*drafted(seed, TreeSize(8, 3, 2)), TreeSize(8, 3, 2), 3)
-    for small in acceptance.shapes:
-        for large in acceptance.shapes:
+    for small in acceptance.all_sizes:
+        for large in acceptance.all_sizes:
             if small.within(large) == small:
                 assert acceptance(small) <= acceptance(large) + 1e-12
 

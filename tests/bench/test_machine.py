@@ -44,7 +44,7 @@ def test_taken_cores_are_told_from_shared_caches() -> None:
     full, shared = busy(Used(10, 20), 3), busy(Used(10, 20), 2)
     assert full is not None
     assert shared is not None
-    assert "2.0 of 4 cores meanwhile, beside 3 threads" in full
+    assert "2.0 of 4 cores meanwhile, in addition to 3 threads" in full
     assert "2.0 of 4 cores meanwhile: caches" in shared
 
 

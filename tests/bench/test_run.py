@@ -449,6 +449,8 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
     tree = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
 
     class Slow:
+        cycle_runner = None
+
         def __init__(self, *given: object, **more: object) -> None:
             now[0] += 5
             self.left = 3
@@ -469,7 +471,7 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
             return steps
 
     monkeypatch.setattr(contestants, "Decoder", Slow)
-    monkeypatch.setattr(contestants, "is_worth_keeping", lambda decoder: False)
+    monkeypatch.setattr(contestants, "is_worth_keeping", lambda cycle_runner: False)
     monkeypatch.setattr("eyas.bench.contestants.time.perf_counter", lambda: now[0])
     answer = Drafting("vanilla", llm.drafter).answer(Question("a", "t", 0, Request((5,), 4)))
     assert answer.prefill_seconds == 15

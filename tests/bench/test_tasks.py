@@ -330,7 +330,7 @@ def test_own_prompts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     wrong = {
         "both prompt and turns": {"prompt": "a", "turns": ["b"]},
         "'promt': did you mean prompt": {"promt": "a"},
-        "stands at .*:1 already": {"prompt": "b", "id": 7},
+        "is at .*:1 already": {"prompt": "b", "id": 7},
         '"max_new_tokens" must be': {"prompt": "a", "max_new_tokens": 0},
         '"raw" goes with one "prompt"': {"turns": ["a", "b"], "raw": True},
         '"raw" goes with one': {"prompt": "a", "system": "b", "raw": True},

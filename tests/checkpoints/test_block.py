@@ -115,7 +115,7 @@ def test_reading_the_published_names(tmp_path: Path, target: Target, name: str, 
     assert all(torch.equal(held[theirs], weights.tensors[ours]) for theirs, ours in pairs.items())
     assert len(weights.tensors) == len(held)
     drafter: Any = drafters.find(method).load(weights, target)
-    assert drafter.plan.levels == (5 if from_anchor else 4)
+    assert drafter.block_format.levels == (5 if from_anchor else 4)
     assert drafter.feature_layers == (1, 2)
     assert (drafter.net.head is not None) == (name == DSPARK)
 

@@ -179,7 +179,7 @@ def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[obje
         (("--methods", "suffix", "--draft", "nobody=/tmp"), "unknown method 'nobody'"),
         (("--methods", "suffix", "--heads", "/nowhere"), "--heads /nowhere is no folder"),
         (("--temperature", -1), "temperature"),
-        (("--simulate-acceptance", "2"), "rates lie between 0 and 1"),
+        (("--simulate-acceptance", "2"), "rates must be between 0 and 1"),
         (("--simulate-acceptance", ""), "takes rates by depth"),
         (("--prompts", "/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
         (("--output", "/proc/nowhere"), "cannot write /proc/nowhere"),

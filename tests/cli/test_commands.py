@@ -299,7 +299,7 @@ def test_chat_survives_what_a_turn_cannot(run: Run) -> None:
     assert result.stdout == plain.stdout
     assert result.exit_code == 2
     assert "context is 512" in result.stderr
-    assert "/reset begins anew" in result.stderr
+    assert "/reset begins again" in result.stderr
     assert "unknown command '/nonsense'" in result.stderr
     assert "Ctrl-C stops an answer" in result.stderr
 

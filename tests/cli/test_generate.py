@@ -309,7 +309,7 @@ def test_bad_lines_are_named_and_the_run_goes_on(run: Run, tmp_path: Path) -> No
         9: ({"messages": [{"role": "usr", "content": "x"}]}, "unknown role 'usr'; did you mean user?"),
         10: ({"prompt": "x" * 600}, "the target's context is 512"),
         11: ({"prompt": "x", "id": [1]}, "the id must be"),
-        12: ({"prompt": "x", "id": "a"}, "stands on line 1 already"),
+        12: ({"prompt": "x", "id": "a"}, "is on line 1 already"),
         13: ({"prompt_ids": "1,2"}, "prompt_ids must be a list"),
         14: ({"messages": []}, "messages must be a list"),
         15: ({"prompt": "half a pair \ud800"}, "not valid Unicode"),

@@ -54,7 +54,7 @@ def test_tune_for_people(run: Run) -> None:
 @pytest.mark.slow
 def test_tune_refuses(refused: Callable[..., str]) -> None:
     """Bug: a method without sizes is measured for nothing, or ends in a traceback."""
-    assert "suffix does not grow its trees" in refused("tune", "--target", "llama", "--method", "suffix")
+    assert "suffix has no dynamic trees" in refused("tune", "--target", "llama", "--method", "suffix")
     assert "needs a trained head" in refused("tune", "--target", "llama", "--method", "eagle3")
 
 

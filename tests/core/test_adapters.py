@@ -124,7 +124,7 @@ def test_kernels_refuse_what_they_would_leave_out(folders: dict[str, str]) -> No
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=True)
     tuned = peft.get_peft_model(wide, config).eval()
     with pytest.raises(UnsuitedError, match="adapter"):
-        runners.runner(Target(tuned.get_base_model()))
+        runners.make_cpu_runner(Target(tuned.get_base_model()))
     with pytest.raises(OptionError, match="merge"):
         eyas.load(tuned, weights="int8", tokenizer=False)
 

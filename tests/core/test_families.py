@@ -25,7 +25,6 @@ from transformers import (
 )
 
 import zoo
-from eyas.core import families
 from eyas.core.families import CHUNKED, FULL, SLIDING, Family, describe, embed, head
 from eyas.errors import ModelError
 
@@ -351,11 +350,6 @@ def test_unknown_kind_of_layer_is_refused() -> None:
         ModelError, match="qwen2 cannot be served: eyas has no mask for layers of kind spiral_attention"
     ):
         describe(model)
-
-
-def test_the_table_of_masks_overrides_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(families.TAKES_DICT, "qwen3", False)
-    assert describe(zoo.FAMILIES["qwen3"]()).mask_kinds == ()
 
 
 def test_language_model_inside_a_multimodal_one() -> None:

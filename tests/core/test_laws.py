@@ -98,8 +98,8 @@ def test_nodes_count_their_own_ancestors() -> None:
     tokens_BN = torch.tensor([[2, 1, 3, 1, 2, 1]])
     base = Adjustments(
         counts=torch.tensor([[0.0, 4.0, 1.0, 0.0]]),
-        ending=torch.tensor([[True, False, False, False]]),
-        wait=torch.tensor([2]),
+        end_tokens=torch.tensor([[True, False, False, False]]),
+        tokens_before_end=torch.tensor([2]),
     )
     nodes = base.for_tree(tree, tokens_BN)
     assert nodes.counts is not None
@@ -111,8 +111,8 @@ def test_nodes_count_their_own_ancestors() -> None:
         [0, 5, 2, 0],
         [0, 7, 1, 0],
     ]
-    assert nodes.wait is not None
-    assert nodes.wait.tolist() == [[2, 1, 1, 0, 0, -1]]
+    assert nodes.tokens_before_end is not None
+    assert nodes.tokens_before_end.tolist() == [[2, 1, 1, 0, 0, -1]]
     scores_NV = apply_sampling(torch.zeros(6, 4), Sampling(frequency_penalty=0.5, presence_penalty=1.0), nodes[0])
     assert scores_NV[5].tolist() == [0.0, -4.5, -1.5, 0.0]
     assert (scores_NV[:, 0] == -torch.inf).tolist() == [True, True, True, False, False, False]

@@ -138,7 +138,7 @@ def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatc
         (new,), steps = run(decoder, [request])
         assert new == plain_decode(target().model, request)
         if count is not None:
-            check(collected(steps, steps[0].request), new, by_the_model([*prompt(9), *new])[8:-1], count)
+            check(collected(steps, steps[0].request_id), new, by_the_model([*prompt(9), *new])[8:-1], count)
     assert isinstance(decoder.cycle_runner, CycleReplay)
     assert {key[-1] for key in decoder.cycle_runner.recorder._recorded} == {None, 5, 20}
 
@@ -183,7 +183,7 @@ def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the memory: no more than one chunk's logits are there at a time, and a slice of their
     log-softmax."""
     monkeypatch.setattr("eyas.core.target.PREFILL_CHUNK", 32)
-    monkeypatch.setattr("eyas.core.logprobs.ROWS", 7)
+    monkeypatch.setattr("eyas.core.logprobs.PROMPT_TOKENS_AT_A_TIME", 7)
     (_,), steps = run(Decoder(target(), make("vanilla", target())), [Request(prompt(100), 1, prompt_logprobs=1)])
     check(
         [e for e in steps[0].prompt_logprobs if e is not None],

@@ -185,7 +185,7 @@ def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None
 def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
     for token in tokens:
         prediction.read(token)
-    return [guess.tokens for guess in prediction.guesses()]
+    return [continuation.tokens for continuation in prediction.continuations()]
 
 
 def test_a_prediction_is_followed() -> None:
@@ -221,7 +221,7 @@ def test_a_place_is_that_of_the_longest_match() -> None:
         answer = changed(text, dice.randrange(1000))
         prediction = Prediction(text, 8)
         for end, token in enumerate(answer, start=1):
-            lost = prediction.missed or text[prediction.place : prediction.place + 1] != [token]
+            lost = prediction.unmatched or text[prediction.position : prediction.position + 1] != [token]
             prediction.read(token)
             said = answer[max(0, end - MAX_MATCH) : end]
             lengths = [
@@ -229,9 +229,9 @@ def test_a_place_is_that_of_the_longest_match() -> None:
                 for i in range(41)
             ]
             if lost and max(lengths):
-                assert lengths[prediction.place] == max(lengths) == prediction.matched
-            if not prediction.missed:
-                assert text[prediction.place - 1] == token
+                assert lengths[prediction.position] == max(lengths) == prediction.matched
+            if not prediction.unmatched:
+                assert text[prediction.position - 1] == token
 
 
 # --- limits

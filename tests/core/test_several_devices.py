@@ -210,7 +210,7 @@ def test_no_recordings() -> None:
     """Such a target runs by the model's own forward, and a warning says why where kernels were asked for."""
     with two_gpus():
         target = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]())))
-        with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers lie on several devices"):
+        with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers are on several devices"):
             assert runners.with_fastest_runner(target, "on").runner.name == "model"
         with pytest.raises(
             OptionError, match="weights int8 are for the compiled kernels, and there are none for this model"

@@ -74,7 +74,7 @@ def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypat
         other = PROMPT[:3]  # a document before it: none of it may be seen
         batch = batch_of(drafter, (other, text))
         root = torch.tensor([len(other) + len(text) - 1])
-        ids_1n = torch.tensor([[text[-1]] + [drafter.plan.mask_token] * (drafter.plan.block - 1)])
+        ids_1n = torch.tensor([[text[-1]] + [drafter.block_format.mask_token] * (drafter.block_format.block - 1)])
         with torch.no_grad():
             trained_1nD = drafter.net.forward_packed(
                 batch.features_NF[:, :layers], drafter.embed(ids_1n), root, batch.documents
@@ -86,8 +86,8 @@ def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypat
 def test_which_token_a_slot_predicts(name: str, first: int, target: Target) -> None:
     """Guards the off-by-one between the two: a loss of the first level alone has gradients for one slot."""
     drafter = made(name, target)
-    assert drafter.plan.first_slot == first
-    assert drafter.plan.levels == 5 - first
+    assert drafter.block_format.first_slot == first
+    assert drafter.block_format.levels == 5 - first
     batch, slots = batch_of(drafter, (PROMPT,)), list[Tensor]()
     plain = drafter.net.forward_packed
 
@@ -140,21 +140,21 @@ def test_the_loss_is_the_plain_formula(name: str, target: Target, monkeypatch: p
     monkeypatch.setattr("eyas.drafters._block_loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
     counted_N = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
     drafter = made(name, target)
-    batch, training, plan = batch_of(drafter, (PROMPT,), counted_N), drafter.training, drafter.plan
+    batch, training, block_format = batch_of(drafter, (PROMPT,), counted_N), drafter.training, drafter.block_format
     loss, total = drafter.loss(batch), 0.0
     D = target.hidden_size
     anchors = [2, 3, 6, 7]
     with torch.no_grad():
         for anchor in anchors:
-            ids_1n = torch.tensor([[PROMPT[anchor]] + [plan.mask_token] * (plan.block - 1)])
+            ids_1n = torch.tensor([[PROMPT[anchor]] + [block_format.mask_token] * (block_format.block - 1)])
             hidden_nD = drafter.net.forward_packed(
                 batch.features_NF[:, :-D], drafter.embed(ids_1n), torch.tensor([anchor]), batch.documents
             )[0]  # fmt: skip
-            for depth in range(1, plan.levels + 1):
+            for depth in range(1, block_format.levels + 1):
                 goal = anchor + depth
                 if goal >= len(PROMPT) or not counted_N[goal]:
                     break
-                hidden_D, before = hidden_nD[depth - 1 + plan.first_slot], torch.tensor(PROMPT[goal - 1])
+                hidden_D, before = hidden_nD[depth - 1 + block_format.first_slot], torch.tensor(PROMPT[goal - 1])
                 logits_V = target.head(hidden_D)
                 if drafter.net.markov is not None:
                     logits_V = logits_V + drafter.net.markov.after.weight @ drafter.net.markov.before.weight[before]
@@ -206,7 +206,7 @@ def test_stop(target: Target) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_are_no_deeper_than_the_block(name: str, target: Target) -> None:
     drafter = made(name, target, **{"tree.depth": 8})
-    levels = drafter.plan.levels
+    levels = drafter.block_format.levels
     assert drafter.max_tree is not None
     assert (drafter.max_tree.depth, drafter.describe()["depth"]) == (levels, levels)
     assert drafter.chain(2).max_tree == (3, 2, 1)
@@ -256,7 +256,7 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)
     assert {"0-alpha", "chain tau", "tau"} <= figures.keys()
     again: Any = kind.load(checkpoints.load(tmp_path), target, options)
-    assert again.plan == drafter.plan  # type: ignore[attr-defined]
+    assert again.block_format == drafter.block_format  # type: ignore[attr-defined]
     assert all(torch.equal(value, again.net.state_dict()[key]) for key, value in drafter.net.state_dict().items())  # type: ignore[union-attr]
 
 

@@ -39,7 +39,8 @@ def layer_at(layer: DecoderLayer, x_TD: Tensor) -> Tensor:
     attention, T = layer.attention, len(x_TD)
     q_THh = attention.query(x_TD, torch.arange(T))
     k_THh, v_THh = (
-        x.repeat_interleave(q_THh.shape[1] // x.shape[1], dim=1) for x in attention.keys(x_TD, torch.arange(T))
+        x.repeat_interleave(q_THh.shape[1] // x.shape[1], dim=1)
+        for x in attention.rotated_key_value(x_TD, torch.arange(T))
     )
     scores_HTT = torch.einsum("thd,shd->hts", q_THh, k_THh) * q_THh.shape[-1] ** -0.5
     causal_TT = torch.arange(T)[:, None] >= torch.arange(T)

@@ -57,11 +57,11 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     guesses = [
         (i, r * T + t, r * T + t + i) for i in range(steps) for r in range(2) for t in range(T - i) if mask[r, t + i]
     ]
-    step_K, row_K, answer_K = torch.tensor(guesses).T
+    step_K, row_K, position_K = torch.tensor(guesses).T
     before_U = torch.cat([torch.arange(T) + 1, torch.arange(T) + 1 + T + extra])
     with torch.enable_grad():
-        predictions = Predictions(rows_M, step_K, row_K, answer_K, before_U)
-        found, _ = drafter.training_time_test(batch, predictions, TrainingTimeTest(steps, 0.8))
+        predictions = Predictions(rows_M, step_K, row_K, position_K, before_U)
+        found, _ = drafter.ttt_losses(batch, predictions, TrainingTimeTest(steps, 0.8))
         (found.total / (2 * T)).backward()
     for i, expected in enumerate(said["plosses"]):
         assert float(found.loss_K[step_K == i].sum() / (2 * T)) == pytest.approx(expected, abs=1e-4)

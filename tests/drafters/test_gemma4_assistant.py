@@ -122,7 +122,7 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
             ids = torch.tensor([[token]])
             inputs = torch.cat([target.embed(ids), onward], -1)
             expected = model(inputs_embeds=inputs, position_ids=torch.tensor([[len(prompt)]]), shared_kv_states=keys)
-            before = features[0][None, -1:] if hidden is None else made.net.onward(hidden)
+            before = features[0][None, -1:] if hidden is None else made.net.next_hidden(hidden)
             hidden = made._read(seen, roots, ids, before)
             logits = made.net.head(hidden)
             drafted = logits.isfinite()
@@ -131,7 +131,7 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
             assert int(logits.argmax()) == int(expected.logits.argmax())
             onward = expected.last_hidden_state
         assert hidden is not None
-        onward = made.net.onward(hidden)
+        onward = made.net.next_hidden(hidden)
         both = made._read(seen, roots, torch.tensor([[root, child]]), onward.expand(-1, 2, -1))
         assert torch.allclose(both[:, :1], made._read(seen, roots, torch.tensor([[root]]), onward), atol=1e-5), (
             "nodes see no other node"

@@ -86,7 +86,7 @@ def slow_grow(
     def children(prefix: int, depth: int) -> list[tuple[float, float, int]]:
         logits_V = world.q_logits_IV[prefix]
         if shared:
-            seen_1V = world.text_I.seen[start][None].clone()
+            seen_1V = world.text_I.seen_tokens[start][None].clone()
             at = prefix
             while at != start:
                 seen_1V[0, (at - 1) % world.vocab] = True

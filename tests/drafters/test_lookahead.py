@@ -36,7 +36,7 @@ def started(prompt: list[int], rows: int = 1, shape: Lookahead = SHAPE) -> Sessi
 
 
 def says(draft: Draft, said: list[int]) -> TargetOutput:
-    """Logits by which the lowest level's scouts say these tokens."""
+    """Logits by which the lowest level's window nodes say these tokens."""
     logits_BNV = torch.zeros(*draft.tokens_BN.shape, VOCAB)
     for column, token in enumerate(said):
         logits_BNV[:, 2 * 4 + column, token] = 9.0
@@ -55,7 +55,7 @@ def nothing_accepted(draft: Draft) -> Verdict:
 
 def test_the_window_is_the_drawn_tree() -> None:
     """Guards mask and positions of the window: b1 attends to the root, a1 and itself, nothing else;
-    depth = column + level; scouts are no candidates, n-grams of the pool are."""
+    depth = column + level; only n-grams of the pool are acceptable."""
     session = started([3, 4, 5, 6, 3, 4, 5, 7, 9])
     draft = session.draft(roots_of([3], [True]))
     tree = draft.tree
@@ -73,7 +73,7 @@ def test_the_window_is_the_drawn_tree() -> None:
     assert branch == [(0, 4), (12, 5), (13, 7), (13, 6)]  # the newest n-gram of the prompt first
 
 
-def test_what_scouts_say_becomes_ngrams() -> None:
+def test_what_the_window_says_becomes_ngrams() -> None:
     """Guards the hand-over: column by column, levels and what was said make n-grams for the pool;
     the levels move up by one; the new level 0 begins with the next root. The n-grams come back as
     candidates once their first token is the root."""
@@ -92,17 +92,17 @@ def test_what_scouts_say_becomes_ngrams() -> None:
     assert second.tree.acceptable_BN[0, 12:].tolist() == [True] * 3 + [False] * 6
 
 
-def test_scouts_draw_with_the_noise_of_their_position() -> None:
-    """Guards the shared noise: at temperature 1 a scout says what the target would draw there, with
-    that position's noise. Were it another position's, or none, 4 of 4 would agree with odds below
-    1e-4 (50 tokens, flat laws)."""
+def test_window_nodes_draw_with_the_noise_of_their_position() -> None:
+    """Guards the shared noise: at temperature 1 a window node says what the target would draw
+    there, with that position's noise. Were it another position's, or none, 4 of 4 would agree with
+    odds below 1e-4 (50 tokens, flat laws)."""
     session = started([1, 2])
     roots = roots_of([30], [True], 7, Sampling(1.0, seed=5))
     draft = session.draft(roots)
     flat = TargetOutput(torch.zeros(1, draft.tree.nodes, VOCAB), torch.zeros(1, draft.tree.nodes, 0))
     session.commit(draft, nothing_accepted(draft), flat)
     position_1W = 7 + torch.tensor([[2, 3, 4, 5]]) + 1
-    assert session.rows[0].levels[-1] == roots.noise.gumbel(position_1W, VOCAB)[0].argmax(-1).tolist()
+    assert session.states[0].levels[-1] == roots.noise.gumbel(position_1W, VOCAB)[0].argmax(-1).tolist()
 
 
 def test_the_pool_is_bounded_and_newest_first() -> None:
@@ -124,12 +124,12 @@ def test_ngrams_with_a_common_beginning_share_nodes() -> None:
 def test_empty_rows_learn_nothing() -> None:
     """Guards rows without a request: their garbage must not reach a pool, and they need no window."""
     session = started([1, 2, 3, 4], rows=2)
-    before = [list(level) for level in session.rows[0].levels]
+    before = [list(level) for level in session.states[0].levels]
     session.end(0)
     draft = session.draft(roots_of([0, 0], [False, False]))
     session.commit(draft, nothing_accepted(draft), says(draft, [1, 2, 3, 4]))
-    assert session.rows[0].tokens == []
-    assert session.rows[0].pool.after(0) == []
+    assert session.states[0].tokens == []
+    assert session.states[0].pool.after(0) == []
     assert len(before) == 3
 
 
@@ -141,11 +141,11 @@ def test_a_row_that_is_kept() -> None:
     session.begin(0, 3, 6)
     session.prefill(0, torch.tensor([7, 8]), torch.zeros(2, 0), 3)
     session.prefill(0, torch.tensor([9]), torch.zeros(1, 0), 5)
-    assert session.rows[0].tokens == [1, 2, 3, 7, 8, 9]
-    assert session.rows[0].pool.after(1) == [(2, 3, 7), (2, 3, 4)]
-    assert session.rows[0].pool.after(3) == [(7, 8, 9)]
+    assert session.states[0].tokens == [1, 2, 3, 7, 8, 9]
+    assert session.states[0].pool.after(1) == [(2, 3, 7), (2, 3, 4)]
+    assert session.states[0].pool.after(3) == [(7, 8, 9)]
     session.begin(0, 0, 6)
-    assert session.rows[0].pool.after(1) == []
+    assert session.states[0].pool.after(1) == []
 
 
 @pytest.mark.slow

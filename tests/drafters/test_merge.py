@@ -180,12 +180,12 @@ def test_a_chat(first: str) -> None:
         request, tokens = Request(prompt, 10), list[int]()
         decoder.add(request)
         first_step = decoder.step()
-        rows = decoder.draft_session.session.session.second.rows  # type: ignore[attr-defined]
+        indexes = decoder.draft_session.session.session.second.indexes  # type: ignore[attr-defined]
         while True:
             tokens += [token for step in first_step for token in step.tokens]
             if decoder.finished:
                 break
-            assert rows[0].tokens == decoder.rows[0].tokens[:-1]  # type: ignore[union-attr]
+            assert indexes[0].tokens == decoder.rows[0].tokens[:-1]  # type: ignore[union-attr]
             first_step = decoder.step()
         assert tokens == plain_decode(target.model, request)
         prompt = (*prompt, *tokens[: 10 - 4 * turn], 50 + turn)

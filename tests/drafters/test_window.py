@@ -55,7 +55,7 @@ def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int)
     trimmed = cache.trim(length, frequency)
     assert trimmed.tolist() == [sink + size - 1, sink + size, sink + size]
     cache.prepare(range(3), lambda: slots[:, :1] + sink + size, sink + size)
-    seen_keys, seen_values = cache._stores[cache.shape][:2]
+    seen_keys, seen_values = cache._stores[cache.store_key][:2]
     for row, kept in enumerate(([*range(sink + size - 1)], [*range(sink + size)], [*range(sink), *range(T - size, T)])):
         expected = rope(keys[row, kept][None], torch.arange(len(kept))[None], frequency)[0]
         torch.testing.assert_close(seen_keys[row, :, : len(kept)].transpose(0, 1), expected)
@@ -119,7 +119,7 @@ def pairs_held(session: EagleSession, target: Target, length: int) -> list[int]:
         features = target.encode(ids[None], drafter.feature_layers)[0]
         inputs: Tensor = drafter.net.join(drafter.net.fuse(features[:-1]), drafter.embed(ids[1:]))[0]
         keys = drafter.net.layer.attention.key_value(inputs)[0]
-    held = session.cache._stores[session.cache.shape][2, 0, :, : int(session.length_B[0])].transpose(0, 1)
+    held = session.cache._stores[session.cache.store_key][2, 0, :, : int(session.length_B[0])].transpose(0, 1)
     return [int((keys - key).abs().sum((1, 2)).argmin()) for key in held]
 
 

@@ -177,7 +177,7 @@ def test_commits() -> None:
 def decoded(name: str, options: dict[str, object], ops: Ops, sampling: Sampling) -> tuple[list[list[int]], list[Draft]]:
     target, kind = Target(zoo.tiny("llama", num_hidden_layers=7)), drafters.find(name)
     target = target.run_with(
-        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, joins=True), ops=ops)
+        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, join_weights=True), ops=ops)
     )
     ids = torch.arange(3, zoo.VOCAB, 2) if name == "eagle3" else None
     drafter = kind.random(

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 import eyas
 from eyas.core.adjustments import Adjustments
-from eyas.core.processors import run_processors
+from eyas.core.processors import make_custom
 from eyas.core.sampling import apply_sampling
 from eyas.hooks.inputs import Batch
 from eyas.hooks.sampling import Distribution
@@ -60,11 +60,11 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
     prepared = {"attention_mask": inputs["attention_mask"]}
     made = model._get_logits_processor(config, 9, inputs["input_ids"], None, LogitsProcessorList(), "cpu", prepared)
     criteria = StoppingCriteriaList([MaxLengthCriteria(LENGTH), EosTokenCriteria(torch.tensor(EOS))])
-    law = Distribution.of(Batch.of(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria)
+    distribution = Distribution.of(Batch.of(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria)
     if not any(type(one) is RepetitionPenaltyLogitsProcessor and one.prompt_ignore_length is None for one in made):
         # up to transformers 5.18 or so the penalty counts padding, and is run as it is
-        assert len(law.processors) == slow
-    request = law.request(row, logits=False)
+        assert len(distribution.processors) == slow
+    request = distribution.request(row, logits=False)
     generator = torch.Generator().manual_seed(row)
     for emitted in (0, 2, 5, 9):
         new = torch.randint(3, 40, (3, emitted), generator=generator)
@@ -80,7 +80,7 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
             logits_3V[row][None],
             request.sampling,
             Adjustments(seen, None, None, ending, wait),
-            run_processors(request.processors, text, False, None),
+            make_custom(request.processors, text, False, None),
         )
         torch.testing.assert_close(found_1V[0].softmax(-1), expected_V.softmax(-1), atol=1e-6, rtol=1e-4)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zoo
 from eyas.core.target import Target
 from eyas.core.tree import Tree
-from eyas.runners.attention import NAME, packed
+from eyas.runners.attention import NAME, grouped_attention_enabled
 
 GROUPED = ("llama", "mistral", "qwen3", "gemma3", "phi3", "olmo2", "granite", "cohere2", "mixtral")
 
@@ -36,7 +36,7 @@ def test_the_numbers_of_sdpa(family: str, monkeypatch: pytest.MonkeyPatch) -> No
         return sdpa(query, *args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
-    with packed(target.family.layers):
+    with grouped_attention_enabled(target.family.layers):
         ours = session.forward(tokens_BN, tree)
     torch.testing.assert_close(ours.logits_BNV, usual.logits_BNV, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.features_BNF, usual.features_BNF, rtol=1e-5, atol=1e-5)
@@ -53,7 +53,7 @@ def test_a_model_is_put_back_as_it_was() -> None:
         config = target.model.config
 
         def broken(target: Target = target) -> None:
-            with packed(target.family.layers):
+            with grouped_attention_enabled(target.family.layers):
                 assert (target.model.config._attn_implementation == NAME) == (target.family.model_type == "llama")
                 raise KeyError
 

@@ -30,7 +30,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_fastest_runner(kind: str = "auto", family: str = "llama") -> Target:
-    return runners._by_graphs(Target(zoo.FAMILIES[family]()), kind, own=True)
+    return runners._with_graphs(Target(zoo.FAMILIES[family]()), kind, own=True)
 
 
 def test_graphs_and_kernels_by_default() -> None:
@@ -95,14 +95,14 @@ def test_growing_positions_have_no_graphs() -> None:
     """Guards models whose frequencies depend on the length: silent by default, said where graphs
     were asked for."""
     target = Target(zoo.llama_dynamic())
-    assert runners._by_graphs(target, "auto", own=True) is target
+    assert runners._with_graphs(target, "auto", own=True) is target
     with pytest.warns(UserWarning, match="no CUDA graphs"):
-        assert runners._by_graphs(target, "on", own=True) is target
+        assert runners._with_graphs(target, "on", own=True) is target
 
 
 def test_hybrids_run_by_their_own_forward() -> None:
     """Guards models with recurrent state: their trees are sorted on the host, which a graph cannot do."""
     target = Target(zoo.HYBRIDS["lfm2"]())
-    assert runners._by_graphs(target, "auto", own=True) is target
+    assert runners._with_graphs(target, "auto", own=True) is target
     with pytest.warns(UserWarning, match="no CUDA graphs"):
-        assert runners._by_graphs(target, "on", own=True) is target
+        assert runners._with_graphs(target, "on", own=True) is target

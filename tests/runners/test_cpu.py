@@ -20,7 +20,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.errors import OptionError
 from eyas.runners import UnsuitedError
-from eyas.runners.cpu import FAMILIES, CpuRunner, runner
+from eyas.runners.cpu import FAMILIES, CpuRunner, make_cpu_runner
 from reference import plain_decode, run
 from test_lossless import DRAWN, OPTIONS
 
@@ -45,7 +45,7 @@ def model(family: str) -> PreTrainedModel:
 @cache
 def with_cpu_kernels(family: str) -> Target:
     target = Target(model(family))
-    return target.run_with(runner(target))
+    return target.run_with(make_cpu_runner(target))
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -77,7 +77,7 @@ def test_the_models_own_numbers(family: str) -> None:
 def test_short_contexts(context: int) -> None:
     """Bug: a target with a context of 8 or less was an AssertionError with the kernels."""
     net = zoo.tiny("llama", **SIZES, max_position_embeddings=context)
-    target = Target(net).run_with(runner(Target(net)))
+    target = Target(net).run_with(make_cpu_runner(Target(net)))
     assert target.runner.name == "kernels"
     if context > 1:
         request = Request(tuple(ids(1)), context - 1, Sampling())
@@ -203,7 +203,7 @@ def test_what_does_not_suit_is_left_to_the_model() -> None:
     ):
         target = Target(refused)
         with pytest.raises(UnsuitedError, match=reason):
-            runner(target)
+            make_cpu_runner(target)
         assert runners.with_fastest_runner(target).runner.name == "model"
     with pytest.warns(UserWarning, match="float32"):
         runners.with_fastest_runner(Target(zoo.tiny("llama", **SIZES).bfloat16()), "on")
@@ -217,7 +217,7 @@ def test_other_numbers_are_noticed() -> None:
     changed = zoo.tiny("llama", **SIZES)
     changed.model.layers[1].mlp.act_fn = torch.nn.GELU()
     with pytest.raises(UnsuitedError, match="gives other numbers"):
-        runner(Target(changed))
+        make_cpu_runner(Target(changed))
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     target = Target(model("llama"))
     with pytest.raises(OptionError, match="family gemma2"):
         runners.with_fastest_runner(Target(zoo.FAMILIES["gemma2"]()), weights="int8")
-    with pytest.raises(OptionError, match="leave kernels off out"):
+    with pytest.raises(OptionError, match="remove kernels='off'"):
         runners.with_fastest_runner(target, "off", activations="int8")
     with pytest.raises(OptionError, match="unknown weights"):
         runners.with_fastest_runner(target, weights="int2")

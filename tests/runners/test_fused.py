@@ -50,7 +50,9 @@ def test_fused_layers_are_lossless(family: str, name: str) -> None:
     drafts; within graphs and in prefill."""
     model = zoo.FAMILIES[family]()
     target, kind = Target(model), drafters.find(name)
-    target = target.run_with(GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, joins=False)))
+    target = target.run_with(
+        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, join_weights=False))
+    )
     drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
     samplings = (Sampling(), Sampling(0.8, seed=3), Sampling(0.7, top_p=0.9, repetition_penalty=1.2, seed=4))
     requests = [Request(prompt(n), 16, sampling) for n, sampling in zip((7, BUCKET - 9, 30), samplings, strict=True)]
@@ -65,10 +67,10 @@ def test_other_layers_are_refused(family: str) -> None:
     multipliers, from their numbers."""
     target = Target(zoo.FAMILIES[family]())
     if family in SUITED:
-        check(GpuModelLayers(target, joins=False))
+        check(GpuModelLayers(target, join_weights=False))
         return
     with pytest.raises(UnsuitedError):
-        check(GpuModelLayers(target, joins=False))
+        check(GpuModelLayers(target, join_weights=False))
 
 
 @pytest.mark.slow
@@ -100,7 +102,7 @@ def test_layers_by_the_kernels_themselves(family: str, monkeypatch: pytest.Monke
 
     for kernel in (attention, add_norm, rotate_and_store, swiglu):
         monkeypatch.setattr(fused, kernel.__name__, kernel)
-    check(GpuModelLayers(Target(zoo.FAMILIES[family]()), joins=True))
+    check(GpuModelLayers(Target(zoo.FAMILIES[family]()), join_weights=True))
 
 
 class Kernels(TorchDispatchMode):
@@ -117,14 +119,14 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("joins", "kernels_a_layer"), [(True, 10), (False, 13)])
-def test_kernels_a_layer(joins: bool, kernels_a_layer: int) -> None:
+@pytest.mark.parametrize(("join_weights", "kernels_a_layer"), [(True, 10), (False, 13)])
+def test_kernels_a_layer(join_weights: bool, kernels_a_layer: int) -> None:
     """Guards the number of launches: two depths tell what a layer costs. More show as milliseconds
     on a GPU."""
     counts = []
     for layers in (2, 5):
         target = Target(zoo.tiny("llama", num_hidden_layers=layers))
-        session = target.run_with(FusedRunner(GpuModelLayers(target, joins))).open(1)
+        session = target.run_with(FusedRunner(GpuModelLayers(target, join_weights))).open(1)
         session.prefill(0, prompt(140))
         session.forward(torch.tensor([[5]]), Tree.chain(1, 1))  # tables of positions are made once
         with Kernels() as counted:
@@ -139,7 +141,7 @@ def test_joined_matrices_are_stored_once(family: str) -> None:
     Bug: a second copy of most weights."""
     model = zoo.FAMILIES[family]()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    layers = GpuModelLayers(Target(model), joins=True)
+    layers = GpuModelLayers(Target(model), join_weights=True)
     check(layers)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     attention: Any = model.model.layers[1].self_attn
@@ -156,7 +158,7 @@ def test_the_users_model_is_left_alone() -> None:
     """Guards models that the user loaded: the same storages, modules and attributes."""
     model = zoo.FAMILIES["qwen2"]()
     before = {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()}
-    check(GpuModelLayers(Target(model), joins=False))
+    check(GpuModelLayers(Target(model), join_weights=False))
     assert {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()} == before
 
 
@@ -176,4 +178,4 @@ def test_what_somebody_else_has_changed_is_refused(change: str) -> None:
 
         layer.self_attn.q_proj = Adapter(48, 48, bias=False)
     with pytest.raises(UnsuitedError, match="layer 2"):
-        GpuModelLayers(target, joins=False)
+        GpuModelLayers(target, join_weights=False)

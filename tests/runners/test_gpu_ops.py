@@ -44,7 +44,7 @@ def decoded(
     target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find(name)
     target.draft_weights = draft_weights
     target = target.run_with(
-        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, joins=True), ops=ops)
+        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, join_weights=True), ops=ops)
     )
     drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
     tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)

@@ -14,7 +14,7 @@ def test_attention_by_cudnn_is_off_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     switched = list[bool]()
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
-    runners._without_cudnn_attention(torch.device("cpu"))
+    runners._disable_cudnn_attention(torch.device("cpu"))
     assert switched == []
-    runners._without_cudnn_attention(torch.device("cuda", 0))
+    runners._disable_cudnn_attention(torch.device("cuda", 0))
     assert switched == [False]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eyas.runners._threads import LONGEST_REST, REST, Threads
+from eyas.runners._threads import MAX_SINGLE_THREAD_SECONDS, SINGLE_THREAD_SECONDS, Threads
 
 
 def passes(threads: Threads, clock: float, count: int, seconds: float, kind: int = 1) -> tuple[float, list[int]]:
@@ -27,7 +27,7 @@ def test_slow_passes_are_run_on_one_thread_for_a_while() -> None:
     assert used[:3] == [2, 2, 2]
     assert used[3:300] == [1] * 297
     assert used.count(2) < 15
-    _, used = passes(threads, clock + LONGEST_REST, 50, 0.003)
+    _, used = passes(threads, clock + MAX_SINGLE_THREAD_SECONDS, 50, 0.003)
     assert used == [2] * 50, "the core is free again"
 
 
@@ -45,7 +45,7 @@ def test_one_hiccup_and_larger_passes_are_no_reason() -> None:
         clock, more = passes(threads, clock, 1, 0.003 * (1 + step / 100))
         used += more
     assert set(used) == {4}
-    assert threads.rest == REST
+    assert threads.rest == SINGLE_THREAD_SECONDS
 
 
 def test_more_threads_are_tried_where_fewer_were_chosen() -> None:

@@ -120,7 +120,7 @@ def test_a_bad_number_in_one_process_stops_both(tmp_path: Path) -> None:
     """The sum is bad for both; neither saves, and neither waits for the other."""
     said = together(real.broken_run, tmp_path)
     assert said[0] == said[1]
-    assert "NaN or infinite at step 4: start anew with a lower lr; the state of step 3 stays" in said[0]
+    assert "NaN or infinite at step 4: start again with a lower lr; the state of step 3 stays" in said[0]
     assert state(tmp_path)["step"] == 3
 
 

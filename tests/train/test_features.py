@@ -334,7 +334,7 @@ def test_a_shard_of_other_features(copy: Path, tmp_path: Path, target: Target) -
     """Two folders mixed up: same names, same sizes."""
     other = made(tmp_path / "other", Target(zoo.tiny("llama", num_hidden_layers=8, seed=5)))
     shutil.copy(other.path(0), copy)
-    with pytest.raises(InputError, match=r"shard-00000.safetensors belongs to other features than manifest.json"):
+    with pytest.raises(InputError, match=r"shard-00000.safetensors belongs to other features than the manifest.json"):
         FeatureStore(copy).data()
 
 

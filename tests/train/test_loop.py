@@ -491,7 +491,7 @@ def test_nan_stops_and_keeps_the_last_good_state(tmp_path: Path) -> None:
     drafter = Toy()
     drafter.bad_from = 14  # two losses a step: step 8 is bad
     with pytest.raises(
-        EyasError, match=r"NaN or infinite at step 8: start anew with a lower lr; the state of step 6 stays in "
+        EyasError, match=r"NaN or infinite at step 8: start again with a lower lr; the state of step 6 stays in "
     ) as told:
         run(tmp_path, drafter, save_every=3)
     assert "\n" not in str(told.value)

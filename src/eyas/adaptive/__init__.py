@@ -1,8 +1,8 @@
 """Adaptive decoding (`--tree auto`): how large a tree to draft, and whether to draft at all.
 
 cost.py        seconds of target passes and drafts on this machine, measured once and kept
-goodput.py     accepted tokens that a tree of any size is expected to yield, and the size with the most tokens a second
-bandit.py      which way of decoding makes most tokens a second, found out at a bounded cost
+goodput.py     accepted tokens that a tree of any size is expected to yield; the size with the most tokens a second
+bandit.py      the way of decoding that makes most tokens a second, found at a bounded cost
 controller.py  the policy (core/dormant.py) of the Decoder, made of these three
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eyas.adaptive.controller import AdaptiveController, auto
+from eyas.adaptive.controller import AdaptiveController, make_controller
 from eyas.errors import OptionError, near
 
-__all__ = ["MODES", "AdaptiveController", "auto", "mode_of"]
+__all__ = ["MODES", "AdaptiveController", "make_controller", "mode_of"]
 
 MODES = ("auto", "fixed")
 SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree

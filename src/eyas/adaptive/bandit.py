@@ -38,10 +38,11 @@ MAX_TRIAL_SHARE = 0.02  # the share of all tokens that the trials of one arm may
 MAX_TRIAL_LOSS = 2.0  # tokens a row that one trial may lose
 BACKOFF = 2  # doublings of the waiting time after trials that failed in a row
 FORGIVE_AFTER = 128  # cycles as the best arm, after which earlier failures of the arm are forgotten
-MEMORY = 48  # cycles over which the noise and the kinds of an arm's cycles are averaged
+MEMORY = 48  # cycles over which an arm's noise and its mix of cycle kinds are averaged
 LEAST_NOISE = 0.25  # the smallest noise that is believed, as a share of the first guess
-MAX_VARIANCE = 1.0  # of an arm that was never played, or long ago, as a share of `break_even` squared
-MAX_CYCLE_SECONDS = 16  # baseline cycles; whatever a single cycle took longer is the machine's fault
+# variance of an arm that was never played, or long ago, as a share of `break_even` squared
+MAX_VARIANCE = 1.0
+MAX_CYCLE_TIME_IN_BASELINE_CYCLES = 16  # a cycle that took longer is charged this much: the machine held it up
 
 
 class RunningMedian:
@@ -65,20 +66,20 @@ class Arm:
     """The estimated yield and cost of one way to decode. Tokens are those of one cycle and row."""
 
     mean: float  # expected tokens
-    variance: float  # of `mean`
+    variance: float  # variance of `mean`
     noise: float  # variance of a single cycle's tokens
     drift: float  # growth of `variance` in every cycle, as a share of `break_even` squared
-    block: int = 4  # cycles until another arm may be chosen
-    prior_seconds: float | None = None  # of a cycle, until one is measured
-    other_seconds: float = 0.0  # for each cycle of this arm, beside the cycle itself
+    block: int = 4  # cycles until the bandit may choose another arm
+    prior_seconds: float | None = None  # expected seconds of a cycle, until one is measured
+    other_seconds: float = 0.0  # further seconds for each cycle of this arm, outside of the cycle
     break_even: float = 1.0  # tokens that make this arm as fast as the best one; at least 1
     kinds: dict[Hashable, float] = field(default_factory=dict)  # decayed counts of the cycles' kinds
     least_noise: float = field(init=False)
     failures: int = 0  # trials in a row that did not pay
     debt: float = 0.0  # tokens to be made by any arm before the next trial
-    best_cycles: int = 0  # played in a row while this arm was the best
+    best_cycles: int = 0  # cycles in a row that were played while this arm was the best
     trial_cycles: int = 0
-    trial_tokens: float = 0.0  # what the best arm would have made in the time of the trial
+    trial_tokens: float = 0.0  # tokens that the best arm would have made in the time of the trial
 
     def __post_init__(self) -> None:
         self.least_noise = LEAST_NOISE * self.noise
@@ -104,7 +105,7 @@ class Arm:
         self.kinds[kind] = self.kinds.get(kind, 0.0) + 1
 
     def replace(self, mean: float, variance: float, seconds: float) -> None:
-        """The arm stands for something else from now on, of which this is expected."""
+        """Reset the arm to a new tree with these expectations."""
         self.mean, self.variance, self.prior_seconds = mean, variance, seconds
         self.kinds = {}
 
@@ -154,8 +155,8 @@ class Bandit:
     def observe(self, name: str, kind: Hashable, tokens: float, seconds: float) -> None:
         """One cycle of an arm: its tokens a row and its seconds.
 
-        The first cycle of a kind teaches nothing, as it may hold what is done once (recording,
-        compiling); it is paid for.
+        The first cycle of a kind updates no estimate, because it may include one-off work
+        (recording, compiling); its time is charged.
         """
         is_new = kind not in self.medians
         for arm in self.arms.values():
@@ -163,17 +164,19 @@ class Bandit:
         self.medians.add(kind, seconds)
         if not is_new:
             self.arms[name].update(tokens, kind)
+        # The first cycle after a switch is charged its own time, not the median, because the
+        # session catches up in it.
         self._account(name, seconds if self.switched else self.medians[kind])
         self.switched = False
         self._left -= 1
 
     def _account(self, name: str, seconds: float) -> None:
-        """The cycle's time, in tokens that the best arm would have made in it. A first cycle's time
-        holds catching up."""
+        """Charge the cycle's time, in tokens that the best arm would have made in it."""
         baseline = self.arms[self.baseline].seconds(self.medians)
         if baseline is None:
             return
-        tokens = (min(seconds, MAX_CYCLE_SECONDS * baseline) + self.arms[name].other_seconds) * self.rate(self.best)
+        charged = min(seconds, MAX_CYCLE_TIME_IN_BASELINE_CYCLES * baseline) + self.arms[name].other_seconds
+        tokens = charged * self.rate(self.best)
         for each in self.arms.values():
             each.debt -= MAX_TRIAL_SHARE * tokens
         arm = self.arms[name]

@@ -7,10 +7,10 @@ together. Costs serve as ratios: the controller scales them by what cycles reall
 context or a slower clock does no harm.
 
 Measuring takes a few seconds, on first use. The result is kept in the user's cache folder for this
-target, method, size of head, dtype, device, number of threads, runner and versions; a broken file,
-or one of another key, is measured anew. A measurement knows how busy the machine was and how much
-its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and `eyas bench` does not
-use it at all: two methods that are compared need like trees.
+target, method, size of head, dtype, device, number of threads, runner and versions; if the file is
+broken or has another key, the costs are measured again. A measurement knows how busy the machine
+was and how much its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and
+`eyas bench` does not use it at all: two methods that are compared need like trees.
 
 This module knows nothing about acceptance.
 """
@@ -36,30 +36,41 @@ import torch
 from torch import Tensor
 
 from eyas.core.dormant import AdaptiveDrafter, Decision, Policy
-from eyas.core.drafter import method_name
+from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import TargetOutput, Tree, Verdict
-from eyas.drafters import CycleInput, Drafter, TreeSize
 from eyas.files import parse_json, user_cache, write_atomically
 from eyas.hardware import cpu_name, versions
 
-__all__ = ["Costs", "cost_key", "cost_path", "draft_cost", "load_costs", "measure", "seconds_of", "verify_cost"]
+__all__ = [
+    "DOUBTFUL_SECONDS",
+    "LEVELS",
+    "Costs",
+    "cost_key",
+    "cost_path",
+    "draft_cost",
+    "load_costs",
+    "measure",
+    "seconds_of",
+    "verify_cost",
+]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 3  # of the files; another number makes older ones unread
+FORMAT = 3  # version of the file format; files of another version are not read
 NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)  # dense where one more node fills a kernel's tile
 BRANCHES = (1, 2, 4, 8)
-LEVELS = 4  # of the deeper of two drafts, whose difference is the time of a level
+LEVELS = 4  # depth of the deeper of two timed drafts; their difference gives the time per level
 REPEATS = 7
-MAX_SECONDS = 2.0  # seconds after which nothing is repeated any more
+MAX_SECONDS = 2.0  # time after which nothing is repeated any more
 CONTEXT = 256  # committed tokens before the measured passes
 SPREAD_LIMIT = 0.25  # a larger spread is doubtful
 LOAD_LIMIT = 0.75  # processes a core that ran or waited before the measurement; more is doubtful
-DOUBTFUL_SECONDS = 600  # a doubtful measurement is used so long
+DOUBTFUL_SECONDS = 600  # how long a doubtful measurement is used
+TOKEN_ID = 7  # the token that measured texts consist of; any one will do
 
 
 @dataclass(frozen=True)
@@ -68,12 +79,12 @@ class Costs:
 
     context: int  # committed tokens
     nodes: tuple[int, ...]
-    verify: tuple[float, ...]  # a target pass over so many nodes
+    verify: tuple[float, ...]  # seconds of a target pass, by `nodes`
     branches: tuple[int, ...]
-    first: tuple[float, ...]  # a draft of one level, by its branch
-    deeper: tuple[float, ...]  # each further level
-    plain_rest: float  # of a cycle without a draft, beside its pass
-    rest: float  # of a cycle with a draft, beside draft and pass
+    first: tuple[float, ...]  # seconds of a draft of one level, by `branches`
+    deeper: tuple[float, ...]  # seconds of each further level, by `branches`
+    plain_rest: float  # seconds of a plain cycle besides the pass
+    rest: float  # seconds of a drafted cycle besides the pass and the draft
     spread: float = 0.0  # interquartile range of repeated timings over their median; the median of all timings
     load: float = 0.0  # load average a core before the measurement
     measured_at: float = 0.0  # seconds since the epoch
@@ -85,12 +96,12 @@ class Costs:
 
     @property
     def quality(self) -> str:
-        """For people."""
+        """The quality in words."""
         text = f"load {self.load:.2f} a core, repeated timings within {self.spread:.0%}"
         return f"doubtful: {text}" if self.doubtful else text
 
     def expired(self, now: float, doubtful_seconds: float = DOUBTFUL_SECONDS) -> bool:
-        """Whether it must be measured anew at the time `now`, in seconds since the epoch."""
+        """Whether it must be measured again at the time `now`, in seconds since the epoch."""
         return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
@@ -102,11 +113,11 @@ class Costs:
         first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
-    def cycle(self, shape: TreeSize, rows: int = 1) -> float:
+    def cycle(self, size: TreeSize, rows: int = 1) -> float:
         """Seconds of a cycle with a tree of this size in each row."""
         return (
-            _interpolate(self.nodes, self.verify, shape.nodes * rows)
-            + self.draft(shape.depth, shape.branch, rows)
+            _interpolate(self.nodes, self.verify, size.nodes * rows)
+            + self.draft(size.depth, size.branch, rows)
             + self.rest
         )
 
@@ -166,8 +177,8 @@ class _Timings(NamedTuple):
 
 
 def _time(jobs: dict[Any, Callable[[], float]]) -> _Timings:
-    """Each job several times, interleaved, so that drift of the machine meets all alike. The first
-    round warms up."""
+    """Run each job several times, interleaved, so that drift of the machine affects all jobs
+    equally. The first round warms up."""
     seconds: dict[Any, list[float]] = {name: [] for name in jobs}
     began = time.perf_counter()
     for turn in range(REPEATS + 1):
@@ -191,7 +202,8 @@ def _spread(seconds: Sequence[float]) -> float:
 def verify_cost(
     target: Target, context: int = CONTEXT, nodes: Sequence[int] = NODES, feature_layers: tuple[int, ...] = ()
 ) -> list[dict[str, float]]:
-    """Median milliseconds of a target pass over a chain of so many nodes behind `context` tokens, one row."""
+    """Median milliseconds of a target pass over a chain of each number of nodes after `context`
+    tokens, one row."""
     timings = _time_passes(target, context, nodes, feature_layers)
     return [{"nodes": n, "ms": round(1e3 * seconds, 4)} for n, seconds in timings.medians.items()]
 
@@ -213,27 +225,28 @@ def _time_passes(target: Target, context: int, nodes: Sequence[int], feature_lay
 
 
 def _text(target: Target, length: int) -> list[int]:
-    return [7 % target.vocab_size] * length
+    return [TOKEN_ID % target.vocab_size] * length
 
 
-def draft_cost(drafter: Drafter, shapes: Sequence[TreeSize], context: int = CONTEXT) -> dict[TreeSize, float]:
-    """Median seconds of a draft of each size behind `context` tokens, one row. Nothing is accepted."""
-    return _time_drafts(drafter, shapes, context).medians
+def draft_cost(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> dict[TreeSize, float]:
+    """Median seconds of a draft of each size after `context` tokens, one row. Nothing is
+    accepted."""
+    return _time_drafts(drafter, sizes, context).medians
 
 
 @torch.inference_mode()
-def _time_drafts(drafter: Drafter, shapes: Sequence[TreeSize], context: int = CONTEXT) -> _Timings:
+def _time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> _Timings:
     target, session = drafter.target, drafter.open(1)
-    context = max(1, min(context, target.context - (REPEATS + 2) * len(shapes) - 64))
+    context = max(1, min(context, target.context - (REPEATS + 2) * len(sizes) - 64))
     session.begin(0, 0, context)
     opened = target.open(1, drafter.feature_layers)
     opened.prefill(0, _text(target, context), lambda *chunk: session.prefill(0, *chunk))
     position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
 
-    def cycle(shape: TreeSize) -> float:
+    def cycle(size: TreeSize) -> float:
         nonlocal position
         noise, at_1 = GumbelNoise.of(sampling, target.device), position * one_1
-        tokens_1 = 7 % target.vocab_size * one_1
+        tokens_1 = TOKEN_ID % target.vocab_size * one_1
         cycle_input = CycleInput(
             tokens_1,
             at_1,
@@ -243,7 +256,7 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[TreeSize], context: int = CO
             position,
             active_rows=(0,),
             target_cache=opened.cache,
-            tree_size=shape,
+            tree_size=size,
         )
         drafts = []
         took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
@@ -256,7 +269,7 @@ def _time_drafts(drafter: Drafter, shapes: Sequence[TreeSize], context: int = CO
         session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + tokens_1, one_1, tokens_1), output)
         return took
 
-    return _time({shape: partial(cycle, shape) for shape in shapes})
+    return _time({size: partial(cycle, size) for size in sizes})
 
 
 def _zeros(target: Target, nodes: int, width: int) -> Tensor:
@@ -266,22 +279,22 @@ def _zeros(target: Target, nodes: int, width: int) -> Tensor:
 class _Alternating(Policy):
     """Cycles with a tree of one size and plain ones by turns."""
 
-    def __init__(self, shape: TreeSize) -> None:
-        self.shape, self.plain = shape, False
+    def __init__(self, size: TreeSize) -> None:
+        self.size, self.plain = size, False
 
     def decide(self, cycle_input: CycleInput) -> Decision:
         self.plain = not self.plain
-        return Decision(self.shape, frozenset(cycle_input.active_rows) if self.plain else frozenset())
+        return Decision(self.size, frozenset(cycle_input.active_rows) if self.plain else frozenset())
 
     def observe(self, steps: Sequence[Step]) -> None:
         pass
 
 
-def _cycles(drafter: Drafter, shape: TreeSize, context: int) -> tuple[list[Step], list[Step]]:
+def _cycles(drafter: Drafter, size: TreeSize, context: int) -> tuple[list[Step], list[Step]]:
     """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms
     up, or records."""
-    decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Alternating(shape)))
-    new = (2 * REPEATS + 2) * (1 + shape.depth)
+    decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Alternating(size)))
+    new = (2 * REPEATS + 2) * (1 + size.depth)
     decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
     plain, drafted = list[Step](), list[Step]()
     began = time.perf_counter()
@@ -292,34 +305,34 @@ def _cycles(drafter: Drafter, shape: TreeSize, context: int) -> tuple[list[Step]
     return plain[1:] or plain, drafted[1:] or drafted
 
 
-def _recorded_draft_cost(drafter: Drafter, shape: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
-    """Seconds of a draft that is recorded together with the rest of its cycle: what the cycle takes
-    beyond a pass."""
-    _, drafted = _cycles(drafter, shape, CONTEXT)
+def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
+    """Seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds
+    less those of its pass."""
+    _, drafted = _cycles(drafter, size, CONTEXT)
     return max(
         0.0, median(s.seconds - _interpolate(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
     )
 
 
-def _overheads(drafter: Drafter, costs: Costs, shape: TreeSize) -> tuple[float, float]:
-    """Median seconds of a cycle beside draft and pass: of a plain one, and of one with a draft."""
+def _overheads(drafter: Drafter, costs: Costs, size: TreeSize) -> tuple[float, float]:
+    """Median seconds of a cycle besides pass and draft: of a plain one, and of one with a draft."""
     on_cpu = drafter.target.device.type == "cpu"  # on other devices a stage ends when its work is queued
 
     def rest(step: Step, known: float) -> float:
         known = step.stage_seconds.get("draft", 0.0) + step.stage_seconds.get("target", 0.0) if on_cpu else known
         return max(0.0, step.seconds - known)
 
-    plain, drafted = _cycles(drafter, shape, costs.context)
-    return median(rest(s, costs.plain()) for s in plain), median(rest(s, costs.cycle(shape)) for s in drafted)
+    plain, drafted = _cycles(drafter, size, costs.context)
+    return median(rest(s, costs.plain()) for s in plain), median(rest(s, costs.cycle(size)) for s in drafted)
 
 
 def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
-    """No size takes longer than a larger one: a timing that says so was disturbed."""
+    """Make timings non-decreasing in size: a smaller size that took longer was disturbed."""
     return tuple(accumulate(reversed(seconds), min))[::-1]
 
 
 def measure(drafter: Drafter) -> Costs:
-    """Measure the costs of a method whose trees grow."""
+    """Measure the costs of a method with dynamic trees."""
     limit, target = drafter.max_tree, drafter.target
     assert limit is not None
     load, now = _load_per_core(), time.time()
@@ -327,11 +340,11 @@ def measure(drafter: Drafter) -> Costs:
     nodes, verify = tuple(passes.medians), _rising(list(passes.medians.values()))
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, drafted_nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
-    shapes = [TreeSize(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
+    sizes = [TreeSize(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
     if target.runner.records_cycles:
-        drafts = _Timings({shape: _recorded_draft_cost(drafter, shape, nodes, verify) for shape in shapes}, 0.0)
+        drafts = _Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in sizes}, 0.0)
     else:
-        drafts = _time_drafts(drafter, shapes)
+        drafts = _time_drafts(drafter, sizes)
     first, last = (
         _rising([drafts.medians[TreeSize(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels)
     )
@@ -343,7 +356,8 @@ def measure(drafter: Drafter) -> Costs:
 
 
 def _load_per_core() -> float:
-    """Processes a core that ran or waited during the last minute; 0 where the system does not tell."""
+    """Processes a core that ran or waited during the last minute; 0 where the system does not
+    say."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
@@ -389,9 +403,9 @@ def load_costs(
 
     Args:
         force: measure them in any case.
-        make: measures.
-        doubtful_seconds: for so long a doubtful measurement is used; 0: it is always made anew, and
-            a warning says so where the new one is doubtful too.
+        make: the function that measures.
+        doubtful_seconds: how long a doubtful measurement is used; 0: it is always repeated, and a
+            warning says so where the new one is doubtful too.
         now: seconds since the epoch.
     """
     key = cost_key(drafter)
@@ -399,7 +413,7 @@ def load_costs(
     kept = None if force else _read(path, key)
     if kept is not None and not kept.expired(now(), doubtful_seconds):
         return kept, True
-    why = "" if kept is None else " anew: the machine was busy when they were measured before"
+    why = "" if kept is None else " again: the machine was busy when they were measured before"
     log.info(
         "measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)",
         method_name(drafter),

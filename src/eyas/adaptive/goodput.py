@@ -14,8 +14,8 @@ is accepted is taken as
 
     accepted[d]   =  1 - (1 - predicted[d]) ^ k[d]
 
-with k[d] such that the averages over the trees so far agree. Sizes, or levels, of which no tree was
-seen take an assumed tree in place of a drafted one, corrected in the same way.
+with k[d] such that the averages over the trees so far agree. For sizes or levels not yet seen in
+any tree, an assumed tree is used, corrected in the same way.
 
 This module knows no clock and no method. Letters: S sizes, A branches, D depths of trees, G numbers
 of nodes (A, D, G together: the grid of sizes), E depths of nodes, X nodes of a tree by value.
@@ -30,16 +30,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eyas.drafters import TreeSize
+from eyas.core.drafter import TreeSize
 
-__all__ = ["Acceptance", "Plan", "best", "sizes"]
+__all__ = ["Acceptance", "Array", "Plan", "best", "sizes"]
 
 GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # numbers of nodes that are compared
 BRANCHES = (1, 2, 3, 4, 6, 8, 10)  # branches that are compared
 MEMORY = 64  # number of trees in an average; the weight of earlier ones decays exponentially
 PRIOR = 3  # weight of the assumed tree, in trees
 PRIOR_CHANCE = 0.7  # confidence of the first child in the assumed tree
-PRIOR_SHARE = 0.2  # confidence of each further child over that of the child before it
+PRIOR_RATIO = 0.2  # confidence of each further child over that of the child before it
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 class Plan(NamedTuple):
     """A size of tree with its expected tokens and seconds."""
 
-    shape: TreeSize
+    size: TreeSize
     accepted: float  # expected accepted draft tokens per cycle and row
     seconds: float  # expected seconds per cycle
 
@@ -62,7 +62,7 @@ class _Tree(NamedTuple):
 
     parents: Sequence[int]
     values: Sequence[float]
-    shape: TreeSize
+    size: TreeSize
     accepted: int
     drafted: tuple[Sequence[int], Sequence[float]] | None
 
@@ -83,15 +83,15 @@ def sizes(limit: TreeSize) -> tuple[TreeSize, ...]:
     return tuple(sorted(reachable)) or (TreeSize(1, 1, 1),)
 
 
-def best(shapes: Sequence[TreeSize], accepted_S: Array, seconds_S: Array) -> Plan:
+def best(all_sizes: Sequence[TreeSize], accepted_S: Array, seconds_S: Array) -> Plan:
     """The size with the highest goodput; the first of several.
 
     Args:
-        accepted_S: expected accepted draft tokens of a cycle with each of `shapes`.
+        accepted_S: expected accepted draft tokens of a cycle with each of `all_sizes`.
         seconds_S: expected seconds of that cycle.
     """
     place = int(((1 + accepted_S) / seconds_S).argmax())
-    return Plan(shapes[place], float(accepted_S[place]), float(seconds_S[place]))
+    return Plan(all_sizes[place], float(accepted_S[place]), float(seconds_S[place]))
 
 
 class Acceptance:
@@ -99,11 +99,11 @@ class Acceptance:
     verified."""
 
     def __init__(self, limit: TreeSize) -> None:
-        self.limit, self.shapes = limit, sizes(limit)
-        self.place = {shape: s for s, shape in enumerate(self.shapes)}  # index of each size in `shapes`
-        self.branches, self.nodes = (sorted({getattr(s, name) for s in self.shapes}) for name in ("branch", "nodes"))
+        self.limit, self.all_sizes = limit, sizes(limit)
+        self.place = {size: s for s, size in enumerate(self.all_sizes)}  # index of each size in `all_sizes`
+        self.branches, self.nodes = (sorted({getattr(s, name) for s in self.all_sizes}) for name in ("branch", "nodes"))
         # place of each size in the grid
-        self._cell_S = tuple(np.array(x) for x in zip(*map(self._cell, self.shapes), strict=True))
+        self._cell_S = tuple(np.array(x) for x in zip(*map(self._cell, self.all_sizes), strict=True))
         self._levels_E, self._nodes_G = np.arange(1, limit.depth + 1), np.array(self.nodes)
         # trees that an average is made of, MEMORY at most
         self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
@@ -118,15 +118,15 @@ class Acceptance:
         # predicted by the assumed tree
         self._sums_4E = np.zeros((4, limit.depth))
 
-    def _cell(self, shape: TreeSize) -> tuple[int, int, int]:
-        return self.branches.index(shape.branch), shape.depth - 1, self.nodes.index(shape.nodes)
+    def _cell(self, size: TreeSize) -> tuple[int, int, int]:
+        return self.branches.index(size.branch), size.depth - 1, self.nodes.index(size.nodes)
 
     @property
     def accepted_S(self) -> Array:
-        """Expected accepted draft tokens of a cycle with each of `shapes`. A larger tree never
+        """Expected accepted draft tokens of a cycle with each of `all_sizes`. A larger tree never
         yields less than a smaller one."""
         if self._waiting:
-            self._work_through()
+            self._add_waiting()
         if self._accepted_S is None:
             self._accepted_S = self._expected()
         return self._accepted_S
@@ -156,12 +156,12 @@ class Acceptance:
             exponents.append(k)
         return np.array(exponents)
 
-    def __call__(self, shape: TreeSize) -> float:
-        """Expected accepted draft tokens of one of `shapes`."""
-        return float(self.accepted_S[self.place[shape]])
+    def __call__(self, size: TreeSize) -> float:
+        """Expected accepted draft tokens of one of `all_sizes`."""
+        return float(self.accepted_S[self.place[size]])
 
     def learn(
-        self, parents: Sequence[int], values: Sequence[float], shape: TreeSize, accepted: int,
+        self, parents: Sequence[int], values: Sequence[float], size: TreeSize, accepted: int,
         drafted: tuple[Sequence[int], Sequence[float]] | None = None,
     ) -> None:  # fmt: skip
         """Add a tree that was drafted and verified.
@@ -172,45 +172,45 @@ class Acceptance:
         Args:
             parents: parent of each node; -1 for the root; a parent comes before its children.
             values: log of the value of each node; 0 for the root.
-            shape: the size with which the tree was grown.
+            size: the size with which the tree was grown.
             accepted: draft tokens on the accepted path.
             drafted: parents and values of all nodes that the tree was selected from; None: the tree
                 has all of them.
         """
-        self._waiting.append(_Tree(parents, values, shape.within(self.limit), accepted, drafted))
+        self._waiting.append(_Tree(parents, values, size.within(self.limit), accepted, drafted))
         if len(self._waiting) == MEMORY:
-            self._work_through()
+            self._add_waiting()
 
-    def _work_through(self) -> None:
+    def _add_waiting(self) -> None:
         for tree in self._waiting:
             self._learn(tree)
         self._waiting, self._accepted_S = [], None
 
     def _learn(self, tree: _Tree) -> None:
-        parents, values, shape, accepted, drafted = tree
+        parents, values, size, accepted, drafted = tree
         predicted_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[
             1 : self.limit.depth + 1
         ]
-        assumed_E = self._assumed_ADGE[self._cell(self._nearest(shape))]
+        assumed_E = self._assumed_ADGE[self._cell(self._nearest(size))]
         new_4E = np.array([np.ones(self.limit.depth), self._levels_E <= accepted, predicted_E, assumed_E])
-        self._sums_4E[:, : shape.depth] *= 1 - 1 / MEMORY
-        self._sums_4E[:, : shape.depth] += new_4E[:, : shape.depth]
+        self._sums_4E[:, : size.depth] *= 1 - 1 / MEMORY
+        self._sums_4E[:, : size.depth] += new_4E[:, : size.depth]
         if drafted is None:
-            self._add(parents, values, shape)
+            self._add(parents, values, size)
         else:
-            self._add(*drafted, shape._replace(nodes=min(len(drafted[0]), self.limit.nodes)))
+            self._add(*drafted, size._replace(nodes=min(len(drafted[0]), self.limit.nodes)))
 
-    def _find_nearest(self, shape: TreeSize) -> TreeSize:
-        """The largest of `shapes` within this one; else the smallest of all."""
-        if shape in self.place:
-            return shape
+    def _find_nearest(self, size: TreeSize) -> TreeSize:
+        """The largest of `all_sizes` within this one; else the smallest of all."""
+        if size in self.place:
+            return size
         return max(
-            (s for s in self.shapes if s.within(shape) == s),
+            (s for s in self.all_sizes if s.within(size) == s),
             key=lambda s: (s.depth, s.nodes, s.branch),
-            default=self.shapes[0],
+            default=self.all_sizes[0],
         )
 
-    def _add(self, parents: Sequence[int], values: Sequence[float], shape: TreeSize) -> None:
+    def _add(self, parents: Sequence[int], values: Sequence[float], size: TreeSize) -> None:
         """Add the predictions of this tree to the averages of every size within it."""
         depths = _depths(parents)
         levels = [list[int]() for _ in range(1 + max(depths))]
@@ -221,13 +221,13 @@ class Acceptance:
         order_X = 1 + np.argsort(-value_X[1:], kind="stable")
         depth_X, value_X = depth_X[order_X], value_X[order_X]
         predicted_XE = value_X[:, None] * (depth_X[:, None] == self._levels_E)
-        sizes_G1 = self._nodes_G[self._nodes_G <= shape.nodes, None]
-        branches = [branch for branch in self.branches if branch <= shape.branch]
+        nodes_G1 = self._nodes_G[self._nodes_G <= size.nodes, None]
+        branches = [branch for branch in self.branches if branch <= size.branch]
         drafted_AX = np.array([_drafted_with(parents, values, levels, branch) for branch in branches])[:, order_X]
-        drafted_ADX = drafted_AX[:, None] & (depth_X <= self._levels_E[: shape.depth, None])
+        drafted_ADX = drafted_AX[:, None] & (depth_X <= self._levels_E[: size.depth, None])
         # the best nodes; the root counts too
-        kept_ADGX = drafted_ADX[:, :, None] & (drafted_ADX.cumsum(-1)[:, :, None] < sizes_G1)
-        cells = (slice(0, len(branches)), slice(0, shape.depth), slice(0, len(sizes_G1)))
+        kept_ADGX = drafted_ADX[:, :, None] & (drafted_ADX.cumsum(-1)[:, :, None] < nodes_G1)
+        cells = (slice(0, len(branches)), slice(0, size.depth), slice(0, len(nodes_G1)))
         count_ADG, mean_ADGE = self._count_ADG[cells], self._mean_ADGE[cells]  # views, changed in place
         np.minimum(count_ADG + 1, MEMORY, out=count_ADG)
         mean_ADGE += (kept_ADGX.astype(float) @ predicted_XE - mean_ADGE) / count_ADG[..., None]
@@ -249,7 +249,7 @@ def _drafted_with(
     expanded = {0}
     for level in levels[1:]:
         level_drafted = []
-        for n in level:  # siblings stand best first
+        for n in level:  # siblings are in order, best first
             parent = parents[n]
             drafted[n] = parent in expanded and children[parent] < branch
             children[parent] += 1
@@ -262,7 +262,7 @@ def _drafted_with(
 def _assumed_tree(limit: TreeSize) -> tuple[list[int], list[float]]:
     """Parents and log values of the assumed tree: the best `limit.nodes` nodes, if the children of
     every node have the same confidences."""
-    chances = [PRIOR_CHANCE * PRIOR_SHARE**rank for rank in range(limit.branch)]
+    chances = [PRIOR_CHANCE * PRIOR_RATIO**rank for rank in range(limit.branch)]
     parents, values, depth, waiting = [-1], [0.0], [0], list[tuple[float, int, int]]()
 
     def wait(parent: int, rank: int) -> None:

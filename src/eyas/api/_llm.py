@@ -9,7 +9,7 @@ from typing import Any, Unpack, cast, overload
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas.adaptive import auto
+from eyas.adaptive import make_controller
 from eyas.api._media import has_media, media_prompt
 from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Answer, Result, TextReader, shortened
@@ -28,9 +28,10 @@ from eyas.arguments import (
 )
 from eyas.core.adapters import BASE
 from eyas.core.constraints import Constraint
+from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
-from eyas.core.engine import Decoder, Request, Step, is_worth_keeping
+from eyas.core.engine import Decoder, Request, Step
 from eyas.core.media import reads_media
 from eyas.core.requests import check_steps
 from eyas.core.target import Target
@@ -44,8 +45,8 @@ DEFAULT_NEW_TOKENS = 256
 
 
 class LLM:
-    """A target, a drafter and a tokenizer; and a policy, which learns from everything that is
-    decoded here.
+    """A target, a drafter and a tokenizer; and a policy, which learns from everything that this LLM
+    decodes.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LLM:
         self.policy = policy
         self.eos = _eos(target.model, tokenizer)
         self._views: dict[str, tuple[Target, Drafter, Policy | None]] = {target.adapter: (target, drafter, policy)}
-        self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (what it was made of, the Decoder)
+        self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (decoder_key, Decoder)
         self._grammars: Grammars | None = None
 
     def __repr__(self) -> str:
@@ -95,7 +96,7 @@ class LLM:
         if adapter not in self._views:
             target = self.target.with_adapter(adapter)
             drafter = self.drafter.for_target(target)
-            self._views[adapter] = target, drafter, None if self.policy is None else auto(drafter)
+            self._views[adapter] = target, drafter, None if self.policy is None else make_controller(drafter)
         return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
@@ -397,21 +398,20 @@ class LLM:
     def take_decoder(
         self, rows: int = 1, reuse: bool = False, adapter: str | None = None
     ) -> tuple[Decoder, Callable[[], None]]:
-        """A Decoder without requests, the one that served last where it suits; and a function that
-        lets it serve again.
+        """A Decoder without requests (the last one if it fits), and a function that returns it.
 
-        Call it when all is well: after an error the rows of a Decoder may hold anything.
+        Call that function only after success: after an error the rows may hold anything.
         """
         target, drafter, policy = self.view(self.target.adapter if adapter is None else adapter)
-        made_of = target, drafter, policy, rows, reuse
+        decoder_key = target, drafter, policy, rows, reuse
         idle, self._idle = self._idle, None
-        if idle is None or idle[0] != made_of:
-            idle = made_of, Decoder(target, with_policy(drafter, policy), rows, reuse)
+        if idle is None or idle[0] != decoder_key:
+            idle = decoder_key, Decoder(target, with_policy(drafter, policy), rows, reuse)
         decoder = idle[1]
 
         def give_back() -> None:
-            if decoder.finished and is_worth_keeping(decoder):
-                self._idle = made_of, decoder
+            if decoder.finished and is_worth_keeping(decoder.cycle_runner):
+                self._idle = decoder_key, decoder
 
         return decoder, give_back
 
@@ -438,8 +438,8 @@ class Chat:
 
     @with_generate_keywords
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
-        """Send a user's message; it and the answer join the conversation. Parameters as in
-        `LLM.generate`.
+        """Send a user's message; it and the answer are appended to the conversation. Parameters as
+        in `LLM.generate`.
         """
         stream = self.stream(text, **keywords)
         for _ in stream:
@@ -448,8 +448,8 @@ class Chat:
 
     @with_generate_keywords
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
-        """The same, piece by piece. When the stream is closed early, the text so far joins the
-        conversation.
+        """The same, piece by piece. When the stream is closed early, the text so far is appended to
+        the conversation.
         """
         if not all(decoder.finished for decoder in self._decoders.values()):
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
@@ -459,7 +459,7 @@ class Chat:
             )
         params = generate_keywords(keywords, self.keywords)
         answer = Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **params))
-        return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._join(text, answer))
+        return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
 
     def _decoder(self, adapter: str) -> Decoder:
         if adapter not in self._decoders:
@@ -467,7 +467,8 @@ class Chat:
             self._decoders[adapter] = Decoder(target, with_policy(drafter, policy), rows=1, reuse=True)
         return self._decoders[adapter]
 
-    def _join(self, text: str, answer: Answer) -> None:
+    def _append(self, text: str, answer: Answer) -> None:
+        """Append question and answer to the conversation."""
         if answer.totals.token_ids:
             reply = answer.result().text
             self.messages += [

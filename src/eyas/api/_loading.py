@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters, runners, tiny
-from eyas.adaptive import auto, mode_of
+from eyas.adaptive import make_controller, mode_of
 from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, option_defaults
 from eyas.core.placement import is_tensor_parallel
-from eyas.core.pretrained import Spread, check_config, read_tokenizer, split_gguf
+from eyas.core.pretrained import DeviceMap, check_config, read_tokenizer, split_gguf
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
@@ -28,7 +28,7 @@ from eyas.hardware import release_threads
 __all__ = ["LOAD_KEYWORDS", "load"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
-DEFAULT_METHODS = {"eagle1": "eagle2"}  # head format -> default method, where they differ
+DEFAULT_METHODS = {"eagle1": "eagle2"}  # method for a head format, if it is not the format's own
 AUTO = "auto"  # the draft that the list of published heads has for the target
 WITHOUT_HEAD = "suffix"  # the default method without a head
 
@@ -62,7 +62,8 @@ def load(
             needs none. "auto": the first head that is listed for this target and can be read
             (docs/checkpoints.md); a warning says which.
         method: a name from `eyas methods` or a dotted path. None: the method that the head was made
-            for; `suffix` without a head.
+            for (eagle2 for an EAGLE-1 head). Without a head: `suffix`; for the embedded model
+            `mtp`, with its own head.
         draft_with: a second method, one that needs no head; its tree is merged with the first one's
             in every cycle.
         adapter: an adapter of PEFT for the target (LoRA, DoRA and the like): local folder or hub
@@ -76,7 +77,7 @@ def load(
             checkpoint's own dtype.
         device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes
             it: "auto", "balanced", or a device, "cpu" or "disk" for each part of the model. Layers
-            may lie on several devices; weights that wait in memory or on disk are fetched for each
+            may be on several devices; weights that wait in memory or on disk are fetched for each
             forward. Needs the extra `offload`.
         offload_folder: for weights that the map puts on "disk", where the checkpoint is not safetensors.
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
@@ -89,8 +90,9 @@ def load(
         activations: inputs of linear layers: "exact", or rounded by the kernels to "bfloat16" (for
             weights kept as bfloat16), "int16" or "int8" (for weights kept as int8 or int4). Prompts
             and large trees cost less; the output is again the rounded model's.
-        draft_weights: "exact", or the head's rounded to "fp8" (on GPUs with fp8 matrix products) or
-            "int4" (by the kernels). It changes what is drafted, never the text.
+        draft_weights: format of the head's weights. "exact": as stored; by the CPU kernels rounded
+            to int8 with 16-bit activations. "fp8": rounded, on GPUs with fp8 matrix products.
+            "int4": rounded, by the CPU kernels. This changes guesses only, no text.
         options: the method's own, for example tree={"nodes": 32, "depth": 5}; those that only the
             second method has go there. tree="auto" adapts the tree's size to this machine and
             drafts nothing where that is faster: the default, unless a tree is described.
@@ -99,7 +101,7 @@ def load(
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
     """
-    device, spread = placement_of(target, device, device_map, offload_folder)
+    device, weights_map = placement_of(target, device, device_map, offload_folder)
     options, dtype, device = load_keywords(options, dtype, device)
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
@@ -109,7 +111,7 @@ def load(
         if draft in (None, AUTO) and method is not None:
             draft = tiny.HEADS.get(drafters.find(method).head_format)
     loaded_target, loaded_tokenizer = _load_target(
-        target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread, gguf_file
+        target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), weights_map, gguf_file
     )
     loaded_target = runners.with_fastest_runner(
         loaded_target,
@@ -128,7 +130,7 @@ def load(
     if mode == "auto" and is_tensor_parallel(loaded_target.model):
         log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
         mode = "fixed"
-    policy = auto(drafter) if mode == "auto" else None
+    policy = make_controller(drafter) if mode == "auto" else None
     return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
 
 
@@ -139,10 +141,10 @@ def _load_target(
     device: str,
     trust_remote_code: bool,
     adapters: dict[str, str] | str | None,
-    spread: Spread | None,
+    device_map: DeviceMap | None,
     gguf_file: str | None = None,
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
-    """The target and its tokenizer, from whatever names them."""
+    """The target and its tokenizer, from the arguments of `load`."""
     if gguf_file is not None and not isinstance(source, str | Path):
         raise OptionError(
             "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
@@ -173,7 +175,7 @@ def _load_target(
     else:
         loaded_tokenizer = _tokenizer(tokenizer, trust_remote_code)
     return Target.load(
-        source, dtype, device, trust_remote_code, adapters=adapters, spread=spread, gguf_file=gguf_file
+        source, dtype, device, trust_remote_code, adapters=adapters, device_map=device_map, gguf_file=gguf_file
     ), loaded_tokenizer
 
 
@@ -264,7 +266,7 @@ def _build(kind: type[Drafter], source: str | Path | None, target: Target, optio
 
 
 def _has(kind: type[Drafter], option: str) -> bool:
-    """True for an option of the method, or one in a group of its options."""
+    """Whether the method has this option, or an option group of this name."""
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
 

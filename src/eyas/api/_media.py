@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoProcessor
 
 from eyas.arguments import MediaIds, Messages, as_prompts
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.text import TEXT_PARTS, check_messages
 
 __all__ = ["has_media", "media_prompt"]
@@ -42,9 +42,9 @@ def media_prompt(
     Args:
         source: the target's folder or hub id.
         add_generation_prompt, continue_final_message, tools: see `text.render`.
-        variables: of the template; booleans only, such as enable_thinking, and none of a
-            processor's steps, such as do_resize. What the template does not know goes to the
-            processor, which would read files that other values name.
+        variables: those of the template; booleans only, such as enable_thinking, and none of a
+            processor's steps, such as do_resize. Variables that the template does not have go to
+            the processor, which would read files that other values name.
 
     Raises:
         InputError: a message is malformed, there is no processor, a package that it needs is
@@ -79,7 +79,7 @@ def media_prompt(
 
 
 def _check_files(messages: Messages) -> None:
-    """InputError for a part whose file is not there: what the processor says about it is long."""
+    """InputError for a part whose file is not there: the processor's own message is long."""
     for number, message in enumerate(messages, start=1):
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else ():
@@ -112,4 +112,4 @@ def _processor(source: str) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error, 200) or type(error).__name__

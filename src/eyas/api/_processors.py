@@ -1,4 +1,4 @@
-"""Which logits processors and samplings a request may have."""
+"""The logits processors and samplings that a request may have."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class Stats:
 
     cycles: int  # forwards of the target after the prompt's own
     accepted_lengths: tuple[int, ...]  # draft tokens that each cycle emitted, without the bonus token
-    seconds: float  # from the prompt to the last token
-    prefill_seconds: float  # of these, the prompt's forward and the first token
-    slow_processors: tuple[str, ...] = ()  # processors that run once for each node
+    seconds: float  # time from the prompt to the last token
+    prefill_seconds: float  # the part of `seconds` for the prompt's forward and the first token
+    slow_processors: tuple[str, ...] = ()  # logits processors, which run once per node
 
     tokens: int = 0  # emitted by cycles; the first token, which comes from the prompt's forward, is not counted
     decisions: Mapping[str, int] = field(default_factory=dict)  # cycles by what was drafted: `Step.drafted_by`
     predicted_tokens: int = 0  # accepted draft tokens that `prediction` proposed
-    cached_tokens: int = 0  # tokens of the prompt whose keys and values were there already
+    cached_tokens: int = 0  # prompt tokens whose keys and values were in the cache already
 
     @classmethod
     def of(cls, totals: StepTotals, processors: Sequence[Processor] = ()) -> Stats:
@@ -68,8 +68,8 @@ class Result:
     token_ids: tuple[int, ...]  # the new tokens up to the one that ended the text, an EOS included
     finish_reason: str  # "stop" | "length"
     stats: Stats
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids, if they were asked for
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # of the prompt's tokens; the first one has none
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # those of token_ids, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # those of the prompt; its first token has none
 
     def __repr__(self) -> str:
         return (
@@ -86,7 +86,7 @@ class Piece:
     token_ids: tuple[int, ...]
     accepted: int  # draft tokens among them
     finish_reason: str | None  # set in the last piece
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, if they were asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # those of token_ids, if they were asked for
 
 
 def shortened(text: str) -> str:
@@ -147,7 +147,7 @@ class Answer:
         )
 
     def result(self) -> Result:
-        """The answer so far; one that was broken off counts as ended by its length."""
+        """The answer so far; one that was cancelled counts as ended by its length."""
         totals = self.totals
         stats = Stats.of(totals, self.request.processors)
         logprobs = None if self.request.logprobs is None else tuple(self.logprobs)

@@ -1,4 +1,4 @@
-"""An answer that comes piece by piece."""
+"""Streaming: one `Piece` per cycle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stream(Iterator[Piece]):
         self._at_end = at_end
         self._on_step = on_step
         self._pieces = deque[Piece]()
-        self._open = False
+        self._open = False  # until the request is added: `__del__` also runs if `add` fails
         self._request_id = decoder.add(answer.request)
         self._open = True
 
@@ -58,7 +58,7 @@ class Stream(Iterator[Piece]):
             self._at_end()
 
     def close(self) -> None:
-        """Break the answer off."""
+        """Cancel the request."""
         if self._open:
             self._open = False
             self._decoder.cancel(self._request_id)

@@ -103,8 +103,8 @@ class GenerateKeywords(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choice: Sequence[str] | None
-    generation_config: Any  # of transformers
-    sampling_params: Any  # of vLLM, or the dict of SGLang
+    generation_config: Any  # `GenerationConfig` of transformers
+    sampling_params: Any  # `SamplingParams` of vLLM, or the dict of SGLang
 
 
 DEFAULTS: dict[str, Any] = {
@@ -134,7 +134,7 @@ INSTEAD = {
     "streamer": "iterate over llm.stream(prompt)",
     "stopping_criteria": "write stop=[...] for strings, or break out of llm.stream",
     "eos_token_id": "the model's own ids end an answer; stop_token_ids adds others, and ignore_eos=True goes on past the model's own",
-    "top_logprobs": "logprobs=5 lists the 5 most probable tokens beside each one, logprobs=0 none",
+    "top_logprobs": "logprobs=5 lists the 5 most probable tokens for each one, logprobs=0 none",
     "input_ids": "give it as the prompt: generate(input_ids)",
     "attention_mask": "give the tokenizer's whole output as the prompt: generate(tokenizer(text))",
 }
@@ -232,8 +232,10 @@ def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
         )
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise InputError(f"the attention mask of a prompt with {names[0]} hides tokens: make it without padding")
-    beside = {name: prompt[name] for name in ("token_type_ids", "mm_token_type_ids") if prompt.get(name) is not None}
-    return [MediaIds(tuple(ids[0].tolist()), beside | {name: prompt[name] for name in names})], single
+    token_types = {
+        name: prompt[name] for name in ("token_type_ids", "mm_token_type_ids") if prompt.get(name) is not None
+    }
+    return [MediaIds(tuple(ids[0].tolist()), token_types | {name: prompt[name] for name in names})], single
 
 
 def _visible(ids: Sequence[int], mask: Sequence[int]) -> list[int]:

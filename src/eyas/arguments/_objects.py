@@ -24,7 +24,7 @@ SYNONYMS = {
     "stop_strings": "stop",
 }
 OBJECTS = ("sampling_params", "generation_config")
-TOP_K_OF_GENERATE = 50  # what generate of transformers samples with unless it is told another top_k
+TOP_K_OF_GENERATE = 50  # the default top_k of transformers' generate
 
 # Names that are the same here, or that `generate_keywords` knows as another name of a keyword.
 SAME = frozenset(
@@ -85,7 +85,7 @@ CONFIG_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["early_stopping", "renormalize_logits", "return_dict_in_generate", "use_cache"], (True, False)),
 }
 # Read elsewhere, known to the tokenizer or the model, drafts of transformers' own, and how it
-# computes: no part of a text's law.
+# computes: no part of a text's distribution.
 CONFIG_IGNORED = frozenset(
     [
         "assistant_confidence_threshold",

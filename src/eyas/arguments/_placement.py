@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eyas.core.pretrained import Spread
+from eyas.core.pretrained import DeviceMap
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 
@@ -15,7 +15,7 @@ __all__ = ["placement_of"]
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, Spread | None]:
+def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, DeviceMap | None]:
     """The device of the whole model, or where a device map puts its parts.
 
     Args:
@@ -47,7 +47,7 @@ def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tupl
         if not device_map or not all(isinstance(k, str) and isinstance(v, str | int) for k, v in device_map.items()):
             raise OptionError(f"a device_map gives a device to each part of the model, by name: got {device_map!r}")
         device_map = dict(device_map)
-    return "auto", Spread(device_map, folder)
+    return "auto", DeviceMap(device_map, folder)
 
 
 def _read(path: Path) -> Any:

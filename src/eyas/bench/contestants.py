@@ -24,15 +24,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from eyas.bench import cost
 from eyas.bench.record import Answer, Memory, answer_from
+from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
-from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch, is_worth_keeping
+from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify
 from eyas.drafters import Drafter
 from eyas.drafters._merge import Merged
-from eyas.errors import ModelError
+from eyas.errors import ModelError, one_line
 from eyas.metrics import Cycle
 from eyas.train.record import options_of
 
@@ -126,7 +127,7 @@ class Drafting(Contestant):
                 yield step, step.ended_at - since
                 since = step.ended_at
             since = time.perf_counter()
-        if is_worth_keeping(decoder) and plain:
+        if plain and is_worth_keeping(decoder.cycle_runner):
             self._idle = decoder
 
     def describe(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def _parts(drafter: Drafter) -> tuple[Drafter, ...]:
 
 
 def _checksum(nets: Sequence[nn.Module]) -> int:
-    """CRC-32 of every weight: tells apart heads that lie in the same place one after another."""
+    """CRC-32 of every weight: tells apart heads that are written to one path one after another."""
     checksum = 0
     for net in nets:
         for value in net.state_dict().values():
@@ -227,19 +228,19 @@ class Transformers(Contestant):
                     **keywords,
                 )
             except (ValueError, RuntimeError, TypeError) as error:
-                raise ModelError(f"{self.name}: transformers refuses: {' '.join(str(error).split())[:200]}") from error
+                raise ModelError(f"{self.name}: transformers refuses: {one_line(error, 200)}") from error
         return list(output[0].tolist())
 
 
 def _cut(token_ids: Sequence[int], request: Request) -> tuple[int, ...]:
-    """The tokens up to the first that ends the text, and no more than asked for: some versions
-    deliver what an assisted step accepted behind it."""
+    """The tokens up to the first that ends the text, and no more than asked for: some versions also
+    deliver tokens that an assisted step accepted after it."""
     end = next((i + 1 for i, token in enumerate(token_ids) if token in request.eos), len(token_ids))
     return tuple(token_ids[: min(end, request.max_new_tokens)])
 
 
 def _fit(counts: Sequence[int], total: int) -> list[int]:
-    """The deliveries, cut to so many tokens."""
+    """The deliveries, cut to `total` tokens."""
     fitted = list[int]()
     for count in counts:
         fitted.append(min(count, total - sum(fitted)))

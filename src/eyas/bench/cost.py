@@ -40,12 +40,13 @@ class Need(NamedTuple):
     """Bytes and floating-point operations that a pass cannot do without."""
 
     bytes: float  # read: weights once, keys and values of the committed tokens
-    # two for each weight and node; of attention, two for each number of a key or value, query head and node
+    # two for each weight and node; of attention, two for each number of a key or value, query head
+    # and node
     flops: float
 
 
 def need(target: Target, nodes: float, context: float) -> Need:
-    """The need of a pass over so many nodes of one row, behind so many committed tokens. All
+    """The need of a pass over `nodes` nodes of one row, after `context` committed tokens. All
     experts count: with experts it needs less."""
     config: Any = target.model.config.get_text_config()
     window, heads = target.family.window, int(config.num_attention_heads)
@@ -117,7 +118,7 @@ def flop_rate(target: Target) -> float | None:
 
 
 def memory(device: torch.device) -> int | None:
-    """Bytes in use on the accelerator; its peak is counted anew from here. None without one."""
+    """Bytes in use on the accelerator; its peak is counted again from here. None without one."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)

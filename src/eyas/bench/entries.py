@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from eyas import checkpoints, drafters, tiny
-from eyas.adaptive import MODES, auto, mode_of
+from eyas.adaptive import MODES, make_controller, mode_of
 from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.run import VANILLA, reason_of
@@ -39,7 +39,7 @@ __all__ = ["HEADS", "Entrants", "contestants"]
 
 HEADS = Path("out/heads")  # where `make bench-heads` puts them
 RANDOM = "random"
-ENTRY_OPTIONS = ("draft_with", "head", "tree=auto", "tree=fixed")  # of an entry, not of a method
+ENTRY_OPTIONS = ("draft_with", "head", "tree=auto", "tree=fixed")  # options of an entry, not of a method
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Entrants:
     heads_folder: str | None
     embedded: bool  # no --target: the embedded heads may take part
     simulate_acceptance: str | None
-    options: Mapping[str, Any]  # of methods
+    options: Mapping[str, Any]  # options of methods
 
     @property
     def simulated(self) -> bool:
@@ -72,7 +72,8 @@ class _Entry:
 
 
 def contestants(entrants: Entrants) -> tuple[list[Contestant], dict[str, str]]:
-    """(the contestants, plain decoding and transformers first; those that cannot take part, and why)."""
+    """(the contestants, plain decoding and transformers first; those that cannot take part, and
+    why)."""
     llm, rates = entrants.llm, entrants.simulate_acceptance
     texts = [part.strip() for part in entrants.methods.split(",") if part.strip()]
     every = texts == ["all"]
@@ -94,14 +95,17 @@ def contestants(entrants: Entrants) -> tuple[list[Contestant], dict[str, str]]:
         except Exception as error:  # a method that is broken takes no other one down
             skipped[text] = reason_of(error)
         else:
-            policy = auto(drafter, fallback=not entrants.simulated, compared=True) if mode == "auto" else None
+            policy = (
+                make_controller(drafter, fallback=not entrants.simulated, compared=True) if mode == "auto" else None
+            )
             entered.append(Drafting(text, drafter, _shown_head(head), verifier, policy))
     plain = Drafting(VANILLA, drafters.find(VANILLA)(llm.target))
     return [plain, *_transformers(entrants, entered, skipped), *entered], skipped
 
 
 def _transformers(entrants: Entrants, entered: Sequence[Drafting], skipped: dict[str, str]) -> list[Transformers]:
-    """transformers' generate, plainly and with its ways of speculation, as far as they work here."""
+    """transformers' generate, plainly and with its ways of speculation, as far as they work
+    here."""
     target = entrants.llm.target
     candidates = [Transformers(target)]
     if not entrants.simulated:
@@ -126,7 +130,8 @@ def _shown_head(head: str | None) -> str | None:
 
 
 def _heads(entrants: Entrants) -> dict[str, str]:
-    """Method, or the name of a head that several methods read -> the head. --draft wins over --heads."""
+    """Method, or the name of a head that several methods read -> the head. --draft wins over
+    --heads."""
     heads = {name: str(path) for name, path in tiny.HEADS.items()} if entrants.embedded else {}
     folder = Path(entrants.heads_folder or HEADS)
     if entrants.heads_folder and not folder.is_dir():

@@ -3,7 +3,7 @@
     before = snapshot()
     ...                                             the measurement
     busy(used(before), threads)                     a warning, or None
-    card(before, dtype="float32", device="cpu")     the card that stands beside every number
+    card(before, dtype="float32", device="cpu")     the card that accompanies every number
 
 CPU time of others = that of the cores that this process may use, less that of this process and its
 children. A limit in CPU seconds that a container sets (a quota) is not seen. This module knows no
@@ -36,9 +36,9 @@ IDLE = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user t
 class Snapshot:
     """The clocks at one moment. Only differences of two have a meaning."""
 
-    seconds: float  # of a clock
-    all_seconds: float | None  # of CPU, by all processes, on the cores that we may use; None: unknown
-    own_seconds: float  # of CPU, by this process and its children
+    seconds: float  # a clock's time
+    all_seconds: float | None  # CPU time of all processes, on the cores that we may use; None: unknown
+    own_seconds: float  # CPU time of this process and its children
     load: float | None  # processes that ran or waited, over the last minute; None: unknown
 
 
@@ -77,7 +77,7 @@ def busy(meanwhile: Used, threads: int) -> str | None:
     if others + threads <= there:
         return f"{took}: caches, memory and clock are shared, so the times may be too long"
     ours = f"{threads} thread{'s' * (threads > 1)} of ours"
-    return f"{took}, beside {ours}: the times are too long, measure again when the machine is idle"
+    return f"{took}, in addition to {ours}: the times are too long, measure again when the machine is idle"
 
 
 def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:

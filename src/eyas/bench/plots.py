@@ -34,7 +34,7 @@ def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
         "tau": ("tau, tokens per cycle, by task.", _tau),
         "cycle": ("Where a cycle's time goes (host clock); the line is a vanilla step.", _cycle),
         "depth": (
-            "Share of cycles that accept one more draft token, of those that accepted so many and had drafted one.",
+            "Share of cycles that accept the draft token of a depth, of those that accepted all before it and drafted it.",
             _depth,
         ),
         "context": (

@@ -1,7 +1,7 @@
-"""Drafted trees node by node: a run of its own beside the measured ones, because looking costs time.
+"""Drafted trees node by node, in a separate run, because looking costs time.
 
 Counted are nodes whose parent was accepted: there the target's distribution p is known, and the
-draft stood on the target's own text:
+draft continued the target's own text:
 
     hit         whether it was accepted                                                               by depth and rank among its siblings
     min(1, p/q) the chance of acceptance that p and the draft's q give it (Leviathan et al. 2023)     likewise
@@ -31,7 +31,7 @@ from eyas.metrics import acceptance_by_depth
 
 __all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
 
-BINS = 10  # of confidence
+BINS = 10  # intervals of confidence
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
 NEW_TOKENS = 64  # at most, of a probed answer
 FEWEST = 10  # nodes of a position; of fewer no rate is reported
@@ -97,7 +97,7 @@ class Probe:
 
 
 def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(contestant and temperature, its Probe as JSON) from so many of the bench's prompts, spread
+    """(contestant and temperature, its Probe as JSON) from `prompts` of the bench's prompts, spread
     evenly: the beginning of first turns."""
     step = max(1, len(bench.prompts) // max(1, prompts))
     chosen = bench.prompts[::step][:prompts]

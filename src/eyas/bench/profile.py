@@ -81,7 +81,7 @@ def _endless(request: Request, context: int) -> Request:
 
 
 def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, Any] | None:
-    """Means over one answer's cycles; None when there are none behind those that warm up.
+    """Means over one answer's cycles; None when there are none after those that warm up.
 
     Cycles in which a policy did not have the method draft are left out and counted, unless there
     are no others.

@@ -18,14 +18,15 @@ from eyas.metrics import Cycle, cycle_of
 
 __all__ = ["FORMAT", "Answer", "Differs", "Memory", "answer_from"]
 
-FORMAT = 2  # of the lines and of the summary; files of another format are refused
+FORMAT = 2  # format of the lines and of the summary; files of another format are refused
 
 
 class Differs(NamedTuple):
     """Where an answer leaves plain decoding's."""
 
     at: int  # index of the first new token that differs
-    # of the two best scores there (`metrics.margin`); None: sampling allows one token, or one text ends there
+    # distance of the two best scores there (`metrics.margin`); None: sampling allows one token, or
+    # one text ends there
     margin: float | None
 
 
@@ -51,7 +52,8 @@ class Answer:
     finish: str  # "stop" | "length" | "failed"
     prefill_seconds: float  # from the question to the first token
     cycles: tuple[Cycle, ...]
-    # whether its ids must equal plain decoding's: greedy, or trees that draw nothing, with the same seed
+    # whether its ids must equal plain decoding's: greedy, or trees that draw nothing, with the same
+    # seed
     comparable: bool = True
     differs: Differs | None = None  # None: equal, or not comparable
     memory: Memory | None = None
@@ -80,7 +82,8 @@ class Answer:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Answer:
-        """The Answer of a parsed line. TypeError or KeyError when another version of eyas wrote it."""
+        """The Answer of a parsed line. TypeError or KeyError when another version of eyas wrote
+        it."""
         records = {"differs": Differs, "memory": Memory, "around": Used}
         parsed = {name: None if line[name] is None else kind(*line[name]) for name, kind in records.items()}
         cycles = tuple(Cycle(*cycle) for cycle in line["cycles"])

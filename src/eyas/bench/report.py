@@ -1,5 +1,5 @@
-"""The summary of a bench as people read it: a Markdown page, and one HTML page that needs nothing
-beside it.
+"""The summary of a bench as people read it: a Markdown page, and one HTML page that needs no other
+file.
 
 A summary carries the number of its format; another one is refused. This module runs no model.
 """
@@ -52,7 +52,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 HEADS = ("method", "tok/s", "speed-up", "vs HF", "tau", "c", "1st ms", "texts")  # HF: transformers' generate
 STAGES = ("draft", "target", "verify", "commit", "host")
-CYCLES = "cycles (stages: ms; memory beside the weights: MB)"
+CYCLES = "cycles (stages: ms; memory without the weights: MB)"
 CYCLE_HEADS = ("method", "cycles", "nodes", "drafted", "accepted", "MAL", *STAGES, "R", "memory")
 NOTES = (
     "Speed-up: tokens per second of the cycles over vanilla's, on the same prompts, the prompt's own pass apart; vs HF: the same over "
@@ -327,7 +327,8 @@ LONG = ("methods", "prompts", "texts", "fingerprint")  # settings that are named
 
 
 def compared(a: Summary, b: Summary) -> dict[str, Any]:
-    """Rows of both side by side, and the settings that differ. InputError when they have no row in common."""
+    """Rows of both side by side, and the settings that differ. InputError when they have no row in
+    common."""
     keys = ("temperature", "task", "method")
     rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
     pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]

@@ -32,7 +32,7 @@ from eyas.metrics import (
 __all__ = ["ALL", "by_prompt", "rows", "speed_of", "speedup", "stage_ms", "tau_by_position", "tau_of", "utilisation"]
 
 ALL = "all"  # the task that pools the others
-DEPTH = 8  # of acceptance by depth
+DEPTH = 8  # deepest depth in acceptance by depth
 
 
 def by_prompt(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
@@ -99,7 +99,8 @@ def utilisation(speed: float, bytes_per_step: float, bandwidth: float | None) ->
 
 
 def tau_by_position(answers: Iterable[Answer]) -> list[dict[str, float]]:
-    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the next one."""
+    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the
+    next one."""
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for answer in answers:
         position = answer.prompt_tokens + len(answer.token_ids) - answer.emitted

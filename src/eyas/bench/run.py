@@ -35,7 +35,7 @@ from eyas.bench.machine import gpus, snapshot, used
 from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.core.engine import Request
-from eyas.errors import FitError, InputError
+from eyas.errors import FitError, InputError, one_line
 from eyas.files import locked_output, parse_json, prepare_folder, remove_leftovers, write_text
 from eyas.hardware import cpu_name, versions
 from eyas.metrics import first_difference, margin
@@ -267,7 +267,7 @@ class Bench:
 
 def reason_of(error: Exception) -> str:
     """An exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(": ")
+    return f"{type(error).__name__}: {one_line(error)}"[:300].rstrip(": ")
 
 
 def _lines(answers: Sequence[Answer]) -> str:

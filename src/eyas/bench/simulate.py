@@ -23,7 +23,7 @@ from eyas.core.tree import Draft, Verdict, unpack_verdict
 from eyas.core.verify import verify
 from eyas.errors import OptionError
 
-_STRIDE = 2**20  # positions of one root token lie apart from those of another
+_STRIDE = 2**20  # keeps the positions of one root token apart from those of another
 
 __all__ = ["expected_tau", "parse_rates", "simulated"]
 
@@ -36,7 +36,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
     except ValueError as error:
         raise OptionError(f"--simulate-acceptance takes rates by depth like 0.8,0.75,0.7; got {text!r}") from error
     if not all(0 <= rate <= 1 for rate in rates):
-        raise OptionError(f"--simulate-acceptance: rates lie between 0 and 1, got {text!r}")
+        raise OptionError(f"--simulate-acceptance: rates must be between 0 and 1, got {text!r}")
     return rates
 
 
@@ -50,7 +50,8 @@ def expected_tau(rates: Sequence[float], depth: int) -> float:
 
 
 def simulated(rates: Sequence[float], seed: int = 0) -> Verify:
-    """A replacement of `verify` that accepts along the path to a deepest candidate, at these rates."""
+    """A replacement of `verify` that accepts along the path to a deepest acceptable node, at these
+    rates."""
     return _Simulated(tuple(rates), seed)
 
 

@@ -26,7 +26,7 @@ from eyas.files import write_text
 
 __all__ = ["summarise", "write", "wrong_texts"]
 
-NEAR_TIE = 1e-5  # of two logits in float32: below it, either token is plain decoding's
+NEAR_TIE = 1e-5  # distance of two logits in float32: below it, either token is plain decoding's
 NEAR_TIE_OF_KERNELS = 2e-4  # where kernels run the target: transformers' own forward rounds otherwise
 
 RUNS_BY = {
@@ -50,7 +50,7 @@ def summarise(
     on_prompt: OnPrompt = lambda done, total, what: None,
     traces: Path | None = None,
 ) -> dict[str, Any]:
-    """The summary. What is measured beside the answers is measured here: trees node by node,
+    """The summary. Measurements other than the answers are made here: trees node by node,
     bandwidth, a pass's time against its nodes.
 
     Args:
@@ -118,7 +118,8 @@ def _warnings(bench: Bench, answers: Sequence[Answer], threads: int) -> list[str
 
 
 def _others(answers: Sequence[Answer]) -> Used:
-    """CPU use while the prompts were asked, in this run and in those before it that were interrupted."""
+    """CPU use while the prompts were asked, in this run and in those before it that were
+    interrupted."""
     each = {(a.temperature, a.prompt): a.around for a in answers if a.around is not None}.values()
     known = all(used.others is not None for used in each)
     return Used(sum(used.seconds for used in each), sum(used.others or 0.0 for used in each) if known else None)

@@ -26,11 +26,12 @@ class Line(NamedTuple):
     accepted: bool
     lead: str  # branches of the drawing
     token: str
-    bonus: str  # the target's own next token, behind the last accepted node; else empty
+    bonus: str  # the target's own next token, after the last accepted node; else empty
 
 
 def tree_nodes(step: Step, text: Callable[[int], str]) -> list[Node]:
-    """The nodes of a Step's tree without padding, and last the bonus token, if the target added one.
+    """The nodes of a Step's tree without padding, and last the bonus token, if the target added
+    one.
 
     text: shows a token id.
     """
@@ -63,14 +64,15 @@ def tree_lines(nodes: Sequence[Node]) -> list[Line]:
 
 
 def draw(lines: Sequence[Line]) -> str:
-    """Plain text: accepted nodes are marked with *, the target's own token stands behind ->."""
+    """Plain text: accepted nodes are marked with *, the target's own token comes after ->."""
     return "\n".join(
         f"{'*' if n.accepted else ' '} {n.lead}{n.token}" + (f"   -> {n.bonus}" if n.bonus else "") for n in lines
     )
 
 
 def deepest_cycle(drafter: Drafter, request: Request, cycles: int = 12) -> Step | None:
-    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was drafted."""
+    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was
+    drafted."""
     decoder, steps = Decoder(drafter.target, drafter), list[Step]()
     decoder.add(request)
     while not decoder.finished and len(steps) < cycles:

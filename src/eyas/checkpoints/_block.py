@@ -15,7 +15,7 @@ attention head; i from 0):
 
 Our config: the keys of an EAGLE-1 head's layer (`safeailab`) and
 
-    layers              int: of the head
+    layers              int: decoder layers of the head
     feature_layers      tuple: k is HF's hidden_states[k], the INPUT of layer k; published is the OUTPUT, k - 1
     target_layers       int or None: layers of the target that the head was trained for
     block, mask_token   int
@@ -86,7 +86,7 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
     """Our config of the part that both formats share.
 
     Args:
-        inner: `dflash_config`; what stands there has precedence over the same key beside it.
+        inner: `dflash_config`; its entries have precedence over the same keys of `config`.
     """
     merged = {**config, **inner}
     _refuse(merged)

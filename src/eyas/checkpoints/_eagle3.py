@@ -2,7 +2,7 @@
 maps, layer ids, refusals.
 
 This module does not know in which format a head was published: the format's module says where a
-setting stands in config.json and what it means there.
+setting is in config.json and what it means there.
 
 Our tensors (D draft width, T target width, F = num_features * T, V vocabulary, Vd draft vocabulary):
 
@@ -12,7 +12,7 @@ Our tensors (D draft width, T target width, F = num_features * T, V vocabulary, 
     layer.attention.{q,k,v}.weight [rows, 2D]         over [embedding, hidden state]; biases [rows], if qkv_bias
     layer.attention.o.weight [D, heads * head_dim]
     layer.mlp_norm.weight [D]                         layer.mlp.{gate,up}.weight [I, D], layer.mlp.down.weight [D, I]
-    later.i.input_norm.weight [D]                     i from 0: the layers behind the first, which read hidden states only;
+    later.i.input_norm.weight [D]                     i from 0: the layers after the first, which read hidden states only;
     later.i.attention.{q,k,v}.weight [rows, D]        the others of their tensors are named as the first layer's
     norm.weight [D]
     head.weight [Vd, D]                               unless head is "target"
@@ -180,7 +180,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our tensor names and their shapes, of the layers behind the first."""
+    """Our tensor names and their shapes, of the layers after the first."""
     out: dict[str, Shape] = {}
     for i in range(config["layers"] - 1):
         out |= {
@@ -194,7 +194,7 @@ def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
     """Published tensor name -> ours; without the vocabulary maps.
 
     Args:
-        layer: the published name of the first layer ("midlayer"). Those behind it are layers.1,
+        layer: the published name of the first layer ("midlayer"). Those after it are layers.1,
             layers.2, ... in all formats.
         layers: the number of all layers.
     """
@@ -221,7 +221,7 @@ def read_flat(
     Args:
         meaning: of the layer ids, "input" or "output"; None where the format leaves it open.
         carries: the format's rule for the next state, "raw" or "normed".
-        several: whether the format says how layers behind the first are computed.
+        several: whether the format says how layers after the first are computed.
 
     Returns:
         Our config, our tensors.
@@ -267,7 +267,7 @@ def assemble(
         record: the "eyas" object of config.json.
         strict: lm_head and t2d must be there, as in SafeAILab's heads, and a bias exists only where its
             tensor does, whatever config.json says.
-        several: whether there may be layers behind the first.
+        several: whether there may be layers after the first.
     """
     refuse(config)
     layer, count_of_layers = _layers_of(tensors, layers, several)

@@ -31,7 +31,7 @@ def export_formats() -> dict[str, tuple[str, ...]]:
 def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: ExportTarget) -> list[str]:
     """Write a draft head in the format `name` into a new folder.
 
-    The folder is made under a temporary name beside its place and renamed, so that it is there
+    The folder is made under a temporary name next to its place and renamed, so that it is there
     completely or not at all.
 
     Args:

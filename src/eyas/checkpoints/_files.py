@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
-# may lie beside the weights of a whole model
+# files that may be in one folder with the weights of a whole model
 _NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 _FETCHED_FIRST = [_CONFIG, "*.safetensors", "*.safetensors.index.json"]
 _FETCHED_ELSE = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]

@@ -2,7 +2,7 @@
 published, with the source of each entry.
 
 It is data that was read on the day that it names; nothing is asked for here. Heads of one target
-stand in the order in which `draft="auto"` tries them: those of a method's authors, then those whose
+are in the order in which `draft="auto"` tries them: those of a method's authors, then those whose
 format leaves nothing open, then others.
 """
 

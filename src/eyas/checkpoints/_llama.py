@@ -94,7 +94,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta and rope_scaling under our names.
 
-    They may stand in `rope_theta`, `rope_scaling` and `rope_parameters`, which must not contradict
+    They may be in `rope_theta`, `rope_scaling` and `rope_parameters`, which must not contradict
     each other. Absent means a theta of 10,000 and no scaling.
     """
     objects = [rope for key in ("rope_scaling", "rope_parameters") if (rope := mapping(config, key))]

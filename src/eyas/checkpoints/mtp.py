@@ -1,4 +1,4 @@
-"""Multi-token-prediction modules that eyas trained, as heads of their own. Published modules stand
+"""Multi-token-prediction modules that eyas trained, as heads of their own. Published modules are
 in the checkpoints of their targets, where transformers' `MtpModel` reads them; this form is ours,
 with that class's names.
 

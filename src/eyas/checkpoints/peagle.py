@@ -5,9 +5,9 @@ and a mask's features.
                     names; `pard_token`, `ptd_token_id` or `mask_token_id`: the mask's token; `parallel_drafting` may be true
     speculators     speculators_model_type "peagle"; config.json and tensors of an EAGLE-3 head of that library (`speculators`);
                     `mask_token_id`; speculative_tokens of the proposal method: the number of levels that the head was trained for
-    tensors         beside those of EAGLE-3: mask_hidden [F], published as [1, F] or [1, 1, F]
+    tensors         besides those of EAGLE-3: mask_hidden [F], published as [1, F] or [1, 1, F]
 
-A slot behind the first reads the embedding of the mask's token, and mask_hidden in place of the
+A slot after the first reads the embedding of the mask's token, and mask_hidden in place of the
 target's features, before the norms of features and fc. Layer ids mean inputs in both forms. eyas
 writes the flat form, with the number of levels under "eyas".
 
@@ -32,7 +32,8 @@ __all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"
 
 METHODS = EXPORTS = ("peagle",)
 NAME = "vllm"
-CLASSES = (VLLM, SGLANG, "PEagleDraftModel", "PeagleLlamaForCausalLM")  # whose heads vLLM computes alike
+# vLLM computes heads of all these classes in the same way
+CLASSES = (VLLM, SGLANG, "PEagleDraftModel", "PeagleLlamaForCausalLM")
 TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 

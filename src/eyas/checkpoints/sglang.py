@@ -9,7 +9,7 @@ exported (`safeailab` reads them).
                     vocabulary is the target's; fc_norm.i or aux_norm_{low,mid,high}; input_norm; all possibly prefixed with "model."
 
 Heads of several layers are refused, read and written: a version of SGLang computes the layers
-behind the first without the residual of the one before and norms their input by hidden_norm, vLLM
+after the first without the residual of the one before and norms their input by hidden_norm, vLLM
 computes them as plain LLaMA layers, and both know this architecture.
 
 `norm_output` is refused until "eyas" in config.json says which state is carried; exports say it.
@@ -69,7 +69,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ours, published, their_tensors = publish(config, sent, "midlayer", "SGLang")
     if ours["layers"] > 1:
         raise CheckpointError(
-            f"the head has {ours['layers']} layers, and versions of SGLang differ in how they compute those behind the first"
+            f"the head has {ours['layers']} layers, and versions of SGLang differ in how they compute those after the first"
         )
     if ours["norm_before_residual"]:
         raise CheckpointError(

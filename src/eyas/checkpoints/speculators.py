@@ -32,7 +32,7 @@ __all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"
 
 METHODS = ()
 NAME, EXPORTS = "speculators", ("eagle3", "peagle")
-VERSION = "0.9.0"  # of the library, whose classes the exports fit
+VERSION = "0.9.0"  # version of the library whose classes the exports fit
 TOKENS = 3  # to draft in a cycle, unless the engine is told otherwise
 
 

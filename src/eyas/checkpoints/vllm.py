@@ -47,7 +47,7 @@ __all__ = [
 METHODS = ()
 NAME, EXPORTS = "vllm", ("eagle1", "eagle3")
 EAGLE1 = "EagleLlamaForCausalLM"
-LARGEST_ERROR = 1e-3  # of a bias that was moved into the embeddings, relative to its largest entry
+LARGEST_ERROR = 1e-3  # largest error of a bias that was moved into the embeddings, relative to its largest entry
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -63,7 +63,8 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the norms that vLLM's class loads for layers behind the first, and does not use."""
+    """The tensors without the norms that vLLM's class loads for layers after the first, and does
+    not use."""
     return {
         name: tensor
         for name, tensor in tensors.items()

@@ -29,7 +29,7 @@ from rich.markup import escape
 from eyas import __version__
 from eyas.cli._errors import UsageError
 from eyas.cli._options import STDIN, MethodOptions, annotated, given, placeholders
-from eyas.errors import near
+from eyas.errors import near, one_line
 
 __all__ = ["dispatch", "names", "parse"]
 
@@ -39,7 +39,7 @@ HELP = (
     "in one forward pass and keeps those that it would have generated itself."
 )
 EXAMPLES = """
-eyas demo  # plain decoding beside the best method, nothing to download
+eyas demo  # plain decoding and the best method side by side, nothing to download
 eyas generate "Why is the sky blue?"  # the embedded model
 eyas generate --target MODEL --draft HEAD "Why ..."  # folders or hub ids
 eyas doctor  # check the installation
@@ -203,5 +203,5 @@ def _explained(error: cyclopts.CycloptsError) -> str:
         name = error.argument.name
         needs = "needs a value" if error.keyword else "is missing"
         return f"option {name} {needs}" if name.startswith("-") else f"argument {name} {needs}"
-    text = " ".join(str(error).replace('"', "'").split()).rstrip(".")
+    text = one_line(str(error).replace('"', "'")).rstrip(".")
     return text[:1].lower() + text[1:]

@@ -60,7 +60,7 @@ def _figures(record: Mapping[str, Any]) -> str:
     return (
         f"## Figures\n\nOn {count:,} held-out examples of the training data, greedy:\n\n| | |\n|---|---|\n{rows}\n\n"
         "`tau` is the mean number of tokens per forward of the target, with a tree; `chain tau` with a chain; `n-alpha` the share of\n"
-        "drafted tokens that are accepted behind n drafted ones."
+        "drafted tokens that are accepted after n drafted ones."
     )
 
 
@@ -87,7 +87,7 @@ def _training(record: Mapping[str, Any]) -> str:
 
 
 def _uses(method: str, repo: str, target: str) -> str:
-    """How each engine runs the head."""
+    """The commands that run the head in each engine."""
     from eyas import checkpoints
 
     lines = [

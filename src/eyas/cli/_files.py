@@ -74,7 +74,7 @@ class Task:
 
     line: int  # counted from 1
     id: str | int | None
-    prompt: Any  # as LLM.generate takes it
+    prompt: Any  # a prompt of LLM.generate
 
     @property
     def key(self) -> dict[str, str | int]:
@@ -107,7 +107,7 @@ def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
                 task = _task(number, raw)
                 key = json.dumps(task.key)
                 if seen.setdefault(key, number) != number:
-                    raise InputError(f"the id {task.id!r} stands on line {seen[key]} already: give each line its own")
+                    raise InputError(f"the id {task.id!r} is on line {seen[key]} already: give each line its own")
                 yield task
             except InputError as error:
                 yield InvalidLine(number, str(error))
@@ -274,7 +274,7 @@ class FileRun:
         self.results = results
         self.noun = counts[0]
         self.counts = dict.fromkeys(counts, 0)
-        self.results_before = 0  # that were in the file already
+        self.results_before = 0  # results that were in the file already
         self.emitted = self.cycles = 0  # tokens of draft cycles, and how many cycles
 
     @property
@@ -305,7 +305,7 @@ UNWRITTEN_FORM = {"weights": "exact", "activations": "exact"}  # the target's, w
 
 
 def differences(there: Any, now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """How settings that are written in a file differ from those of this run, for people.
+    """The differences between the settings in a file and those of this run, in words.
 
     there: an object that was read, or nothing; `defaults` are the values of what earlier versions
     did not write. A setting that is in neither is not compared.

@@ -1,6 +1,6 @@
 """From the options of a command to an LLM, and from a result to the JSON that other programs read.
 
-Heavy imports stand inside the functions: the help of a command must not wait for torch.
+Heavy imports are inside the functions: the help of a command must not wait for torch.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def sampling_of(options: FilterOptions) -> dict[str, Any]:
     if "logit_bias" in keywords:
         keywords["logit_bias"] = tuple(map(_token_and_number, keywords["logit_bias"]))
         keywords["stop_token_ids"] = keywords.pop("stop_token_id")
-    law = {field.name for field in fields(Sampling)}
-    Sampling(**{name: value for name, value in keywords.items() if name in law})
+    sampling_names = {field.name for field in fields(Sampling)}
+    Sampling(**{name: value for name, value in keywords.items() if name in sampling_names})
     return keywords
 
 

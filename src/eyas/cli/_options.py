@@ -2,9 +2,9 @@
 help as the docstring below the field. cyclopts reads them.
 
     TargetOptions, DraftOptions, ...     groups of options that several commands share
-    MethodOptions                        stands for the options of the methods: `--tree.nodes` is the
+    MethodOptions                        placeholder for the options of the methods: `--tree.nodes` is the
                                          field `nodes` of the field `tree` of a method's `Options`
-    TrainingOptions                      stands for the fields of `TrainConfig`
+    TrainingOptions                      placeholder for the fields of `TrainConfig`
 
 The last two are replaced by dataclasses that are made when the command is known (`placeholders`),
 because the options depend on --method and because reading them imports torch. A command then gets
@@ -27,13 +27,13 @@ from eyas.errors import OptionError
 
 Options = TypeVar("Options")
 
-STDIN = "\N{SYMBOL FOR START OF TEXT}"  # stands for the argument `-`, which would be an option otherwise
+STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would be an option otherwise
 PANELS = ("Prompt", "Server", "Limits", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine")
 
 
 def annotated(annotation: Any, **settings: Any) -> Any:
-    """`Annotated[int, "Sampling", "N"]` for cyclopts: the option's panel on the help page, and what
-    stands for its value there."""
+    """`Annotated[int, "Sampling", "N"]` for cyclopts: the option's panel on the help page, and the
+    name of its value there."""
     kind, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
     parameters = [Parameter(**settings)]
     for mark in marks:
@@ -111,7 +111,8 @@ DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
     "Machine",
     Parameter(
-        help="Round the draft head's weights: fp8 on GPUs that multiply it, int4 by the compiled kernels. The text stays the same."
+        help="The draft head's weights. exact: as stored; int8 with the compiled kernels. fp8: on GPUs that multiply it. "
+        "int4: with the compiled kernels. The text stays the same."
     ),
 ]
 
@@ -182,7 +183,7 @@ class PenaltyOptions:
     logit_bias: Annotated[tuple[str, ...], "Sampling", "ID:NUMBER"] = ()
     """Add to the score of a token; -100: nearly never. May be given several times."""
     min_tokens: Annotated[int, "Sampling", "N"] = 0
-    """The answer does not end before so many tokens."""
+    """The answer has at least this many tokens."""
     stop_token_id: Annotated[tuple[int, ...], "Sampling", "ID"] = ()
     """End with this token, too; may be given several times."""
 
@@ -239,7 +240,7 @@ class TrainingOptions(dict[str, Any]):
 
 
 def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> type | None:
-    """The dataclass that an annotation of a command stands for; None for an ordinary annotation.
+    """The dataclass that replaces an annotation of a command; None for an ordinary annotation.
 
     A help page shows the options of the methods that --method names, or of all of them with
     --help-all. A command that runs takes the options of every method: which method runs may

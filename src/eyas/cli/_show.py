@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class TimedStream:
     """Passes the pieces of a streamed answer on and measures the time that decoding them takes.
 
-    Its clock stands while the text is shown, or while another stream is read.
+    Its clock is stopped while the text is shown, or while another stream is read.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -95,11 +95,12 @@ class ProgressBar:
         self.done = 0
 
     def advance(self, amount: int) -> None:
-        """So much more is done."""
+        """`amount` more is done."""
         self.show(self.done + amount)
 
     def show(self, done: int, text: str = "", total: int | None = None) -> None:
-        """So much is done in all; `text` stands beside the bar, by default the speed."""
+        """`done` is the amount done in all; `text` is shown next to the bar, by default the
+        speed."""
         self.done = done
         speed = self.display.tasks[0].speed
         text = text or (f"{speed:,.0f} {self.unit}/s" if speed and self.unit else "")
@@ -110,7 +111,7 @@ class ProgressBar:
 def progress_bar(title: str, total: int | None = None, unit: str = "", hidden: bool = False) -> Iterator[ProgressBar]:
     """A progress bar on stderr, where that is a terminal.
 
-    unit: what is counted; its speed is shown, and percents instead of a count.
+    unit: the things that are counted; their speed is shown, and percents instead of a count.
     """
     from rich import progress
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""The page that `eyas generate --view` writes: an answer with every cycle behind it."""
+"""The page that `eyas generate --view` writes: an answer with the cycles that made it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CycleView:
 
     Args:
         path: the file. One that is there already is replaced.
-        prompt: what is shown as the prompt; token ids are shown as numbers.
+        prompt: shown as the prompt; token ids are shown as numbers.
         system: the system message, if there is one.
 
     Raises:

@@ -228,7 +228,7 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
 
 
 def _refuse_others(job: BenchOptions, *groups: Any) -> None:
-    """--compare measures nothing: OptionError for any option but --json beside it."""
+    """--compare measures nothing: OptionError for any other option but --json."""
     for group in (job, *groups):
         for field in fields(group):
             if field.name not in ("compare", "as_json") and getattr(group, field.name) != field.default:

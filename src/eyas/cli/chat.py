@@ -131,7 +131,7 @@ class _Conversation:
             note(summary(self.llm, stream.result()))
         except EyasError as error:
             del self.chat.messages[before:]
-            problem(f"{error}{'; /reset begins anew' if before else ''}")
+            problem(f"{error}{'; /reset begins again' if before else ''}")
             self.failed = True
 
 

@@ -14,7 +14,7 @@ from eyas.cli._errors import UsageError, interruptible, note
 from eyas.cli._load import quiet
 from eyas.cli._options import VERBOSE, option_group
 from eyas.cli._show import progress_bar
-from eyas.errors import ModelError
+from eyas.errors import ModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,7 +124,7 @@ def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
                 name, trust_remote_code=options.trust_remote_code
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"tokenizer {name!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+            raise ModelError(f"tokenizer {name!r} cannot be loaded: {one_line(error, 200)}") from error
     return tokenizer
 
 

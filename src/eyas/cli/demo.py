@@ -76,7 +76,7 @@ class DemoOptions:
 
 
 def command(*, job: DemoOptions, options: MethodOptions) -> None:
-    """Show plain decoding beside the best method on the embedded model, live."""
+    """Show plain decoding and the best method side by side on the embedded model, live."""
     prompts = _prompts(job.prompts)
     if job.threads:
         import torch
@@ -138,7 +138,7 @@ class Answer(NamedTuple):
 class Round:
     """One prompt, answered three times."""
 
-    answers: Mapping[str, Answer]  # by side: "plain", the method, "transformers"
+    answers: Mapping[str, Answer]  # answers by side: "plain", the method, "transformers"
     difference: str  # what to report when the three differ; empty when they are equal
 
 

@@ -47,7 +47,7 @@ NOTES = (
     'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id".',
     'Lines of --output: the object of --json, and the "id" or else "line". Results that are there are not made again.',
 )
-OLD_KEYWORD_DEFAULTS = {  # by earlier versions
+OLD_KEYWORD_DEFAULTS = {  # values of keywords that earlier versions did not write
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias": [],
@@ -76,7 +76,7 @@ class InputOptions:
     """Where their results go, one a line; default: stdout."""
     view: Annotated[str | None, "Output", "FILE.html"] = None
     """Write a page that shows every cycle of the answer: the tree, its probabilities, what was
-    accepted. It needs nothing beside it."""
+    accepted. It needs no other file."""
     as_json: AS_JSON = False
     logprobs: Annotated[int | None, "Output", "N"] = None
     """With --json or --output: the log-probability of each token, and those of the N most probable."""

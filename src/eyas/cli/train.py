@@ -54,7 +54,7 @@ class HeadOptions:
     output: Annotated[str, "Data", "FOLDER"]
     """Where the head goes, and the state from which a run goes on."""
     restart: Annotated[bool, "Data"] = False
-    """Forget the state in --output and begin anew."""
+    """Forget the state in --output and begin again."""
     method: Annotated[str, "Method", "NAME"] = "eagle3"
     """The method that the head is for: see `eyas methods`."""
     init: Annotated[str | None, "Model", "PATH|HUB"] = None

@@ -38,7 +38,7 @@ class TuneOptions:
     draft: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The draft head: a folder or a hub id."""
     method: Annotated[str | None, "Method", "NAME"] = None
-    """A method that grows its trees. Default: the best for the head."""
+    """A method with dynamic trees. Default: the best for the head."""
     draft_weights: DRAFT_WEIGHTS = "exact"
     force: Annotated[bool, "Machine"] = False
     """Measure again what was measured before."""
@@ -55,7 +55,7 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
     limit = llm.drafter.max_tree
     if limit is None:
         raise OptionError(
-            f"{llm.method} does not grow its trees: there is nothing to tune; name another --method, like eagle3"
+            f"{llm.method} has no dynamic trees: there is nothing to tune; name another --method, like eagle3"
         )
     costs, known = load_costs(llm.drafter, job.force)
     guess = Acceptance(limit)
@@ -63,7 +63,7 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
     chosen, place = max(plans, key=lambda plan: plan.rate), str(cost_path(cost_key(llm.drafter)))
     if job.as_json:
         setting = {"target": llm.target.name, "method": llm.method, "measured": not known, "file": place}
-        tree = {**chosen.shape._asdict(), "accepted": chosen.accepted, "tokens_per_second": chosen.rate}
+        tree = {**chosen.size._asdict(), "accepted": chosen.accepted, "tokens_per_second": chosen.rate}
         measured = {"costs": asdict(costs), "doubtful": costs.doubtful}
         print(json.dumps({**setting, **measured, "plain": {"tokens_per_second": 1 / costs.plain()}, "tree": tree}))
         return
@@ -84,7 +84,7 @@ def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
     plain = 1 / costs.plain()
     shown = sorted({_best_of(plans, nodes) for nodes in (4, 8, 16, 32, 60)} | {chosen})
     trees = [("plain", costs.plain(), 1.0, plain)]
-    trees += [("nodes {} depth {} branch {}".format(*p.shape), p.seconds, 1 + p.accepted, p.rate) for p in shown]
+    trees += [("nodes {} depth {} branch {}".format(*p.size), p.seconds, 1 + p.accepted, p.rate) for p in shown]
     print_table(
         ("tree", "ms a cycle", "tokens a cycle", "tokens/s", "vs plain"),
         [
@@ -97,6 +97,6 @@ def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
 
 
 def _best_of(plans: Sequence[Plan], nodes: int) -> Plan:
-    """The best of the trees that have the most nodes up to so many."""
-    most = max([p.shape.nodes for p in plans if p.shape.nodes <= nodes], default=plans[0].shape.nodes)
-    return max((plan for plan in plans if plan.shape.nodes == most), key=lambda plan: plan.rate)
+    """The best of the trees that have the most nodes up to `nodes`."""
+    most = max([p.size.nodes for p in plans if p.size.nodes <= nodes], default=plans[0].size.nodes)
+    return max((plan for plan in plans if plan.size.nodes == most), key=lambda plan: plan.rate)

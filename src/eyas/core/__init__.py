@@ -1,1 +1,1 @@
-"""The loop and its parts: trees, verification, sampling, caches, the target, and what a drafter is."""
+"""The loop and its parts: trees, verification, sampling, caches, the target, the drafter interface."""

@@ -1,17 +1,18 @@
 """Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is always in use, or several that
 requests choose from.
 
-    merge(model, folder)             -> the same model with other weights; nothing of PEFT is left in it
-    beside(model, folder)            -> the same model with layers of PEFT that add the adapter's part: for quantised weights
-    digest(folder)                   -> a hash of the adapter's tensors
-    AdapterSet.load(model, folders)  -> layers of PEFT around the model's own; `use` switches the whole model to one of them
+    merge(model, folder)               -> the same model with other weights; nothing of PEFT is left in it
+    add_adapter_layers(model, folder)  -> the same model with layers of PEFT that add the adapter's part: for quantised weights
+    digest(folder)                     -> a hash of the adapter's tensors
+    AdapterSet.load(model, folders)    -> layers of PEFT around the model's own; `use` switches the whole model to one of them
 
 The whole model has one adapter at a time. `Target.with_adapter` makes a view of the target for each
 adapter, and a view switches the model before each of its forwards. A Decoder belongs to one view,
 so a batch never mixes adapters, and keys and values that one adapter made are never read by
 another.
 
-This module knows no tree, no cache and no drafter. PEFT (the extra `peft`) is imported where it is used.
+This module knows no tree, no cache and no drafter. PEFT (the extra `peft`) is imported where it is
+used.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from eyas.errors import EyasError, ModelError, OptionError, near
+from eyas.core.pretrained import REASON_LENGTH, is_missing_path
+from eyas.errors import EyasError, ModelError, OptionError, near, one_line
 
-__all__ = ["BASE", "AdapterSet", "beside", "digest", "has_adapter_layers", "is_peft_model", "merge"]
+__all__ = ["BASE", "AdapterSet", "add_adapter_layers", "digest", "has_adapter_layers", "is_peft_model", "merge"]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
 BASE = "base"  # in requests: the model without an adapter
-REASON_LENGTH = 240  # characters of a library's message that are shown
-# Kinds of adapters that do a part of their work outside of the model's layers, which its own
-# forward would leave out.
-OUTSIDE = (
+# Kinds of adapters that compute something outside of the model's layers; the model's own forward
+# would leave it out.
+UNSUPPORTED_KINDS = (
     "PROMPT_TUNING",
     "MULTITASK_PROMPT_TUNING",
     "P_TUNING",
@@ -59,15 +60,15 @@ def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         OptionError: PEFT is not installed.
     """
     tuned = AdapterSet.load(model, {"adapter": folder}).tuned
-    with _one_line_errors(folder):
+    with _peft_errors(folder):
         merged: PreTrainedModel = tuned.merge_and_unload(safe_merge=True)
     log.info("adapter %s is merged into the weights", folder)
     return merged
 
 
-def beside(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with the adapter in layers of its own, always in use. Merged into quantised
-    weights, it would be rounded as they are.
+def add_adapter_layers(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """The model with the adapter in layers of its own, always in use. It is not merged, because
+    merging into quantised weights would round it.
 
     Raises:
         ModelError: the adapter cannot be loaded, or does not fit the model.
@@ -75,14 +76,14 @@ def beside(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     """
     adapters = AdapterSet.load(model, {"adapter": folder})
     adapters.use("adapter")
-    log.info("adapter %s stays beside the weights, which are quantised", folder)
+    log.info("adapter %s is added in layers of its own, as the weights are quantised", folder)
     return model
 
 
 def digest(folder: str | Path) -> str:
-    """A hash of the adapter's tensors as they are stored: few weights of a merged model tell
-    nothing of an adapter that changes others."""
-    with _one_line_errors(folder):
+    """A hash of the adapter's tensors as they are stored. The target's fingerprint reads only a few
+    matrices, so it may miss what an adapter changes."""
+    with _peft_errors(folder):
         tensors = _import_peft().load_peft_weights(str(folder), device="cpu")
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -94,12 +95,13 @@ class AdapterSet:
     """Adapters that are in one model, and which of them is in use.
 
     Args:
-        tuned: a PeftModel. Its base model is changed by `use`, and by nobody else while eyas
-            decodes with it.
+        tuned: a PeftModel. `use` changes its base model, which must not be changed by anyone else
+            while eyas decodes with it.
     """
 
     def __init__(self, tuned: Any, inner: Mapping[str, str] | None = None) -> None:
-        """`inner`: the name in PEFT of each adapter; None: adapters have the names that they have there."""
+        """`inner`: the name in PEFT of each adapter; None: adapters have the same names here as
+        there."""
         for name, config in tuned.peft_config.items():
             _check_kind(name, config)
         self.tuned = tuned
@@ -118,10 +120,10 @@ class AdapterSet:
             OptionError: PEFT is not installed.
         """
         peft, tuned = _import_peft(), None
-        # PEFT takes no dots, and nothing that "lora_" contains
+        # PEFT accepts no name with a dot, nor one that is a part of "lora_"
         inner = {name: f"adapter{number}" for number, name in enumerate(folders)}
         for name, folder in folders.items():
-            with _one_line_errors(folder):
+            with _peft_errors(folder):
                 _check_folder(folder)
                 config = peft.PeftConfig.from_pretrained(str(folder))
                 _check_kind(str(folder), config)
@@ -141,7 +143,7 @@ class AdapterSet:
 
     @property
     def active(self) -> str:
-        """The adapter that the user of a PeftModel has chosen; "" if none is enabled."""
+        """The active adapter of the PeftModel; "" if none is enabled."""
         layers: list[Any] = [module for module in self.tuned.modules() if isinstance(module, _layer_kinds())]
         return "" if any(layer.disable_adapters for layer in layers) else str(self.tuned.active_adapter)
 
@@ -163,18 +165,18 @@ class AdapterSet:
 
 
 def is_peft_model(model: object) -> bool:
-    """Whether it is a PeftModel around a model."""
+    """Whether the object is a PeftModel, which holds a model."""
     return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
 def has_adapter_layers(model: nn.Module) -> bool:
-    """Whether layers of PEFT are in the model. Whoever reads `weight` of such a layer reads the
-    base model's, without the adapter."""
+    """Whether layers of PEFT are in the model. `weight` of such a layer is the base model's,
+    without the adapter."""
     return any(isinstance(module, _layer_kinds()) for module in model.modules())
 
 
 def _layer_kinds() -> tuple[type, ...]:
-    """The classes of PEFT's layers; () where PEFT is not imported, as there can be no layers of it then."""
+    """The classes of PEFT's layers; () if PEFT is not imported: no layers of it exist then."""
     layers, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
     kinds = getattr(layers, "BaseTunerLayer", None), getattr(others, "AuxiliaryTrainingWrapper", None)
     return tuple(kind for kind in kinds if kind is not None)
@@ -194,14 +196,14 @@ def _check_folder(folder: str | Path) -> None:
         raise ModelError(
             f"adapter folder {str(folder)!r} has no adapter_config.json: name a folder that PEFT has written"
         )
-    if not path.exists() and (path.is_absolute() or str(folder).startswith((".", "~")) or str(folder).count("/") > 1):
+    if is_missing_path(folder):
         raise ModelError(f"adapter {str(folder)!r} does not exist")
 
 
 def _check_kind(name: str, config: Any) -> None:
     """ModelError for an adapter that does a part of its work outside of the model's layers."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if config.is_prompt_learning or kind in OUTSIDE or getattr(config, "alora_invocation_tokens", None):
+    if config.is_prompt_learning or kind in UNSUPPORTED_KINDS or getattr(config, "alora_invocation_tokens", None):
         kind = "aLoRA" if kind == "LORA" else kind
         raise ModelError(
             f"adapter {name!r} is of kind {kind}, which does more than change layers: eyas serves LoRA, DoRA and the like"
@@ -209,7 +211,8 @@ def _check_kind(name: str, config: Any) -> None:
 
 
 def _check_keys(folder: str | Path, read: Any) -> None:
-    """ModelError where tensors of the adapter have no place in the model, or places no tensor."""
+    """ModelError if the model has no place for a tensor of the adapter, or the adapter lacks
+    one."""
     if read.unexpected_keys:
         raise ModelError(
             f"adapter {str(folder)!r} was made for another model: there is no place for {read.unexpected_keys[0]}"
@@ -220,15 +223,15 @@ def _check_keys(folder: str | Path, read: Any) -> None:
 
 
 @contextmanager
-def _one_line_errors(folder: str | Path) -> Iterator[None]:
-    """Turn what PEFT raises into a ModelError of one line. What it says about other libraries'
-    future is not for the user."""
+def _peft_errors(folder: str | Path) -> Iterator[None]:
+    """Turn exceptions of PEFT into a ModelError of one line. FutureWarnings that PEFT raises are
+    hidden."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     except (EyasError, MemoryError):
         raise
-    except Exception as error:  # PEFT raises whatever a broken file leads it to
-        reason = " ".join(str(error).split())[:REASON_LENGTH]
+    except Exception as error:  # a broken file makes PEFT raise exceptions of many kinds
+        reason = one_line(error, REASON_LENGTH)
         raise ModelError(f"adapter {str(folder)!r} cannot be loaded: {type(error).__name__}: {reason}") from error

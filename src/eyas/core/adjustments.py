@@ -1,14 +1,14 @@
-"""The distribution of a token depends on more than logits and temperature: on the text before it, a logit
-bias, and a least length.
+"""Adjustments of a token's scores by the text before it, a logit bias, and a minimum length.
 
-    repetition_penalty                      `seen`: the tokens of prompt and answer
+    repetition_penalty                      `seen_tokens`: the tokens of prompt and answer
     presence_penalty, frequency_penalty     `counts`: how often each token occurs in the answer
     logit_bias                              `bias`
-    min_tokens                              `ending`: the tokens that end the text; `wait`: how many others must come before
+    min_tokens                              `end_tokens`: the tokens that end the text;
+                                            `tokens_before_end`: how many others must come before them
 
-In a tree each node has a text of its own: that of the row, of its ancestors, and itself (`for_tree`).
-Drafts that are grown level by level follow their nodes with `of_nodes` and `after_tokens`. A field that no row
-of a batch needs is None; a batch that needs none has no Adjustments.
+In a tree each node has a text of its own: that of the row, then its ancestors and itself
+(`for_tree`). Drafts that are grown level by level use `of_nodes` and `after_tokens` instead. A
+field that no row of a batch needs is None; a batch that needs none has no Adjustments.
 
 This module knows no model and no sampling: `sampling.apply_sampling` applies the numbers.
 Letters: B rows, N nodes, Q nodes of a level, K of the next level, V vocabulary of the target, v of
@@ -33,17 +33,18 @@ __all__ = ["Adjustments"]
 @dataclass(frozen=True, eq=False)
 class Adjustments:
     """See the module. An index selects rows, or rows and nodes, in every field: `adjustments[b]`,
-    `adjustments[:, nodes]`."""
+    `adjustments[:, nodes]`. The fields are frozen; only `append` writes into their tensors."""
 
-    seen: Tensor | None = None  # bool [..., V]
+    seen_tokens: Tensor | None = None  # bool [..., V]
     counts: Tensor | None = None  # float32 [..., V]
     bias: Tensor | None = None  # float32 [..., V]
-    ending: Tensor | None = None  # bool [..., V]
-    wait: Tensor | None = None  # int64 [...]; 0 or less: the ending tokens may come
+    end_tokens: Tensor | None = None  # bool [..., V]
+    tokens_before_end: Tensor | None = None  # int64 [...]; 0 or less: end tokens may come
 
     @classmethod
     def stack(cls, texts: Sequence[Adjustments | None]) -> Adjustments | None:
-        """[B, ...] from those of single texts. What a text does not need is zero in its row."""
+        """Stack the adjustments of single texts into [B, ...]. A field that a text does not need is
+        zero in its row."""
 
         def stacked(name: str) -> Tensor | None:
             parts = [None if text is None else getattr(text, name) for text in texts]
@@ -58,27 +59,27 @@ class Adjustments:
         return cls(**batch) if any(x is not None for x in batch.values()) else None
 
     def append(self, token: int) -> None:
-        """One more token of the answer of a single text, in place; `wait` stays."""
-        if self.seen is not None:
-            self.seen[token] = True
+        """Add one token to the answer of a single text, in place; `tokens_before_end` stays."""
+        if self.seen_tokens is not None:
+            self.seen_tokens[token] = True
         if self.counts is not None:
             self.counts[token] += 1
 
     # --- from rows to nodes
 
     def for_depths(self, level_Q: Tensor) -> Adjustments:
-        """[B, Q, ...]: each row's own for nodes at these depths, as if no token lay between them
-        and the root."""
-        nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, len(level_Q), -1))
-        return nodes._waiting(lambda wait_B: wait_B[:, None] - level_Q)
+        """[B, Q, ...]: the adjustments of each row for nodes at these depths, as if there were no
+        tokens between them and the root."""
+        nodes = self._map_vocab_fields(lambda x_BV: x_BV[:, None].expand(-1, len(level_Q), -1))
+        return nodes._map_tokens_before_end(lambda wait_B: wait_B[:, None] - level_Q)
 
     def for_tree(self, tree: Tree, tokens_BN: Tensor) -> Adjustments:
-        """[B, N, ...]: each node's own."""
-        nodes = self._each(lambda x_BV: x_BV[:, None].expand(-1, tree.nodes, -1))._waiting(
+        """[B, N, ...]: the adjustments of each node."""
+        nodes = self._map_vocab_fields(lambda x_BV: x_BV[:, None].expand(-1, tree.nodes, -1))._map_tokens_before_end(
             lambda wait_B: wait_B[:, None] - tree.depth_BN
         )
-        if self.seen is not None:
-            nodes = replace(nodes, seen=tree.tokens_seen(tokens_BN, self.seen))
+        if self.seen_tokens is not None:
+            nodes = replace(nodes, seen_tokens=tree.tokens_seen(tokens_BN, self.seen_tokens))
         if nodes.counts is not None:
             below_root_BNN = tree.mask_BNN.float()
             below_root_BNN[..., 0] = 0  # the root is counted already, or it is the prompt's last token
@@ -87,19 +88,22 @@ class Adjustments:
         return nodes
 
     def for_draft_vocab(self, ids_v: Tensor) -> Adjustments:
-        """[..., v]: those of a draft vocabulary, given by the target's ids."""
-        return self._each(lambda x: x[..., ids_v])
+        """[..., v]: the adjustments of a draft vocabulary, given by the target's ids."""
+        return self._map_vocab_fields(lambda x: x[..., ids_v])
 
     def of_nodes(self, node_BK: Tensor) -> Adjustments:
-        """[B, K, ...]: those of K of the Q nodes."""
-        nodes = self._each(lambda x_BQv: x_BQv.gather(1, node_BK[..., None].expand(-1, -1, x_BQv.shape[-1])))
-        return nodes._waiting(lambda wait_BQ: wait_BQ.gather(1, node_BK))
+        """[B, K, ...]: the adjustments of K selected nodes."""
+        nodes = self._map_vocab_fields(
+            lambda x_BQv: x_BQv.gather(1, node_BK[..., None].expand(-1, -1, x_BQv.shape[-1]))
+        )
+        return nodes._map_tokens_before_end(lambda wait_BQ: wait_BQ.gather(1, node_BK))
 
     def after_tokens(self, token_BQ: Tensor) -> Adjustments:
-        """[B, Q, ...] after one more token in each node's text, given by its column."""
-        nodes, column_BQ1 = self._waiting(lambda wait_BQ: wait_BQ - 1), token_BQ[..., None]
-        if self.seen is not None:
-            nodes = replace(nodes, seen=self.seen.scatter(2, column_BQ1, True))
+        """[B, Q, ...]: the adjustments after one more token in each node's text, given by its
+        column."""
+        nodes, column_BQ1 = self._map_tokens_before_end(lambda wait_BQ: wait_BQ - 1), token_BQ[..., None]
+        if self.seen_tokens is not None:
+            nodes = replace(nodes, seen_tokens=self.seen_tokens.scatter(2, column_BQ1, True))
         if self.counts is not None:
             nodes = replace(
                 nodes, counts=self.counts.scatter_add(2, column_BQ1, self.counts.new_ones(column_BQ1.shape))
@@ -108,15 +112,17 @@ class Adjustments:
 
     def flat(self) -> Adjustments:
         """[B x N, ...] from [B, N, ...]."""
-        return self._each(lambda x: x.flatten(0, 1))._waiting(lambda wait: wait.flatten())
+        return self._map_vocab_fields(lambda x: x.flatten(0, 1))._map_tokens_before_end(lambda wait: wait.flatten())
 
     def __getitem__(self, index: Any) -> Adjustments:
-        return self._each(lambda x: x[index])._waiting(lambda wait: wait[index])
+        return self._map_vocab_fields(lambda x: x[index])._map_tokens_before_end(lambda wait: wait[index])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Adjustments:
-        """The change of every field that has a vocabulary."""
-        names = ("seen", "counts", "bias", "ending")
+    def _map_vocab_fields(self, change: Callable[[Tensor], Tensor]) -> Adjustments:
+        """Apply `change` to every field whose last dimension is the vocabulary."""
+        names = ("seen_tokens", "counts", "bias", "end_tokens")
         return replace(self, **{name: None if (x := getattr(self, name)) is None else change(x) for name in names})
 
-    def _waiting(self, change: Callable[[Tensor], Tensor]) -> Adjustments:
-        return self if self.wait is None else replace(self, wait=change(self.wait))
+    def _map_tokens_before_end(self, change: Callable[[Tensor], Tensor]) -> Adjustments:
+        return (
+            self if self.tokens_before_end is None else replace(self, tokens_before_end=change(self.tokens_before_end))
+        )

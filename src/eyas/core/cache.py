@@ -1,19 +1,19 @@
 """Preallocated KV caches in which each row has its own length.
 
 The slots of a row hold its committed tokens first, then the nodes that are being verified (or
-drafted). Slot s of the committed part holds position s; a node at depth d has position length + d,
+drafted). A committed token in slot s has position s; a node at depth d has position length + d,
 whatever its slot.
 
     slot      0 1 2 3 4 | 5 6 7 8 9
     row 0     c c c c c | n n n n n        5 committed, 5 nodes
-    row 1     c c c n n   n n n            3 committed, nodes right behind
+    row 1     c c c n n   n n n            3 committed, nodes right after them
 
-`KVCache` is passed to Hugging Face models as `past_key_values`: `prepare` sets where the next forward
-writes, the model calls `update` once for each layer, `commit` moves the accepted nodes behind the
-committed slots. Sliding windows of a target are a matter of masks, not of slots. `DraftKVCache` is
-the cache of a draft net; with a window it keeps only the first and the last slots (SEAGLE).
-Letters: B rows, R rows of this forward, H heads, S slots, N nodes, T nodes in slots, P path, W
-width of this forward, E layers x {key, value}.
+`KVCache` is passed to Hugging Face models as `past_key_values`: `prepare` sets where the next
+forward writes, the model calls `update` once for each layer, `commit` moves the accepted nodes to
+the slots after the committed ones. Sliding windows of a target are a matter of masks, not of slots.
+`DraftKVCache` is the cache of a draft net; with a window it keeps only the first and the last slots
+(SEAGLE). Letters: B rows, R rows of this forward, H (or K) heads, S slots, N nodes, T nodes in
+slots, P path, W width of this forward (a number of slots), h head size, E layers x {key, value}.
 """
 
 from __future__ import annotations
@@ -34,21 +34,26 @@ __all__ = [
     "KVCache",
     "LayerCache",
     "Layout",
+    "additive_mask",
     "commit_path",
+    "common_prefix",
     "devices_of",
     "layout_of",
     "slot_mask",
     "slot_positions",
 ]  # fmt: skip
 
-# per layer: (heads, key width, value width); None = the layer stores nothing of its own
+# per layer: (heads, head size of keys, head size of values); None = the layer stores nothing of its
+# own
 Layout = tuple[tuple[int, int, int] | None, ...]
-StoreKey = tuple[int, int, torch.device]  # of the keys or values of one layer: heads, width, and where they lie
+# which store holds a layer's keys or values: heads, head size, and the device that they are on
+StoreKey = tuple[int, int, torch.device]
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
-SYSTEM_PAGES = 2**20  # bytes; larger tensors are made of pages of the system, see `_zeros`
-# on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and few shapes
+MMAP_FROM_BYTES = 2**20  # tensors of this size and larger use anonymous mmap on a CPU, see `_zeros`
+# on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and
+# fewer shapes occur
 ALIGNED = 64
 
 
@@ -73,25 +78,35 @@ class LayerCache:
     """
 
     def __init__(
-        self, key_RHSw: Tensor, value_RHSw: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int, some: bool = False
+        self,
+        key_RHSh: Tensor,
+        value_RHSh: Tensor,
+        row_R1: Tensor,
+        slot_RN: Tensor,
+        width: int,
+        gathers_rows: bool = False,
     ) -> None:
-        self.key_RHSw, self.value_RHSw, self.row_R1, self.slot_RN, self.width = (
-            key_RHSw,
-            value_RHSw,
+        self.key_RHSh, self.value_RHSh, self.row_R1, self.slot_RN, self.width = (
+            key_RHSh,
+            value_RHSh,
             row_R1,
             slot_RN,
             width,
         )
-        self.some = some  # the tensors hold further rows than those of the forward
+        self.gathers_rows = gathers_rows  # the tensors also hold rows that are not in the forward
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """See `KVCache.update`."""
-        for store, states in ((self.key_RHSw, key_states), (self.value_RHSw, value_states)):
+        for store, states in ((self.key_RHSh, key_states), (self.value_RHSh, value_states)):
             store[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
-        key_RHWw, value_RHWw = self.key_RHSw[:, :, : self.width], self.value_RHSw[:, :, : self.width]
-        return (key_RHWw[self.row_R1[:, 0]], value_RHWw[self.row_R1[:, 0]]) if self.some else (key_RHWw, value_RHWw)
+        key_RHWh, value_RHWh = self.key_RHSh[:, :, : self.width], self.value_RHSh[:, :, : self.width]
+        return (
+            (key_RHWh[self.row_R1[:, 0]], value_RHWh[self.row_R1[:, 0]])
+            if self.gathers_rows
+            else (key_RHWh, value_RHWh)
+        )
 
 
 class DraftLayerCache:
@@ -99,18 +114,20 @@ class DraftLayerCache:
     nets get this, like `LayerCache`.
 
     Args:
-        part: keys and values.
-        unrotated: the keys before RoPE, if the draft has a window.
+        rotated: keys after RoPE, and values.
+        unrotated: keys before RoPE, if the draft has a window.
         length_R, visible_RNT: see `slot_mask`.
     """
 
-    def __init__(self, part: LayerCache, unrotated: LayerCache | None, length_R: Tensor, visible_RNT: Tensor) -> None:
-        self.part, self.unrotated, self.length_R, self.visible_RNT, self.width = (
-            part,
+    def __init__(
+        self, rotated: LayerCache, unrotated: LayerCache | None, length_R: Tensor, visible_RNT: Tensor
+    ) -> None:
+        self.rotated, self.unrotated, self.length_R, self.visible_RNT, self.width = (
+            rotated,
             unrotated,
             length_R,
             visible_RNT,
-            part.width,
+            rotated.width,
         )
 
     @property
@@ -118,34 +135,34 @@ class DraftLayerCache:
         """bool: the slots that the new nodes attend to."""
         return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
 
-    def contents(self) -> CacheContents | None:
+    def cpu_kernel_view(self) -> CacheContents | None:
         """None: kernels do not run compiled layers."""
         return None
 
-    def slots_for_kernels(self) -> DraftSlots | None:
+    def gpu_kernel_view(self) -> DraftSlots | None:
         """None: kernels do not run compiled layers."""
         return None
 
     def store(
         self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Store the new nodes' keys, not yet rotated, and values [R, N, K, h]. Returns those below
-        the width, rotated, [R, K, W, h]."""
+        """Store the new nodes' keys, not yet rotated, and values [R, N, K, h]. Returns the keys,
+        rotated, and values of all slots below the width, [R, K, W, h]."""
         key_RKNh, value_RKNh = key_RNKh.transpose(1, 2), value_RNKh.transpose(1, 2)
         if self.unrotated is not None:
             self.unrotated.update(key_RKNh, value_RKNh[..., :0])
-        return self.part.update(rope(key_RNKh, position_RN, frequency_h).transpose(1, 2), value_RKNh)
+        return self.rotated.update(rope(key_RNKh, position_RN, frequency_h).transpose(1, 2), value_RKNh)
 
 
 class KVCache(Cache):
-    """Keys and values of B rows in one tensor [E, B, H, S, width]; one for each (heads, width,
+    """Keys and values of B rows in one tensor [E, B, H, S, h]; one for each (heads, head size,
     device), if layers differ.
 
     Args:
         layout: the sizes of each layer.
         device: of lengths, paths and slots.
         commit: the implementation of `commit_path`: torch or compiled kernels.
-        devices: of the layers; (): all lie on `device`.
+        devices: of the layers' keys and values; (): all are on `device`.
     """
 
     def __init__(
@@ -160,36 +177,38 @@ class KVCache(Cache):
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
         self.slots = 0
-        # layer -> for its keys, then its values: (store, index in the first dimension of that store)
-        self._place: dict[int, tuple[tuple[StoreKey, int], ...]] = {}
-        self._count: dict[StoreKey, int] = {}  # store -> size of that first dimension
+        # layer -> for its keys, then its values: (store, index in the first dimension of that
+        # store)
+        self._entries_of_layer: dict[int, tuple[tuple[StoreKey, int], ...]] = {}
+        self._entries_of_store: dict[StoreKey, int] = {}  # store -> size of that first dimension
         for layer, sizes in enumerate(layout):
             if sizes is not None:
-                heads, *widths = sizes
+                heads, *head_sizes = sizes
                 place = (devices[layer] if devices else None) or device
-                self._place[layer] = tuple(
-                    ((heads, width, place), self._next((heads, width, place))) for width in widths
+                self._entries_of_layer[layer] = tuple(
+                    ((heads, h, place), self._next((heads, h, place))) for h in head_sizes
                 )
         self._stores: dict[StoreKey, Tensor] = {}
-        self._slots_of: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
-        self._where: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows [R, 1] and slots [R, N] of the next forward
+        self._make_slots: Callable[[], Tensor] = lambda: torch.zeros(1, 1, dtype=torch.long)
+        # rows [R, 1] and slots [R, N] of the next forward
+        self._indices_by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._rows: Sequence[int] = range(0)
         self._width = 0
 
     def _next(self, shape: StoreKey) -> int:
-        self._count[shape] = self._count.get(shape, 0) + 1
-        return self._count[shape] - 1
+        self._entries_of_store[shape] = self._entries_of_store.get(shape, 0) + 1
+        return self._entries_of_store[shape] - 1
 
     def reserve(self, slots: int) -> None:
-        """Grow to at least that many slots per row; the contents stay."""
+        """Grow to at least `slots` slots per row; the contents stay."""
         if slots <= self.slots:
             return
         size = -(-slots // BUCKET) * BUCKET
-        for (heads, width, device), entries in self._count.items():
-            store = _zeros((entries, self.rows, heads, size, width), self.dtype, device)
-            if (old := self._stores.get((heads, width, device))) is not None:
+        for (heads, h, device), entries in self._entries_of_store.items():
+            store = _zeros((entries, self.rows, heads, size, h), self.dtype, device)
+            if (old := self._stores.get((heads, h, device))) is not None:
                 store[..., : self.slots, :] = old
-            self._stores[heads, width, device] = store
+            self._stores[heads, h, device] = store
         self.slots = size
 
     def clear(self, row: int) -> None:
@@ -202,15 +221,14 @@ class KVCache(Cache):
         """Set rows and slots of the next forward.
 
         Args:
-            rows: a range if there may be no others between them, and else any, ascending.
+            rows: a range, or an ascending list if rows between them are left out.
             slot_RN: returns int64 [R, N], the slot for each new node. It is called only if torch
                 stores the nodes; kernels compute the slots themselves.
-            width: the forward attends to slots below this, or below a somewhat larger number: see
-                `width`.
+            width: the forward attends to slots below this; `aligned` may round it up.
         """
         width = self.aligned(width)
         self.reserve(width)
-        self._rows, self._slots_of, self._where, self._width = rows, slot_RN, {}, width
+        self._rows, self._make_slots, self._indices_by_device, self._width = rows, slot_RN, {}, width
 
     def aligned(self, width: int) -> int:
         """The width of a forward that attends to slots below `width`: on a GPU the next multiple of
@@ -220,51 +238,52 @@ class KVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, H, N, width]; returns those of all slots below the forward's
-        width. Called by attention layers."""
+        """Store keys and values [R, H, N, h]; returns those of all slots below the forward's width.
+        Called by attention layers."""
         return self.layer_view(layer_idx).update(key_states, value_states)
 
     def layer_view(self, layer: int) -> LayerCache:
         """The cache of one layer for the next forward."""
-        (_, _, device), _ = self._place[layer][0]
+        (_, _, device), _ = self._entries_of_layer[layer][0]
         return LayerCache(
             *self.keys_values(layer), *self._rows_and_slots(device), self._width, not isinstance(self._rows, range)
         )
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Rows [R, 1] and slots [R, N] of the next forward, on this device."""
-        if not self._where:
-            slot_RN, rows = self._slots_of(), self._rows
+        if not self._indices_by_device:
+            slot_RN, rows = self._make_slots(), self._rows
             row_R = (
                 torch.arange(len(rows), device=self.device)
                 if isinstance(rows, range)
                 else torch.tensor(rows, device=self.device)
             )
-            self._where[self.device] = row_R[:, None], slot_RN
-        if device not in self._where:
-            row_R1, slot_RN = self._where[self.device]
-            self._where[device] = row_R1.to(device), slot_RN.to(device)
-        return self._where[device]
+            self._indices_by_device[self.device] = row_R[:, None], slot_RN
+        if device not in self._indices_by_device:
+            row_R1, slot_RN = self._indices_by_device[self.device]
+            self._indices_by_device[device] = row_R1.to(device), slot_RN.to(device)
+        return self._indices_by_device[device]
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, H, S, width] of one layer, for the rows of the next forward; for all
-        rows if those are not a range."""
+        """Keys and values [R, H, S, h] of one layer, for the rows of the next forward; for all rows
+        if those are not a range."""
         span = slice(self._rows.start, self._rows.stop) if isinstance(self._rows, range) else slice(None)
-        key, value = (self._stores[shape][entry, span] for shape, entry in self._place[layer])
+        key, value = (self._stores[shape][entry, span] for shape, entry in self._entries_of_layer[layer])
         return key, value
 
     def committed(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, W, width] of one layer in all rows: the first W = `width` slots,
-        or all if there are fewer."""
-        key, value = (self._stores[shape][entry, :, :, :width] for shape, entry in self._place[layer])
+        """Keys and values [B, H, W, h] of one layer in all rows: the first W = `width` slots, or
+        all if there are fewer."""
+        key, value = (self._stores[shape][entry, :, :, :width] for shape, entry in self._entries_of_layer[layer])
         return key, value
 
     def stores_of(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
-        return layer in self._place
+        return layer in self._entries_of_layer
 
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
-        """Move the nodes of each row's path (-1 past its end) to the slots behind its committed ones."""
+        """Move the nodes of each row's path (-1 past its end) to the slots after its committed
+        ones."""
         if path_BP.shape[1] == 1:
             return
         for (_, _, device), store in self._stores.items():
@@ -282,7 +301,7 @@ class KVCache(Cache):
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """The tensors [layers x {key, value}, B, H, slots, width], one for each (heads, width, device)."""
+        """The tensors [E, B, H, S, h], one for each (heads, head size, device)."""
         return tuple(self._stores.values())
 
     @property
@@ -292,23 +311,22 @@ class KVCache(Cache):
 
     @property
     def tensor(self) -> Tensor:
-        """The only tensor [layers x {key, value}, B, H, slots, width] of a model whose layers have
-        equal sizes."""
+        """The only tensor [E, B, H, S, h] of a model whose layers have equal sizes."""
         (only,) = self._stores.values()
         return only
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # the model gets positions and masks explicitly, and must derive nothing from one length
+        return 0  # the model gets positions and masks explicitly, and must not derive them from a length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._width, 0
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [False] * (max(self._place, default=-1) + 1)
+        return [False] * (max(self._entries_of_layer, default=-1) + 1)
 
     def __len__(self) -> int:
-        return max(self._place, default=-1) + 1
+        return max(self._entries_of_layer, default=-1) + 1
 
     def bytes_for(self, slots: int) -> int:
         """Bytes that this number of slots per row takes, on all devices together."""
@@ -317,8 +335,8 @@ class KVCache(Cache):
     def bytes_by_device(self, slots: int) -> dict[torch.device, int]:
         """Bytes that this number of slots per row takes on each device."""
         total: dict[torch.device, int] = {}
-        for (heads, width, device), n in self._count.items():
-            total[device] = total.get(device, 0) + n * self.rows * heads * width * slots * self.dtype.itemsize
+        for (heads, h, device), n in self._entries_of_store.items():
+            total[device] = total.get(device, 0) + n * self.rows * heads * h * slots * self.dtype.itemsize
         return total
 
 
@@ -328,40 +346,41 @@ class DraftKVCache(KVCache):
 
     For a window, keys are also stored before RoPE. `trim` removes the slots between sinks and
     window, and rotates the remaining keys by their new index in the cache (SEAGLE; attention sinks:
-    Xiao et al. 2023, section 3.2). The properties and methods of `DraftCache`, for one layer, are
-    those of the first; `layer` gives those of the others.
+    Xiao et al. 2023, section 3.2). The cache is itself the `nn.DraftCache` of the net's first
+    layer; `draft_layer` returns those of the others.
     """
 
     def __init__(
         self,
         heads: int,
-        width: int,
+        head_size: int,
         rows: int,
         dtype: torch.dtype,
         device: torch.device,
         window: tuple[int, int] | None,
         layers: int = 1,
     ) -> None:
-        """`window`: (sink, size); None: all slots are kept. `layers`: of the net, all of the same size."""
-        keys_and_values = (heads, width, width)
-        unrotated_keys = (heads, width, 0)  # stored as the keys of `layers` further layers
+        """`window`: (sink, size); None: all slots are kept. `layers`: number of the net's layers,
+        which have equal sizes."""
+        keys_and_values = (heads, head_size, head_size)
+        unrotated_keys = (heads, head_size, 0)  # stored as the keys of `layers` further layers
         super().__init__(
             (keys_and_values,) * layers + (() if window is None else (unrotated_keys,) * layers), rows, dtype, device
         )
-        self.window, self.shape, self.net_layers = window, (heads, width, device), layers
+        self.window, self.store_key, self.net_layers = window, (heads, head_size, device), layers
         self._length_R, self._visible_RNT = torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 1, dtype=torch.bool)
 
     def set_mask(self, length_R: Tensor, visible_RNT: Tensor) -> None:
-        """Set the mask of the next forward: the committed slots, and of the T slots behind them
+        """Set the mask of the next forward: the committed slots, and of the T slots after them
         those that are visible."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
-    def layer(self, number: int) -> DraftKVCache | OneLayer:
-        """The cache of one layer for the next forward."""
+    def draft_layer(self, number: int) -> DraftKVCache | OneLayer:
+        """The cache of one layer of the net for the next forward."""
         return OneLayer(self, number) if number else self
 
-    def layer_cache(self, number: int = 0) -> DraftLayerCache:
-        """The tensors of one layer for the next forward."""
+    def compiled_layer_view(self, number: int = 0) -> DraftLayerCache:
+        """The cache of one layer for the next forward of a compiled net."""
         unrotated = None if self.window is None else self.layer_view(self.net_layers + number)
         return DraftLayerCache(self.layer_view(number), unrotated, self._length_R, self._visible_RNT)
 
@@ -370,14 +389,14 @@ class DraftKVCache(KVCache):
         """bool: the slots that the new nodes attend to."""
         return slot_mask(self._length_R, self._visible_RNT, self.width)[:, None]
 
-    def contents(self, number: int = 0) -> CacheContents | None:
+    def cpu_kernel_view(self, number: int = 0) -> CacheContents | None:
         """The tensors of one layer for kernels, which store keys and values themselves; None with a
         window, which they do not support."""
         if self.window is not None:
             return None
         return CacheContents(self._length_R, self._visible_RNT, self.tensor[2 * number : 2 * number + 2], self._rows)
 
-    def slots_for_kernels(self, number: int = 0) -> DraftSlots:
+    def gpu_kernel_view(self, number: int = 0) -> DraftSlots:
         """The tensors of one layer for the GPU kernels."""
         unrotated = None if self.window is None else self.keys_values(self.net_layers + number)[0]
         return DraftSlots(self._length_R, self._visible_RNT, *self.keys_values(number), unrotated)
@@ -386,7 +405,7 @@ class DraftKVCache(KVCache):
         self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `DraftLayerCache.store`."""
-        return self.layer_cache().store(key_RNKh, value_RNKh, position_RN, frequency_h)
+        return self.compiled_layer_view().store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
     def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:
         """Remove the slots between the sinks and the window of each row; returns the new numbers of
@@ -397,10 +416,10 @@ class DraftKVCache(KVCache):
         self.reserve(sink + size)
         over_B1 = (length_B - (sink + size)).clamp(min=0)[:, None]
         source_BC = slot_C + over_B1 * (slot_C >= sink)
-        row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.shape]
+        row_B1, store = torch.arange(self.rows, device=self.device)[:, None], self._stores[self.store_key]
         for layer in range(self.net_layers):
             (key, value), (unrotated, _) = (
-                [entry for _, entry in self._place[number]] for number in (layer, self.net_layers + layer)
+                [entry for _, entry in self._entries_of_layer[number]] for number in (layer, self.net_layers + layer)
             )
             for entry in (unrotated, value):
                 store[entry, row_B1, :, slot_C] = store[entry, row_B1, :, source_BC]
@@ -423,36 +442,37 @@ class OneLayer:
     def width(self) -> int:
         return self.cache.width
 
-    def contents(self) -> CacheContents | None:
-        return self.cache.contents(self.number)
+    def cpu_kernel_view(self) -> CacheContents | None:
+        return self.cache.cpu_kernel_view(self.number)
 
-    def slots_for_kernels(self) -> DraftSlots:
-        return self.cache.slots_for_kernels(self.number)
+    def gpu_kernel_view(self) -> DraftSlots:
+        return self.cache.gpu_kernel_view(self.number)
 
     def store(
         self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return self.cache.layer_cache(self.number).store(key_RNKh, value_RNKh, position_RN, frequency_h)
+        return self.cache.compiled_layer_view(self.number).store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. Large ones on a CPU are pages that the system makes when they are first written to.
+    """Zeros. A large tensor on a CPU uses anonymous mmap, whose pages the system allocates on first
+    write.
 
     `torch.zeros` writes all of them at once: room for 8,000 tokens in sixteen rows would stall
     every request for seconds.
     """
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < SYSTEM_PAGES:
+    if device.type != "cpu" or size < MMAP_FROM_BYTES:
         return torch.zeros(*shape, dtype=dtype, device=device)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
     return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=dtype).view(*shape)
 
 
 def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, width] to the slots
-    behind its committed ones.
+    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, h] to the slots after its
+    committed ones.
 
-    The root is there already: it is node 0, and so in the first slot behind the committed ones.
+    The root is there already: it is node 0, and so in the first slot after the committed ones.
     """
     row_B1 = torch.arange(store.shape[1], device=store.device)[:, None]
     goal_BP = length_B[:, None] + torch.arange(1, path_BP.shape[1], device=store.device)
@@ -462,12 +482,19 @@ def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
     """bool [B, N, W]: each node attends to the committed slots of its row, and to those of the T
-    slots behind them that are visible."""
+    slots after them that are visible."""
     relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
     T = visible_BNT.shape[-1]
     index_BNW = relative_BW.clamp(0, T - 1)[:, None].expand(-1, visible_BNT.shape[1], -1)
     inside_BW = (relative_BW >= 0) & (relative_BW < T)
     return (relative_BW < 0)[:, None] | (inside_BW[:, None] & visible_BNT.gather(-1, index_BNW))
+
+
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask in which a model attends where `allowed` is True: 0 there, elsewhere the lowest
+    number of the dtype."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def slot_positions(length_B: Tensor, depth_BT: Tensor, width: int) -> Tensor:

@@ -1,11 +1,12 @@
-"""Constraints: texts that a request may have and no others (JSON, a grammar, a list of choices), as
-one more step of each node's distribution.
+"""Constraints: the only texts that a request may have (JSON, a grammar, a list of choices), as one
+more step of each node's distribution.
 
 A `Constraint` belongs to one request and follows its text. At every node of a draft tree it says
 which tokens may come next; the others get probability 0 before the temperature is applied. So the
 ids are those of plain decoding under the same constraint, with the same seed.
 
-This module has the interface and asks for masks; it knows no grammar. Letters: N nodes, V vocabulary.
+This module has the interface and asks for masks; it knows no grammar. Letters: N nodes, M nodes
+that the constraint sees, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ __all__ = ["Constraint", "GuardedConstraint", "tree_mask"]
 
 
 class Constraint(Protocol):
-    """The texts that one request may have. It follows the emitted tokens, so it serves one request, once."""
+    """The texts that one request may have. It follows the emitted tokens, so it serves one request,
+    once."""
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """The tokens that may follow each node of a tree.
@@ -31,13 +33,13 @@ class Constraint(Protocol):
         Args:
             parents: the parent of each of N nodes, -1 for node 0, the root; each parent before its
                 children.
-            tokens: of the nodes. The root's token has been accepted already, or is the prompt's
+            tokens: the token of each node. The root's has been accepted already, or is the prompt's
                 last token.
 
         Returns:
             bool [N, V] on the CPU. All True for a node that the constraint forbids: one whose token
-            its parent's row excludes, or that lies below such a node, or behind the end of the
-            text. Such nodes are never accepted.
+            its parent's row excludes, or that is below such a node, or after the end of the text.
+            Such nodes are never accepted.
         """
         ...
 
@@ -52,14 +54,14 @@ class Constraint(Protocol):
         ...
 
     def forced(self, limit: int) -> list[int]:
-        """Tokens of the text that must come next, at most `limit`; they may be drafted, and are
-        verified like any draft."""
+        """The tokens that must come next, at most `limit`; they may be drafted, and are verified
+        like any draft."""
         ...
 
 
 class GuardedConstraint:
-    """A constraint whose exceptions are InputErrors, and so are masks of another shape. What fails
-    in `forced`, which only drafts, is raised by the next call of `mask`."""
+    """Wraps a constraint: its exceptions, and masks of a wrong shape, become InputErrors. An error
+    in `forced`, which only drafts, is raised by the next `mask`."""
 
     def __init__(self, constraint: Constraint, vocab: int) -> None:
         self.constraint, self.vocab = constraint, vocab
@@ -100,14 +102,14 @@ def tree_mask(
     """bool [N, V]: the tokens that the constraint allows after each node of a row's tree, on the
     device of `like_NV`.
 
-    The constraint sees only nodes that may be accepted. After the others everything is allowed:
-    padding, window nodes, and what stands behind an EOS or the request's length.
+    The constraint sees only nodes that may be accepted. After other nodes (padding, lookahead's
+    window nodes, nodes after an EOS or beyond the requested length) every token is allowed.
     """
     parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-    candidates, depths = draft.tree.acceptable_BN[row].tolist(), draft.tree.depth_BN[row].tolist()
+    acceptable, depths = draft.tree.acceptable_BN[row].tolist(), draft.tree.depth_BN[row].tolist()
     number = {0: 0}  # node -> its number among those that the constraint sees
     for n in range(1, len(parents)):
-        if parents[n] in number and candidates[n] and tokens[n] not in eos and depths[n] < remaining:
+        if parents[n] in number and acceptable[n] and tokens[n] not in eos and depths[n] < remaining:
             number[n] = len(number)
     mask_MV = constraint.mask([-1, *(number[parents[n]] for n in list(number)[1:])], [tokens[n] for n in number])
     mask_NV = torch.ones_like(like_NV, dtype=torch.bool)

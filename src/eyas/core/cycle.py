@@ -3,7 +3,7 @@ verification, commit.
 
 The engine (core/engine.py) reads the result on the host and emits the tokens. This module knows no
 requests, no method and no model family. Letters: B rows, N nodes, P nodes on the longest path, V
-vocabulary, X columns of what the host reads.
+vocabulary, X columns of the host result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from eyas.core.target import TargetSession
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.timing import StageTimer
 
-__all__ = ["Cycle", "CycleRunner", "Verify", "verify_output"]
+__all__ = ["Cycle", "CycleRunner", "Verify", "is_worth_keeping", "verify_output"]
+
+SMALL_CACHE_BYTES = 64 * 2**20  # KV caches on a CPU up to this size are kept between requests
 
 # (draft, scores_BNV, position_B of the root, noise, ops)
 Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]
@@ -37,11 +39,13 @@ class Cycle:
     output: TargetOutput
     scores_BNV: Tensor  # float32, or logits in their own dtype if nothing changes them
     verdict: Verdict
-    # int64; everything the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P path nodes
+    # int64; all that the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P
+    # path nodes
     host_result_BX: Tensor
     failures: Failures  # nodes without a distribution
     logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
-    # waits until `host_result_BX`, which is on its way to the host, has arrived; None: it is not
+    # waits until the asynchronous copy of `host_result_BX` has arrived; None: there is no copy in
+    # flight
     wait_for_copy: Callable[[], None] | None = None
 
     def read_on_host(self) -> list[list[int]]:
@@ -63,9 +67,11 @@ class CycleRunner:
 
     Attributes:
         extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
+        records: whether cycles are recorded and replayed.
     """
 
     extra_slots = 0
+    records = False
 
     def __init__(self, target: TargetSession, drafter: DraftSession, verify: Verify) -> None:
         self.target_session, self.draft_session, self.verify = target, drafter, verify
@@ -73,15 +79,16 @@ class CycleRunner:
     def __call__(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle:
         return self.run(cycle_input, timer, self.draft_session)
 
-    def ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
-        """Launch the cycle that follows the last one, before the host has read the last one's result.
+    def launch_ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
+        """Launch the next cycle before the host has read the last one's result.
 
         Args:
             cycle_input: `max_position` is an upper bound, and `row_tokens` and `remaining` are
                 those before the last cycle.
 
         Returns:
-            the cycle; None: it depends on what the host reads, and nothing was run.
+            the cycle; None: it depends on something that the host must read first, and nothing was
+            run.
         """
         return None
 
@@ -93,7 +100,7 @@ class CycleRunner:
         Args:
             drafter: its `draft` (unless `draft` is given) and its `commit` are called; None: the
                 caller calls both.
-            draft: the draft, if it is made already.
+            draft: the draft, if it exists already.
         """
         if draft is None:
             assert drafter is not None
@@ -110,8 +117,18 @@ class CycleRunner:
         return cycle
 
 
+def is_worth_keeping(cycle_runner: CycleRunner) -> bool:
+    """Whether to use an idle decoder, whose cycles this runs, again for the next request.
+
+    Recorded CUDA graphs are tied to the addresses of its caches. On a CPU a new cache costs
+    milliseconds, which shows in short answers; a large cache is freed all the same.
+    """
+    cache = cycle_runner.target_session.cache
+    return cycle_runner.records or (cache.device.type == "cpu" and cache.bytes_for(cache.slots) <= SMALL_CACHE_BYTES)
+
+
 def verify_output(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
-    """The cycle's result from the output of its forward; nothing is committed."""
+    """Scores, verdict and host tensor of a cycle from the target's output; nothing is committed."""
     scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input, ops)
     verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
     width = cycle_input.logprobs

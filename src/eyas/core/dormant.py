@@ -7,11 +7,12 @@ method drafts, and with which tree.
 
 While the method's session is dormant, accepted tokens and their features are stored here, and so is
 the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
-its text (`truncate`), it reads the stored tokens with `prefill`, in one call for each row. A row that
-has stored `MAX_STORED_TOKENS` tokens is read at once, and a prompt of more tokens than that is not stored at
-all. So memory is bounded, no call takes long, and later drafts are the same as without the pause. A
-row whose request has ended is read too if the session has drafted for it: `prefill` goes on behind
-its last `commit`; the next `commit`, which is one for all rows, overwrites that state.
+its text (`truncate`), it reads the stored tokens with `prefill`, in one call for each row. A row
+for which `MAX_STORED_TOKENS` tokens are stored is read at once, and a longer prompt is not stored
+at all. So memory is bounded, no call takes long, and later drafts are the same as without the
+pause. A row whose request has ended is read too if the session has drafted for it: `prefill`
+continues after its last `commit`; the next `commit`, which is one for all rows, overwrites that
+state.
 
 A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy
 says; the policy is not asked about cycles in which all rows are plain for that reason.
@@ -38,28 +39,29 @@ from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
 __all__ = ["ARM_OFF", "MAX_STORED_TOKENS", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "with_policy"]
 
-ARM_OFF = "off"  # why a cycle is plain: no request in it wants drafts
-MAX_STORED_TOKENS = 512  # places for tokens that are stored for a row, at most
+ARM_OFF = "off"  # the arm of cycles that are plain because no request in them wants drafts
+MAX_STORED_TOKENS = 512  # most tokens that are stored for a row, padding included
 
 
 @dataclass(frozen=True)
 class Decision:
     """A policy's decision about one cycle, made before the cycle drafts anything."""
 
-    tree_size: TreeSize | None = None  # of a dynamic tree; None: the drafter's options decide
+    tree_size: TreeSize | None = None  # size of a dynamic tree; None: the drafter's options decide
     plain: frozenset[int] = frozenset()  # rows without a draft
-    # what was chosen: a bandit arm ("plain", "fallback", "draft"), "explore", ...; `observe` reads it
+    # name of the choice, for `Policy.observe`: a bandit arm ("plain", "fallback", "draft"), or
+    # "explore"
     arm: str = ""
-    fallback: Drafter | None = None  # a method that drafts from the text alone, to be used in the method's place
+    fallback: Drafter | None = None  # a method that drafts from the text alone, in the method's place
 
     @property
     def drafts_every_row(self) -> bool:
-        """Whether every row is verified with the method's own draft."""
+        """Whether the method's own draft is verified in every row."""
         return self.fallback is None and not self.plain
 
     def label(self, row: int) -> str:
-        """How this row is drafted: "plain" (not at all), the fallback's name, "nodes/depth/branch",
-        or "fixed" (by the options)."""
+        """A name for the row's draft: "plain" (none), the fallback's name, "nodes/depth/branch", or
+        "fixed" (the size that the options give)."""
         if row in self.plain:
             return "plain"
         if self.fallback is not None:
@@ -71,10 +73,10 @@ FIXED = Decision()
 
 
 class Policy(Protocol):
-    """Decides who drafts each cycle, and how large a tree.
+    """Decides for each cycle which method drafts, if any, and how large a tree.
 
-    It decides before the cycle's draft, from earlier cycles only. So sampled trees keep the target's
-    distribution too.
+    It decides before the cycle's draft, from earlier cycles only. So sampled trees keep the
+    target's distribution too.
     """
 
     def decide(self, cycle_input: CycleInput) -> Decision:
@@ -89,8 +91,9 @@ class Policy(Protocol):
         """Called for prompts that the method reads only because it drafts.
 
         Args:
-            tokens: of the prompt, or of a chunk of it.
-            seconds: that the method took to read them; None: they are stored, as it is dormant.
+            tokens: number of tokens of the prompt, or of a chunk of it.
+            seconds: the time that the method took to read them; None: they are stored, as it is
+                dormant.
         """
         return
 
@@ -126,14 +129,14 @@ def with_policy(drafter: Drafter, policy: Policy | None) -> Drafter:
 
 
 class _Accepted(NamedTuple):
-    """The accepted tokens of a cycle and their features, padded to the longest path: the host does
-    not know the lengths yet."""
+    """The accepted tokens of a cycle and their features, padded to the longest path, because the
+    host does not know the lengths yet."""
 
     tokens_BP: Tensor
     features_BPF: Tensor
     accepted_BP: Tensor | None  # bool; False: padding; None: there is no padding
 
-    def of(self, row: int) -> tuple[Tensor, Tensor]:
+    def unpadded(self, row: int) -> tuple[Tensor, Tensor]:
         """tokens_T and features_TF of one row, without padding."""
         tokens_P, features_PF = self.tokens_BP[row], self.features_BPF[row]
         if self.accepted_BP is None:
@@ -149,11 +152,11 @@ class _Missed:
     first: int  # absolute position of the first token
     prompt: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # chunks of the prompt: (tokens_T, features_TF)
     cycles: list[_Accepted] = field(default_factory=list)
-    places: int = 0  # tokens, padding included
+    padded_tokens: int = 0  # number of stored tokens, padding included
 
 
 class DormantSession(DraftSession):
-    """A session of a method, and what that session misses while it is dormant.
+    """A session of a method, and the tokens that it misses while it is dormant.
 
     Args:
         policy: decides about every cycle; None: the method drafts with its own options for all rows
@@ -165,12 +168,13 @@ class DormantSession(DraftSession):
         self.session, self.rows, self.policy, self.max_tree = session, rows, policy, max_tree
         self.decision: Decision | None = None  # about the current cycle; None: the method drafts with its own options
         self.policy_decision: Decision | None = None  # the policy's decision about the current cycle
-        self.decided = self.all_off = False  # whether there is a decision; whether it is that no row wants drafts
+        self.decided = False  # whether there is a decision about the current cycle
+        self.all_off = False  # whether no row of that cycle wants drafts
         self.missed: list[_Missed | None] = [None] * rows
         self.long_prompt = [False] * rows  # whether the row's prompt is too long to be stored
         self.has_drafted = [False] * rows  # whether the session has drafted for the request that is or was in the row
         self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
-        self.dormant_input: CycleInput | None = None  # of the current cycle, if the session is dormant in it
+        self.dormant_input: CycleInput | None = None  # the current cycle's input, if the session is dormant in it
         self.fallback: _FallbackSession | None = None  # opened when a decision first names a fallback
         self.active_rows: set[int] = set()
 
@@ -187,30 +191,31 @@ class DormantSession(DraftSession):
                 self.policy_decision = self.decision = (
                     self.policy.decide(cycle_input) if self.policy is not None else None
                 )
-                shape = self._limited_shape(cycle_input)
-                if off or shape is not None:
+                size = self._limited_size(cycle_input)
+                if off or size is not None:
                     asked_decision = self.policy_decision or Decision()
                     self.decision = replace(
-                        asked_decision, plain=asked_decision.plain | off, tree_size=shape or asked_decision.tree_size
+                        asked_decision, plain=asked_decision.plain | off, tree_size=size or asked_decision.tree_size
                     )
         return self.decision or FIXED
 
-    def _limited_shape(self, cycle_input: CycleInput) -> TreeSize | None:
+    def _limited_size(self, cycle_input: CycleInput) -> TreeSize | None:
         """The size of a dynamic tree if every active row is limited to fewer nodes than the tree
         has; else None."""
         limits = [cycle_input.draft_limits[row] for row in cycle_input.active_rows] if cycle_input.draft_limits else []
-        shape = (
+        size = (
             self.policy_decision.tree_size
             if self.policy_decision is not None and self.policy_decision.tree_size is not None
             else self.max_tree
         )
         most = max((limit for limit in limits if limit is not None), default=0)
-        if shape is None or not most or None in limits or most + 1 >= shape.nodes:
+        if size is None or not most or None in limits or most + 1 >= size.nodes:
             return None
-        return TreeSize(most + 1, min(most, shape.depth), shape.branch)
+        return TreeSize(most + 1, min(most, size.depth), size.branch)
 
     def observe(self, steps: Sequence[Step], learn: bool = True) -> None:
-        """`learn`: the policy hears of this cycle; not of one in which something else drafted too."""
+        """`learn`: whether the policy learns from this cycle; False if predictions or constraints
+        added nodes."""
         asked_decision, self.policy_decision, self.decision, self.decided = self.policy_decision, None, None, False
         if learn and asked_decision is not None and self.policy is not None:
             self.policy.observe(
@@ -222,7 +227,8 @@ class DormantSession(DraftSession):
             self.policy.observe_prompt(tokens, seconds if self.missed[row] is None else None)
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        """As the method's session; it reads what it has missed here, because a recorded cycle cannot."""
+        """The session's answer. The session first reads what it missed, because a recorded cycle
+        cannot do that."""
         decision = self._decide(cycle_input)
         if not decision.drafts_every_row or cycle_input.draft_limits:
             return None
@@ -237,7 +243,7 @@ class DormantSession(DraftSession):
     def copy(self, source: int, row: int, length: int) -> int:
         self._replay_missed(source)
         if self.fallback is not None:
-            self.fallback.read_tokens[row] = 0  # what it has read in this row was another text
+            self.fallback.read_tokens[row] = 0  # the fallback has read another text in this row
         return self.session.copy(source, row, length)
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
@@ -258,14 +264,14 @@ class DormantSession(DraftSession):
         if (
             not may_wait
             or self.long_prompt[row]
-            or len(tokens_T) + (missed.places if missed else 0) > MAX_STORED_TOKENS
+            or len(tokens_T) + (missed.padded_tokens if missed else 0) > MAX_STORED_TOKENS
         ):
             self._replay_missed(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return
         missed = self.missed[row] = missed or _Missed(position)
         missed.prompt.append((tokens_T, features_TF))
-        missed.places += len(tokens_T)
+        missed.padded_tokens += len(tokens_T)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
         decision = self._decide(cycle_input)
@@ -295,8 +301,8 @@ class DormantSession(DraftSession):
         for row in self.dormant_input.active_rows:
             missed = self.missed[row] = self.missed[row] or _Missed(len(self.dormant_input.row_tokens[row]) - 1)
             missed.cycles.append(accepted)
-            missed.places += accepted.tokens_BP.shape[1]
-            if missed.places >= MAX_STORED_TOKENS:
+            missed.padded_tokens += accepted.tokens_BP.shape[1]
+            if missed.padded_tokens >= MAX_STORED_TOKENS:
                 self._replay_missed(row)
 
     def end(self, row: int) -> None:
@@ -314,7 +320,8 @@ class DormantSession(DraftSession):
             self.fallback.session.end(row)
 
     def _wake(self, cycle_input: CycleInput) -> None:
-        """Let the session read what it has missed of every row that it drafts for, or has drafted for."""
+        """Let the session read what it missed in every row that it drafts for, or has drafted
+        for."""
         for row in range(self.rows):
             active = row in cycle_input.active_rows
             if active or self.has_drafted[row]:
@@ -325,7 +332,7 @@ class DormantSession(DraftSession):
         """The session reads the stored tokens of the row."""
         missed, self.missed[row] = self.missed[row], None
         if missed is not None:
-            parts = [*missed.prompt, *(accepted.of(row) for accepted in missed.cycles)]
+            parts = [*missed.prompt, *(accepted.unpadded(row) for accepted in missed.cycles)]
             tokens_T, features_TF = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             self.session.prefill(row, tokens_T, features_TF, missed.first)
 
@@ -361,9 +368,8 @@ def _accepted(draft: Draft, verdict: Verdict, output: TargetOutput) -> _Accepted
     nodes = draft.tree.nodes
     if nodes == 1:
         return _Accepted(draft.tokens_BN, output.features_BNF, None)
-    path_BP, features_BPF = verdict.path_BP[:, :nodes], output.features_BNF  # no path is longer than its tree
-    features_BPF = features_BPF.gather(1, path_BP.clamp(min=0)[..., None].expand(-1, -1, features_BPF.shape[-1]))
-    return _Accepted(verdict.tokens_BP[:, :nodes], features_BPF, path_BP >= 0)
+    path_BP = verdict.path_BP[:, :nodes]  # no path is longer than its tree
+    return _Accepted(verdict.tokens_BP[:, :nodes], output.features_at(path_BP), path_BP >= 0)
 
 
 def _without_drafts(draft: Draft, rows: frozenset[int]) -> Draft:

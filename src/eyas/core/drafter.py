@@ -9,14 +9,14 @@ features not yet read). The engine calls it in this order:
     [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all active rows together
     end(row), or clear(row)                                                       the request has ended, or failed
 
-`truncate` comes only where the row's last text begins like the prompt; `copy(source, row, length)`
-comes in its place where another row's does. A Decoder with `reuse` does not call `end`: the row's
-text stays for later prompts, and the next `begin` comes without it. Cycles of other rows may come
-between the chunks of a prompt. Such a row is not active in them (`CycleInput.active_B`), and `draft`
-and `commit` leave its state as it is.
+`truncate` is called only if the row's last text begins like the prompt; `copy(source, row, length)`
+is called instead if another row's does. A Decoder with `reuse` does not call `end` before the next
+`begin`: the row's text stays for later prompts. Cycles of other rows may come between the chunks of
+a prompt. The row is not active in them (`CycleInput.active_B`), and `draft` and `commit` leave its
+state as it is.
 
-This module knows no method, no tree policy and no training loop. Letters: B rows, N packed tokens of
-a training batch, T tokens of a chunk, F feature width, V vocabulary.
+This module knows no method, no tree policy and no training loop. Letters: B rows, N packed tokens
+of a training batch, T tokens of a chunk, F feature width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Capturable",
     "CycleInput",
     "DraftSession",
     "Drafter",
@@ -53,6 +54,7 @@ __all__ = [
     "TreeSize",
     "build_options",
     "method_name",
+    "option_defaults",
 ]
 
 
@@ -62,7 +64,7 @@ class Batch:
     the frozen target."""
 
     tokens_N: Tensor  # int64
-    features_NF: Tensor  # of the layers `Drafter.train_feature_layers`, concatenated
+    features_NF: Tensor  # features of the layers `Drafter.train_feature_layers`, concatenated
     counted_N: Tensor  # bool; the loss mask: True for tokens whose prediction counts (the assistant's tokens)
     documents: Documents
 
@@ -97,7 +99,8 @@ class Capturable:
     tree_size: TreeSize | None = None
     """The size of tree that the session drafts, if an adaptive drafter has decided on one."""
     runs_ahead: bool = True
-    """Whether the next cycle of the same rows is made in the same way, whatever this one's result."""
+    """Whether the next cycle of the same rows is made in the same way, whatever this one's result
+    is."""
 
 
 class DraftSession(ABC):
@@ -119,8 +122,8 @@ class DraftSession(ABC):
         return 0
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """Replace what is known of an empty row's text by the first `length` tokens of another
-        row's, or fewer.
+        """Replace an empty row's state by that of the first `length` tokens, or fewer, of another
+        row's text.
 
         The other row may be in flight. Called before `begin`, when a new prompt shares its first
         tokens with the other row's text.
@@ -135,8 +138,8 @@ class DraftSession(ABC):
         """A request enters the row.
 
         Args:
-            cached_tokens: tokens of the prompt that are known already: the number that `truncate` or `copy`
-                returned, or 0.
+            cached_tokens: tokens of the prompt that the session has read already: the number that
+                `truncate` or `copy` returned, or 0.
             total: tokens of the prompt.
         """
 
@@ -153,25 +156,31 @@ class DraftSession(ABC):
 
     @abstractmethod
     def draft(self, cycle_input: CycleInput) -> Draft:
-        """Propose a tree for every row. Shapes may not depend on values."""
+        """Propose a tree for every row. In a session that is `capturable`, shapes must not depend
+        on values."""
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         """Read the accepted path; drop the state of all other nodes. `output` has the target's
         features at every node of the draft."""
 
     def observe(self, steps: Sequence[Step]) -> None:
-        """Called after every cycle with its Steps, one for each active row: for adaptive drafters."""
+        """Called after every cycle with its Steps, one for each active row: for adaptive
+        drafters."""
 
     def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
-        """Called after every chunk of a prompt: so many tokens, for which `prefill` took so many
-        seconds. For adaptive drafters."""
+        """Called after every chunk of a prompt, for adaptive drafters.
+
+        Args:
+            tokens: number of tokens of the chunk.
+            seconds: the time that `prefill` took.
+        """
 
     def end(self, row: int) -> None:
         """The request in the row has ended; the row is empty."""
 
     def clear(self, row: int) -> None:
-        """The request in the row has failed: as `end`, and nothing that the row's tensors hold may
-        be read again, as it may be NaN."""
+        """The request in the row has failed: as `end`, but the row's tensors may hold NaN, so they
+        must not be read again."""
         self.end(row)
 
 
@@ -192,7 +201,7 @@ class Drafter(ABC):
         train_feature_layers: the same for `loss`, which may read more.
         net: the draft net as it was loaded; None for methods without one.
         needs_weights: whether the method has a net that must be loaded.
-        head_format: the format of the heads that it loads: `Weights.method`.
+        head_format: the value of `Weights.method` in the checkpoints that it loads.
         trained_length: tokens of the longest sequence that the net was trained on, if known.
         target_fingerprint: fingerprint of the target that the net was trained for, if its
             checkpoint has one.
@@ -200,7 +209,8 @@ class Drafter(ABC):
         trainable: whether `loss` is implemented.
         gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None:
             the method has no such option.
-        parts: the two methods of a merged drafter; the wrapped method of an adaptive one; else empty.
+        parts: the two methods of a merged drafter; the wrapped method of an adaptive one; else
+            empty.
     """
 
     Options: ClassVar[type] = NoOptions
@@ -228,14 +238,14 @@ class Drafter(ABC):
 
     @property
     def samples_children(self) -> bool:
-        """Whether children are drawn from q in rows that sample (`Draft.q_BNV`): the tokens of a
+        """Whether children are drawn from q in rows that sample (`Draft.q_BNV`); the tokens of a
         seed then depend on the trees."""
         return False
 
     @cached_property
     def decoding_net(self) -> Any:
-        """The net for decoding: `net` itself, or the version of the target's runner, which may be
-        faster, or rounded on request."""
+        """The net for decoding: `net` itself, or a version that the target's runner makes of it,
+        which may be faster, or rounded on request."""
         return None if self.net is None else self.target.runner.ops.draft_net(self.net, self.target.draft_weights)
 
     def __init__(self, target: Target, options: Any = None) -> None:
@@ -268,7 +278,8 @@ class Drafter(ABC):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Drafter:
-        """Make the method with random weights: for tests, and as a head that is useless on purpose."""
+        """Make the method with random weights: for tests, and as a baseline whose drafts are
+        useless."""
         return cls(target, options)
 
     @classmethod
@@ -278,7 +289,8 @@ class Drafter(ABC):
         """Make the method with initial weights for training.
 
         Args:
-            counts_V: how often each token counts in the training data, to choose a draft vocabulary.
+            counts_V: how often each token counts in the training data, to choose a draft
+                vocabulary.
         """
         return cls.random(target, options, seed)
 
@@ -291,11 +303,12 @@ class Drafter(ABC):
         raise NotImplementedError(f"{type(self).__module__} has no weights to save")
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The training loss of a batch. `generator`, on the CPU, is the only source of randomness."""
+        """The training loss of a batch. `generator`, on the CPU, is the only source of
+        randomness."""
         raise NotImplementedError(f"{type(self).__module__} cannot be trained")
 
     def chain(self, depth: int) -> Drafter:
-        """The same net, drafting a chain of that depth: for measuring n-alpha."""
+        """The same net, drafting chains of `depth` tokens: for measuring n-alpha."""
         raise NotImplementedError(f"{type(self).__module__} drafts no chains")
 
     def describe(self) -> dict[str, Any]:
@@ -312,7 +325,8 @@ def method_name(drafter: Drafter) -> str:
 
 
 def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or `{"tree": {"nodes": 60}}`.
+    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or
+    `{"tree": {"nodes": 60}}`.
 
     An unknown name raises OptionError, which lists similar names.
     """
@@ -339,7 +353,8 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
 
 
 def option_defaults(kind: type, prefix: str = "", deprecated: bool = True) -> dict[str, Any]:
-    """All dotted option names of a dataclass with their default values; `deprecated`: old names too."""
+    """All dotted option names of a dataclass with their default values; `deprecated`: whether old
+    names are included."""
     found: dict[str, Any] = {}
     for field in fields(kind):
         name, value = prefix + field.name, getattr(kind(), field.name)

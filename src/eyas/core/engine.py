@@ -6,19 +6,20 @@ empty rows between cycles).
 
 A `Step` is the result of one cycle for one row; generate, stream and metrics add Steps up.
 
-**Running ahead.** On a GPU a cycle is launched, and some time later it is done. Where the next
-cycle of the same rows needs nothing that the host must read first (`CycleRunner.ahead`), it is
+**Running ahead.** On a GPU a cycle is launched, and finished some time later. If the next cycle of
+the same rows needs nothing that the host must read first (`CycleRunner.launch_ahead`), it is
 launched before the last one's result is read, so that the GPU does not wait:
 
     host    launch 1   launch 2   read 1   launch 3   read 2   ...
     GPU     [ cycle 1         ][ cycle 2         ][ cycle 3
 
 A row that has ended meanwhile ignores the cycle that ran ahead, and its length is cut back when the
-row is released. The other rows go on with it. So ids, noise and Steps are those of cycles one after
-the other; a request that enters meanwhile joins one cycle later.
+row is released. The other rows use it. So ids, noise and Steps are the same as if each cycle waited
+for the one before; a request that enters meanwhile joins one cycle later.
 
 This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like
-any other.
+any other. Letters: B rows of the cycle, b the decoder's number of a row, P places of the longest
+path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.media import check_media
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
-from eyas.core.row_drafts import RowDrafts, check_draft
+from eyas.core.row_drafts import RequestDraftSession, check_draft
 from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
@@ -44,11 +45,9 @@ from eyas.errors import EyasError, OptionError
 from eyas.hardware import release_threads
 from eyas.timing import StageTimer
 
-__all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch", "is_worth_keeping"]
+__all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch"]
 
-SMALL_CACHE_BYTES = 64 * 2**20  # KV caches on a CPU up to this size are kept between requests
-
-Watch = Callable[[CycleInput, Draft, Tensor, Verdict], None]
+Watch = Callable[[CycleInput, Draft, Tensor, Verdict], None]  # (cycle input, draft, target's scores_BNV, verdict)
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ class _Launched:
 
     cycle_input: CycleInput
     cycle: Cycle
-    rows: tuple[Row | None, ...]  # when it was launched
+    rows: tuple[Row | None, ...]  # the decoder's rows at launch
 
     def live_rows(self, rows: Sequence[Row | None]) -> list[int | None]:
-        """For each row of the cycle its number; None for rows that were empty, or whose request has left."""
+        """The number of each row of the cycle; None if it was empty, or its request has left."""
         return [b if row is not None and row is rows[b] else None for b, row in enumerate(self.rows)]
 
 
@@ -71,7 +70,7 @@ class Decoder:
         reuse: a prompt is read from the end of the longest prefix that it shares with the text of
             any row. Finished rows keep their keys and values for that.
         prefill_budget: most prompt tokens that a step reads; rows that are still reading take no
-            part in cycles. "auto": as many as take about as long as a cycle (`core.prompts`). None:
+            part in cycles. "auto": in proportion to the time of a cycle (`core.prompts`). None:
             whole prompts.
         verify: the verification rule. Any other than `core.verify.verify` is an experiment: the
             text is then not the target's.
@@ -87,14 +86,14 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.target, self.watch, self.timer = target, watch, timer or StageTimer
         self.target_session = target.open(rows, drafter.feature_layers)
-        self.draft_session = RowDrafts(drafter, rows)
+        self.draft_session = RequestDraftSession(drafter, rows)
         self.cycle_runner = CycleRunner(self.target_session, self.draft_session, verify)
         if watch is None and timer is None:
             self.cycle_runner = target.runner.wrap_cycle(self.cycle_runner)
         self.prompts = PromptReader(
             self.target_session, self.draft_session, self.cycle_runner.extra_slots, self.timer, reuse, prefill_budget
         )
-        self.rows: list[Row | None] = [None] * rows  # requests whose prompts are read
+        self.rows: list[Row | None] = [None] * rows  # requests whose prompts have been read
         self._last_request_id = 0
         self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
         self._root_tokens_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
@@ -122,16 +121,17 @@ class Decoder:
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
-        """Drop a request: it waits, its prompt is being read, or it is in flight."""
-        self.prompts.cancel(request_id)
+        """Drop a request that is queued, whose prompt is being read, or that is being decoded."""
+        if self.prompts.cancel(request_id):
+            return
         for b, row in enumerate(self.rows):
             if row is not None and row.request_id == request_id:
                 self._release(b)
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Prefill waiting prompts, as far as the budget goes; then run one cycle for all rows in flight,
-        also for those whose prompt has just been read.
+        """Prefill prompts, as far as the budget goes; then run one cycle for all rows in flight,
+        also those whose prompt has just been read.
 
         Returns:
             first a Step for each prompt that was completed, which holds its first token; then one
@@ -151,7 +151,7 @@ class Decoder:
         return prefills + steps
 
     def _launch(self, timer: StageTimer) -> _Launched | None:
-        """The cycle that ran ahead, if a row of it is still in flight; else launch that of all rows
+        """The cycle that ran ahead, if a row of it is still in flight; else launch one for all rows
         in flight. None: there are none."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and any(b is not None for b in ahead.live_rows(self.rows)):
@@ -167,13 +167,13 @@ class Decoder:
         return _Launched(cycle_input, cycle, tuple(self.rows))
 
     def _launch_ahead(self, last: _Launched, timer: StageTimer) -> _Launched | None:
-        """Launch the cycle behind `last` for the same rows, if it does not depend on what the host
-        reads; not if a row is sure to end in `last`, or has entered or left."""
+        """Launch the cycle after `last` for the same rows, if nothing that the host must read first
+        decides about it; not if a row may reach its length in `last`, or has entered or left."""
         longest = last.cycle.verdict.path_BP.shape[1]
         if self._settings is None or any(row.remaining <= longest for row in self.rows if row):
             return None
         cycle_input = self._cycle_input(last.cycle.verdict.bonus_B, max(self.target_session.lengths) + longest)
-        if (cycle := self.cycle_runner.ahead(cycle_input, timer)) is None:
+        if (cycle := self.cycle_runner.launch_ahead(cycle_input, timer)) is None:
             return None
         self._root_tokens_B = cycle.verdict.bonus_B
         return _Launched(cycle_input, cycle, last.rows)
@@ -191,7 +191,7 @@ class Decoder:
         prompt and cycles share one rule.
 
         Args:
-            read: logits [V] of the prompt's last token; or why the prompt cannot be read.
+            read: logits [V] of the prompt's last token; or the error why it cannot be read.
         """
         timer, b = prompt.timer, prompt.row
         assert timer is not None
@@ -210,8 +210,8 @@ class Decoder:
         tokens to the rows.
 
         Args:
-            rows: the decoder's number of each row of the cycle; None: what it did is ignored.
-            prefill_fields: of the Step of a prompt's first token; None: a cycle of all rows.
+            rows: the decoder's row for each row of the cycle; None: ignore that row's result.
+            prefill_fields: fields of the Step of a prompt's first token; None: a cycle of all rows.
         """
         columns, P, lengths = cycle.read_on_host(), cycle.verdict.path_BP.shape[1], self.target_session.lengths
         if prefill_fields is None:
@@ -247,14 +247,3 @@ class Decoder:
         self.prompts.release(b, failed)
         if self.finished and self.target.device.type == "cpu":
             release_threads()
-
-
-def is_worth_keeping(decoder: Decoder) -> bool:
-    """Whether to use an idle decoder again for the next request, instead of a new one.
-
-    Recorded CUDA graphs are tied to the addresses of its caches. On a CPU a new cache costs
-    milliseconds, which shows in short answers; a large cache is freed all the same.
-    """
-    cache = decoder.target_session.cache
-    has_recordings = decoder.cycle_runner.extra_slots > 0
-    return has_recordings or (cache.device.type == "cpu" and cache.bytes_for(cache.slots) <= SMALL_CACHE_BYTES)

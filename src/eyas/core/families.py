@@ -24,9 +24,9 @@ numbers). "flex_attention" has block masks of its own and flash attention has no
 both are refused, with the backend to use instead.
 
 Facts come from the configuration, from class attributes and from the names that the code of the
-base model's forward uses. What cannot be read there stands in the tables below; no other module
+base model's forward uses. Facts that cannot be read there are in the tables below; no other module
 asks for a family by its name. This module knows no tree, no cache and no drafter, and it runs
-nothing: `Target` checks the facts with a forward when it is made.
+nothing: `Target` checks the facts with a forward when it is created.
 """
 
 from __future__ import annotations
@@ -95,21 +95,18 @@ SERVED_KINDS = (FULL, SLIDING, CHUNKED)
 STATE_KINDS = ("conv", "hybrid", "linear_attention", "mamba", "mamba2")
 MASKLESS_KINDS = ("mlp", "moe")  # layers that attend to nothing
 KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
-OTHER_NAMES = {"attention": FULL}  # older names of kinds
-# Model types for which `_takes_dict` reads the code wrongly, with the right answer. None is known;
-# a custom model may need a line.
-TAKES_DICT: dict[str, bool] = {}
+KIND_ALIASES = {"attention": FULL}  # older names of kinds of layers
 
 BACKENDS = ("eager", "sdpa")
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # the latter in models without attention
 UNLIMITED = 2**20  # positions of a request in a model without positions, which has no limit of its own
 
 # Fields of a configuration that hold a scale. 1: the model multiplies by it; -1: it divides.
-# Gemma's root of the hidden size stands in no table: its embedding module applies it.
+# Gemma's factor sqrt(hidden size) is in no table: its embedding module applies it.
 LOGIT_SCALES: Mapping[str, int] = {"logit_scale": 1, "logits_scaling": -1}
 EMBED_SCALES: Mapping[str, int] = {"embedding_multiplier": 1}
 SOFTCAPS = ("final_logit_softcapping",)
-# Families that multiply by a field that others divide by.
+# Model types that multiply by a field by which the other types divide.
 MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
 # ---------------------------------------------------------------------------------------------- the record
@@ -122,9 +119,9 @@ class Family:
     """
 
     model_type: str
-    mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys that the dict of masks must have
+    mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys of the dict of masks
     window: int | None  # positions that a windowed layer sees, the query's own included
-    chunk: int | None  # positions of a chunk, where some layers see their own chunk only
+    chunk: int | None  # positions of a chunk, if some layers see their own chunk only
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
     logit_scale: float  # logits are multiplied by it before the softcap
     embed_scale: float  # the output of the embedding module is multiplied by it before the first layer
@@ -132,8 +129,8 @@ class Family:
     base: nn.Module  # its output[0] is the last hidden state, after the final norm
     head: nn.Module  # hidden state -> logits before scale and softcap
     embedding: nn.Module  # token ids -> embeddings before embed_scale
-    context: int  # positions that a request may use, prompt and new tokens and drafts together
-    context_reason: str  # why `context` is smaller than what the model accepts; "" where it is not
+    context: int  # positions that a request may use, prompt and new tokens together
+    context_reason: str  # why `context` is smaller than what the model accepts; "" if it is not
     shares_keys: bool  # its last layers read the keys of earlier ones (Gemma 3n and 4)
     has_states: bool  # some layers have recurrent or convolutional state
     has_attention: bool  # some layers attend, so that masks and positions go in
@@ -167,7 +164,7 @@ def describe(model: PreTrainedModel) -> Family:
         ModelError: the model cannot be served; one line with the model type and the reason.
     """
     _refuse_whole_model(model)
-    ends: Any = model  # two of its methods have no types
+    untyped: Any = model  # get_output_embeddings and get_input_embeddings are untyped
     config = model.config.get_text_config(decoder=True)
     base = _decoder(model)
     code = _names(base)
@@ -186,8 +183,8 @@ def describe(model: PreTrainedModel) -> Family:
     if len(layers) == 0:
         raise _refusal(config, "its configuration asks for no layers: repair num_hidden_layers in config.json")
     if has_states and len(kinds) <= 1:
-        kinds = ()  # one mask for all layers that attend; such a model makes none for the others then
-    mask_kinds = kinds if TAKES_DICT.get(config.model_type, _takes_dict(code)) else ()
+        kinds = ()  # one mask for all layers that attend; the model makes none for the other layers then
+    mask_kinds = kinds if _takes_dict(code) else ()
     if not mask_kinds and len(kinds) > 1 and "create_sliding_window_causal_mask" in code:
         raise _refusal(config, "it mixes windowed and full layers but builds their masks itself")
     context, reason = _context(config, has_attention)
@@ -201,8 +198,8 @@ def describe(model: PreTrainedModel) -> Family:
         embed_scale=_scale(config, EMBED_SCALES),
         layers=layers,
         base=base,
-        head=ends.get_output_embeddings(),
-        embedding=ends.get_input_embeddings(),
+        head=untyped.get_output_embeddings(),
+        embedding=untyped.get_input_embeddings(),
         context=context,
         context_reason=reason,
         shares_keys=bool(getattr(config, "num_kv_shared_layers", 0)),
@@ -262,19 +259,16 @@ def _refuse_positions(config: Any, base: nn.Module) -> None:
 
 
 def _kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of layers of this configuration, each once, full before sliding; empty if it names
-    none.
-    """
+    """The kinds of layers that this configuration names, each once, sorted by name."""
     kinds: set[str] = set()
     for name in KIND_LISTS:
-        kinds |= {OTHER_NAMES.get(kind, kind) for kind in getattr(config, name, None) or ()}
+        kinds |= {KIND_ALIASES.get(kind, kind) for kind in getattr(config, name, None) or ()}
     return tuple(sorted(kinds))
 
 
 def _takes_dict(code: frozenset[str]) -> bool:
-    """True for a forward that uses the names of a test for a dict of attention masks, one entry per
-    kind of layer.
-    """
+    """Whether the forward accepts a dict of masks, one per kind of layer (its code tests
+    `isinstance(mask, dict)`)."""
     return {"isinstance", "dict", "layer_types"} <= code
 
 
@@ -318,7 +312,8 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
-    """The decoder layers: the outermost list with as many modules as the configuration has layers."""
+    """The decoder layers: the outermost list with as many modules as the configuration has
+    layers."""
     count = config.num_hidden_layers
     # LongCat's configuration counts its attentions, two in each layer
     counts = (count, getattr(config, "num_layers", count))

@@ -1,5 +1,5 @@
-"""Fingerprints of models: short texts by which a draft head finds out whether a target is the one
-that it was trained for."""
+"""Fingerprints of models: short texts by which eyas finds out whether a target is the one that a
+draft head was trained for."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["fingerprint_of", "same_weights"]
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """A hash of all shapes of weights, and sums over a few of them.
+    """A hash of the names and shapes of all 2-D weights, and sums over three of them.
 
-    For a quantised model: a hash of the library's name and of its layers' names and classes, and
-    sums over what a few of these layers return, because their weights are stored in many ways.
+    For a quantised model: the library's name, a hash of its layers' names, classes and sizes, and
+    sums over the outputs of three of these layers, because their weights are stored in many ways.
     """
     if library := quantised.library_of(model):
         return _of_quantised(model, library)
     weights = [(name, weight) for name, weight in sorted(model.named_parameters()) if weight.ndim == 2]
     values = [value_of(model, name).detach() for name, _ in _three(weights)]
-    some = [weight.flatten()[:: max(1, weight.numel() // 4096)] for weight in values]
-    return _text([(name, tuple(weight.shape)) for name, weight in weights], some)
+    samples = [weight.flatten()[:: max(1, weight.numel() // 4096)] for weight in values]
+    return _format([(name, tuple(weight.shape)) for name, weight in weights], samples)
 
 
 def same_weights(fingerprint: str, own: str) -> bool:
@@ -43,8 +43,8 @@ def same_weights(fingerprint: str, own: str) -> bool:
 def _of_quantised(model: Any, library: str) -> str:
     dtype = model.dtype if isinstance(getattr(model, "dtype", None), torch.dtype) else torch.float32
     layers = sorted(quantised.layers_of(model).items())
-    returned = [quantised.response(layer, dtype) for _, layer in _three(layers)]
-    # GPTQModel has a class for each kernel; by any of them the checkpoint is the same target.
+    returned = [quantised.reference_output(layer, dtype) for _, layer in _three(layers)]
+    # GPTQModel has a class for each kernel; the checkpoint is the same target with each of them
     named = library not in ("gptq", "awq")
     kinds = [
         (
@@ -55,19 +55,19 @@ def _of_quantised(model: Any, library: str) -> str:
         )
         for name, layer in layers
     ]
-    return f"{library}+{_text(kinds, [x for x in returned if x is not None])}"
+    return f"{library}+{_format(kinds, [x for x in returned if x is not None])}"
 
 
 def _three(items: list[Any]) -> tuple[Any, Any, Any]:
-    """The first, the middle and the last."""
+    """The first, the middle and the last item."""
     return items[0], items[len(items) // 2], items[-1]
 
 
-def _text(described: list[Any], some: list[Tensor]) -> str:
+def _format(shapes: list[Any], samples: list[Tensor]) -> str:
     """ "hash:sum,sum,...": the sums are over signed values, divided by their norm."""
     sums = []
-    for values in some:
+    for values in samples:
         values = values.double()
         signs = torch.arange(len(values), device=values.device) % 3 - 1
         sums.append(float((values * signs).sum() / values.norm().clamp(min=1e-30)))
-    return f"{hashlib.sha256(repr(described).encode()).hexdigest()[:12]}:{','.join(f'{value:.3f}' for value in sums)}"
+    return f"{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}:{','.join(f'{value:.3f}' for value in sums)}"

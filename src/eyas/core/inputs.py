@@ -20,7 +20,7 @@ __all__ = ["CycleInput", "TreeSize"]
 class TreeSize(NamedTuple):
     """The size of a dynamic tree (EAGLE-2)."""
 
-    nodes: int  # verified per cycle, the root included
+    nodes: int  # nodes verified per cycle, the root included
     depth: int  # draft tokens on the longest path
     branch: int  # nodes expanded per level, and children drafted for each
 
@@ -37,21 +37,23 @@ class CycleInput:
     tokens_B: Tensor  # int64; the roots: each row's newest token, emitted and not yet in any cache; 0 in empty rows
     position_B: Tensor  # int64; the roots' absolute positions = numbers of committed tokens
     active_B: Tensor  # bool; False: the row is empty, and its results are ignored
-    sampling: tuple[Sampling, ...]  # of each row; empty rows have that of an active one
+    sampling: tuple[Sampling, ...]  # the Sampling of each row; empty rows have that of an active one
     noise: GumbelNoise
-    max_position: int  # the largest of `position_B`
-    # [B, ...], of the texts up to the roots; None if no row's distribution depends on them
+    max_position: int  # upper bound of `position_B`, known to the host
+    # [B, ...], adjustments by the texts up to the roots; None if no row's distribution depends on them
     adjustments: Adjustments | None = None
     active_rows: tuple[int, ...] = ()  # indices of the rows that are not empty
-    # prompt and emitted tokens of each row, root last; these lists grow after the cycle
+    # prompt and emitted tokens of each row, root last (before the last cycle, if this one runs
+    # ahead); these lists grow after the cycle
     row_tokens: tuple[Sequence[int], ...] = ()
     processors: tuple[tuple[Processor, ...], ...] = ()  # logits processors of each row; () if no row has any
     eos: tuple[frozenset[int], ...] = ()  # EOS ids of each row; no token after one is emitted
-    remaining: tuple[int, ...] = ()  # tokens that each row may still emit
-    # most candidates below each row's root; None: no limit; () if no row has one
+    # tokens that each row may still emit (before the last cycle, if this one runs ahead)
+    remaining: tuple[int, ...] = ()
+    # most acceptable nodes below each row's root; None: no limit; () if no row has one
     draft_limits: tuple[int | None, ...] = ()
-    predictions: tuple[tuple[int, ...], ...] = ()  # text that probably comes in each row; () if no row has any
-    constraints: tuple[Constraint | None, ...] = ()  # of each row; () if no row has any
+    predictions: tuple[tuple[int, ...], ...] = ()  # the predicted text of each row; () if no row has any
+    constraints: tuple[Constraint | None, ...] = ()  # the constraint of each row; () if no row has any
     logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
     keep_scores: bool = False  # scores or logits are read afterwards, so the cycle is not recorded
     # the target's keys and values; slot s < `position_B` of a row holds those of its token s

@@ -2,10 +2,10 @@
 
 `tree_levels` sorts nodes by depth; `run_levels` runs one module over them. Linear layers act on
 each token alone. So those that read the module's input (the input projections) run once for all
-nodes before the levels, and the one that makes its output (the output projection) once behind them:
-their weights, most of what such a module has, are read once instead of once per level.
+nodes before the levels, and the one that makes its output (the output projection) once after them:
+their weights, most of the module's, are read once instead of once per level.
 
-This module knows no cache and no rows: whoever calls `run_levels` puts the states of a level's
+This module knows no cache and no rows: the caller of `run_levels` puts the states of a level's
 parents where the module reads them.
 Letters: R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one level in
 all rows.
@@ -36,11 +36,11 @@ class Level:
     node_M: Tensor  # int64; number among the Q new nodes
     parent_M: Tensor  # int64; number among all T nodes; -1: the committed state
     committed: bool  # the nodes start from the committed states
-    column: int | None  # the number of the node if it is the same in each of the R rows, which come in order; else None
-    follows: bool  # the nodes' parents are the nodes of the level before, in its order
+    column: int | None  # the node's number if it is the same in each of the R rows, which come in order; else None
+    parents_are_previous_level: bool  # the parents are the nodes of the level before, in the same order
 
     def on(self, device: torch.device) -> Level:
-        """The same with its tensors on another device."""
+        """The level with its tensors on another device."""
         if device == self.row_M.device:
             return self
         return replace(
@@ -48,8 +48,7 @@ class Level:
         )
 
     def of(self, value: Any, shape: tuple[int, int]) -> Any:
-        """The part of a module's arguments that belongs to these nodes: tensors [R, Q, ...] become
-        [M, 1, ...]."""
+        """A module's arguments for these nodes alone: tensors [R, Q, ...] become [M, 1, ...]."""
 
         def nodes(tensor: Tensor) -> Tensor:
             every = tensor.expand(shape[0], *tensor.shape[1:])
@@ -62,7 +61,7 @@ class Level:
 
 def tree_levels(depth_RT: Tensor, visible_RQT: Tensor) -> list[Level]:
     """The new nodes by depth, parents before children. The parent of a node is the deepest node
-    that it attends to, beside itself."""
+    that it attends to, other than itself."""
     R, Q, T = visible_RQT.shape
     own_QT = torch.arange(T - Q, T, device=depth_RT.device)[:, None] == torch.arange(T, device=depth_RT.device)
     ancestor_RQT = visible_RQT & ~own_QT
@@ -75,14 +74,14 @@ def tree_levels(depth_RT: Tensor, visible_RQT: Tensor) -> list[Level]:
         parent_M = parent_RQ[row_M, node_M]
         rows, nodes, parents = row_M.tolist(), node_M.tolist(), parent_M.tolist()
         column = nodes[0] if rows == list(range(R)) and len(set(nodes)) == 1 else None
-        follows = list(zip(rows, parents, strict=True)) == before
-        levels.append(Level(row_M, node_M, parent_M, min(parents) < 0, column, follows))
+        parents_are_previous_level = list(zip(rows, parents, strict=True)) == before
+        levels.append(Level(row_M, node_M, parent_M, min(parents) < 0, column, parents_are_previous_level))
         before = [(row, T - Q + node) for row, node in zip(rows, nodes, strict=True)]
     return levels
 
 
 def run_levels(
-    one: StateModule,
+    module: StateModule,
     forward: Forward,
     levels: Sequence[Level],
     shape: tuple[int, int],
@@ -95,16 +94,16 @@ def run_levels(
     Args:
         forward: the module's own forward.
         shape: (R, Q).
-        arguments: of the call, for all nodes.
+        arguments: the arguments of the call, for all nodes.
         load, store: called before and after each level.
     """
     args, kwargs = arguments
     outputs = []
-    with _Projections(one, args, kwargs) if len(levels) > 1 else _Projections() as projections:
+    with _Projections(module, args, kwargs) if len(levels) > 1 else _Projections() as projections:
         for level in levels:
             load(level)
             level_args, level_kwargs = level.of(args, shape), level.of(kwargs, shape)
-            projections.enter(level, shape, level_args, level_kwargs)
+            projections.begin_level(level, shape, level_args, level_kwargs)
             outputs.append(projections.output(forward(*level_args, **level_kwargs)))
             store(level)
     return projections.finish(_joined(outputs, levels, shape))
@@ -115,58 +114,61 @@ class _Projections:
     Without a module: none."""
 
     def __init__(
-        self, one: StateModule | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, module: StateModule | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> None:
-        self._one = one
-        self._whole = {} if one is None else {linear: linear(one.input.of(args, kwargs or {})) for linear in one.first}
-        self._part: dict[Any, Tensor] = {}  # the outputs of the first layers for the present level
-        self._input: Tensor | None = None  # of the module, at the present level
-        self._waiting: Tensor | None = None  # input of the last layer, at the present level
-        self._undo: list[Any] = []
+        self._module = module
+        # the outputs of the first layers, for all nodes
+        self._whole = (
+            {} if module is None else {linear: linear(module.input.of(args, kwargs or {})) for linear in module.first}
+        )
+        self._part: dict[Any, Tensor] = {}  # the outputs of the first layers, for the present level
+        self._input: Tensor | None = None  # the module's input, at the present level
+        self._last_input: Tensor | None = None  # the last layer's input, at the present level
+        self._patches: list[Any] = []
 
     def __enter__(self) -> _Projections:
         for linear in self._whole:
-            self._undo.append(replaced_forward(linear, self._first(linear, linear.forward)))
-        if self._one is not None and self._one.last is not None:
-            self._undo.append(replaced_forward(self._one.last, self._last(self._one.last)))
-        for undo in self._undo:
-            undo.__enter__()
+            self._patches.append(replaced_forward(linear, self._first(linear, linear.forward)))
+        if self._module is not None and self._module.last is not None:
+            self._patches.append(replaced_forward(self._module.last, self._last(self._module.last)))
+        for patch in self._patches:
+            patch.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for undo in self._undo:
-            undo.__exit__(None, None, None)
+        for patch in self._patches:
+            patch.__exit__(None, None, None)
 
     def _first(self, linear: Any, forward: Forward) -> Forward:
         return lambda value: self._part[linear] if value is self._input else forward(value)
 
     def _last(self, linear: Any) -> Forward:
-        def wait(value: Tensor) -> Tensor:
-            self._waiting = value
+        def keep_input(value: Tensor) -> Tensor:
+            self._last_input = value
             return value.new_empty(*value.shape[:-1], linear.out_features)
 
-        return wait
+        return keep_input
 
-    def enter(self, level: Level, shape: tuple[int, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The next call of the module is for this level, with these arguments."""
+    def begin_level(self, level: Level, shape: tuple[int, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare the module's next call, which is for this level, with these arguments."""
         self._part = {linear: level.of(output, shape) for linear, output in self._whole.items()}
-        self._input = None if self._one is None else self._one.input.of(args, kwargs)
+        self._input = None if self._module is None else self._module.input.of(args, kwargs)
 
     def output(self, output: Any) -> Any:
-        """The part of a call's `output` to collect: the input of the last layer where that has
-        still to run, else the output itself."""
-        waiting, self._waiting = self._waiting, None
-        return output if waiting is None else waiting
+        """The tensors of a call to collect: the input of the last layer if that has still to run,
+        else the call's `output`."""
+        last_input, self._last_input = self._last_input, None
+        return output if last_input is None else last_input
 
     def finish(self, joined: Any) -> Any:
-        """The output of the module from what was collected."""
-        return joined if self._one is None or self._one.last is None else self._one.last(joined)
+        """The output of the module from the collected tensors."""
+        return joined if self._module is None or self._module.last is None else self._module.last(joined)
 
 
 @contextmanager
 def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
-    """Within this context calls of the module run `forward`. Its class is not touched, nor a
-    forward of its own (accelerate's) lost."""
+    """Within this context calls of the module run `forward`. Its class is not changed, and a
+    forward of the instance (accelerate's) is put back afterwards."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:

@@ -1,15 +1,14 @@
-"""Prompts with images, sounds or videos: what a processor of transformers makes of them, beside
-token ids.
+"""Prompts with images, sounds or videos: token ids, and the other inputs that a processor of
+transformers makes of them.
 
 The model's own forward reads such a prompt, whole: only its code knows where the features of an
-image go, which tokens of an image see each other (in Gemma 3 all of them), and how positions count
-(in Qwen's models in three dimensions). Its keys and values are then put into a row's cache
-(`TargetSession.prefill`). What follows is text, and is decoded as behind any prompt; but where
-positions count otherwise, the text's go on from another number than the prompt's length:
-`position_shift`.
+image go, which tokens of an image see each other (in Gemma 3 all of them), and which positions they
+get (in Qwen's models in three dimensions). Its keys and values are then put into a row's cache
+(`TargetSession.prefill`). Text is then decoded as after any prompt. If positions do not advance by
+one per token, the text's first position is not the prompt's length: `position_shift`.
 
 This module knows no cache of ours, no tree and no method. Letters: T tokens, V vocabulary, F
-feature width, K heads, h their width.
+feature width, K heads, h head size.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core.placement import has_several_devices
-from eyas.errors import InputError, ModelError
+from eyas.errors import InputError, ModelError, one_line
 
 __all__ = ["MediaPrompt", "check_media", "read_media", "reads_media", "shifts_positions"]
 
-# Inputs of transformers' models that are no text.
+# Inputs of transformers' models that hold no text.
 MEDIA_INPUTS = frozenset({"pixel_values", "pixel_values_videos", "input_features", "input_values"})
 
 
 class MediaPrompt(NamedTuple):
     """The result of reading a prompt with media."""
 
-    logits_TV: Tensor  # of all tokens, or of the last one
+    logits_TV: Tensor  # after all tokens, or after the last one
     features_TF: Tensor
     keys_values: dict[int, tuple[Tensor, Tensor]]  # [1, K, T, h] of each layer that stores any
-    position_shift: int  # the position of the token behind the prompt, less the prompt's number of tokens
+    position_shift: int  # the position of the token after the prompt, less the prompt's number of tokens
 
 
 def reads_media(model: nn.Module) -> bool:
@@ -47,18 +46,19 @@ def reads_media(model: nn.Module) -> bool:
 
 
 def shifts_positions(model: nn.Module) -> bool:
-    """Whether positions behind an image do not count the image's tokens one by one."""
+    """Whether positions do not advance by one per token of an image."""
     return _position_module(model) is not None
 
 
 def _position_module(model: nn.Module) -> Any:
-    """The part of the model that counts positions, and keeps the shift of the last prompt as
+    """The part of the model that computes positions, and keeps the shift of the last prompt as
     `rope_deltas`; None: there is none."""
     return next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
 
 
 def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, Any], tokens: Sequence[int]) -> None:
-    """
+    """Check a prompt's further inputs.
+
     Raises:
         InputError: an input that the model's forward does not take.
         ModelError: a model with recurrent state, whose states are not read this way.
@@ -97,25 +97,25 @@ def read_media(
         tap: yields the function that returns the features [1, T, F] of the last forward.
 
     Raises:
-        InputError: the model refuses it, for example because images and their tokens do not match.
+        InputError: the model refuses the prompt, for example because images and their tokens do not
+            match.
     """
     inputs = {name: _placed(value, tokens_1T.device, model.dtype) for name, value in media.items()}
     takes_number = "logits_to_keep" in inspect.signature(model.forward).parameters
-    # the tensor must lie on the LM head's device
+    # logits_to_keep is a tensor, which must be on the LM head's device
     if not all_logits and takes_number and not has_several_devices(model):
         inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
     cache, counting = DynamicCache(), _position_module(model)
     if counting is not None:
-        counting.rope_deltas = None  # of an earlier prompt
+        counting.rope_deltas = None  # left from an earlier prompt
     with tap as features:
         try:
             logits_1TV = model(input_ids=tokens_1T, past_key_values=cache, use_cache=True, **inputs).logits
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the model's own code, on inputs that somebody sent
-            reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"{type(model).__name__} cannot read this prompt with {', '.join(media)}: {reason}"
+                f"{type(model).__name__} cannot read this prompt with {', '.join(media)}: {one_line(error, 200)}"
             ) from error
         features_1TF = features()
     stored = {
@@ -123,7 +123,7 @@ def read_media(
         for number, layer in enumerate(cache.layers)
     }
     if (positions := inputs.get("position_ids")) is not None:
-        # before the last three: positions of text, counted one by one
+        # the last three rows are the multimodal positions; a fourth, before them, counts text
         shift = positions[-3:].max() + 1 - tokens_1T.shape[1]
     else:
         shift = getattr(counting, "rope_deltas", None)

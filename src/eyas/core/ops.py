@@ -1,7 +1,8 @@
 """The operations of a cycle that a runner may replace by faster ones: here the reference, in torch.
 
-Each runner has its operations (`Runner.ops`); runners/cpu_ops.py has those of the compiled kernels.
-Every implementation must return the results of this one: the same draws, paths and caches.
+Each runner has its operations (`Runner.ops`): runners/cpu_ops.py has those of the CPU kernels,
+runners/gpu_ops.py those of the GPU kernels. Every implementation must return the results of this
+one: the same draws, paths and caches.
 
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v draft vocabulary, D
 hidden, F feature width.
@@ -39,7 +40,8 @@ class FusedTreeBuilder(Protocol):
 
     @property
     def fuses_features(self) -> bool:
-        """Whether it reads the target's features; False: it reads the output of the net's `fuse`."""
+        """Whether it reads the target's features; False: it reads the output of the net's
+        `fuse`."""
         ...
 
     def suits(self, cycle_input: CycleInput) -> bool:
@@ -50,8 +52,8 @@ class FusedTreeBuilder(Protocol):
         self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: Any, cache: DraftKVCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """Let the net read the pending pairs, in the slots behind `length_B`, then grow the tree
-        below the roots.
+        """Let the net read the pending pairs (see drafters/_eagle.py), in the slots after
+        `length_B`, then grow the tree below the roots.
 
         Args:
             features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and
@@ -69,8 +71,8 @@ class WindowTreeBuilder(Protocol):
     def grow(
         self, hidden_BD: Tensor, cycle_input: CycleInput, tree: Any, cache: DraftKVCache, length_B: Tensor, width: int
     ) -> Draft:
-        """Grow the tree from the net's output at the newest pair, which the session has let it
-        read, and behind which it has trimmed the window."""
+        """Grow the tree from the net's output at the newest pair. The session has let the net read
+        that pair, and then trimmed the window."""
         ...
 
 
@@ -88,7 +90,8 @@ class Ops:
         return GumbelNoise.of(sampling, device)
 
     def scores(self, logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None) -> Tensor:
-        """See `core.sampling.apply_sampling_rows`. Logits that nothing changes may keep their dtype."""
+        """See `core.sampling.apply_sampling_rows`. Logits that nothing changes may keep their
+        dtype."""
         return apply_sampling_rows(logits_BNV, sampling, adjustments)
 
     def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
@@ -113,7 +116,7 @@ class Ops:
 
         Returns:
             int64 [B, N] tokens; bool [B], rows with NaN among their scores, or None if the
-            implementation does not look.
+            implementation does not check.
         """
         if noise.all_greedy:
             return scores_BNV.argmax(-1), None
@@ -134,7 +137,9 @@ class Ops:
         commit_path(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
-        """A draft net for decoding. draft_weights: "exact", or "fp8": rounded."""
+        """A draft net for decoding. draft_weights: "fp8": rounded; "exact": as the net is. CPU
+        kernels round it for both of their formats, "exact" (int8 weights, 16-bit activations) and
+        "int4"."""
         return fp8(net) if draft_weights == "fp8" else net
 
     def fused_tree_builder(
@@ -147,7 +152,8 @@ class Ops:
             target: the `Target` that the net drafts for.
             net: an EAGLE net as `draft_net` returned it.
             embeddings: [V, D], the net's own embedding table; None: the target's.
-            draft_ids_v: int64; the target's ids of a draft vocabulary that is smaller than the target's.
+            draft_ids_v: int64; the target's ids of a draft vocabulary that is smaller than the
+                target's.
         """
         return None
 
@@ -176,8 +182,8 @@ def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tens
 
 
 def check_siblings(tree: Tree, tokens_BN: Tensor) -> None:
-    """Assert that no two candidates have the same parent and the same token. On a GPU the error
-    appears later, as nothing waits for it."""
+    """Assert that no two acceptable nodes have the same parent and the same token. On a GPU the
+    error appears later, as nothing waits for it."""
     same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
     both_BNN = tree.acceptable_BN[:, :, None] & tree.acceptable_BN[:, None]
     duplicate = (same_BNN & both_BNN).triu(1).any()

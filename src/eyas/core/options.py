@@ -82,7 +82,8 @@ def plain_type(annotation: Any) -> Any:
 
 
 def parse_option(option: Option, text: str) -> Any:
-    """The value of an option from its text, `N,N` for several numbers. OptionError when it has none."""
+    """The value of an option from its text, `N,N` for several numbers. OptionError when it has
+    none."""
     kind = plain_type(option.annotation)
     try:
         if kind is tuple:

@@ -1,10 +1,10 @@
 """Models whose weights are not whole on one device: layers compute on several devices, or weights
-wait in memory or on a disk (both by a `device_map`), or processes share them (`tp_plan`).
+are offloaded to memory or to a disk (both by a `device_map`), or processes share them (`tp_plan`).
 
 accelerate puts a hook on each module, which fetches the module's weights before its forward and
 moves its inputs to the device that it computes on. The hook of the whole model returns the logits
 to the device that the token ids came from. That is the main device: trees, masks, positions,
-features and the draft lie there, and the keys and values of each layer lie where the layer
+features and the draft are there, and the keys and values of each layer are where the layer
 computes.
 
     cuda:0   token ids, trees, masks, draft   | embedding, layers 0 to 15, their keys and values
@@ -97,20 +97,20 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def _device(place: Any) -> torch.device:
-    """A device as accelerate writes it; a number is that of a GPU."""
+    """The device that accelerate names; a number is that of a GPU."""
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """The value of a weight, by its name among the model's parameters. One that waits is read. The
-    parts of one that is split are gathered, so all processes must call this."""
+    """The value of a weight, by its name among the model's parameters. An offloaded weight is read.
+    The parts of a split weight are gathered, so all processes must call this."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     weight: Tensor = getattr(module, last)
-    waiting = next(
+    offloaded = next(
         (hook.weights_map for hook in _hooks_of(module) if getattr(hook, "weights_map", None) is not None), None
     )
-    value: Tensor = weight if weight.device.type != "meta" or waiting is None else waiting[last]
+    value: Tensor = weight if weight.device.type != "meta" or offloaded is None else offloaded[last]
     gathered: Any = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
 
@@ -122,6 +122,6 @@ def _hooks(model: nn.Module) -> Iterator[Any]:
 
 
 def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """The hooks of accelerate on this module; several stand in one that holds them."""
+    """The hooks of accelerate on this module; several hooks are wrapped in one SequentialHook."""
     hook = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", (hook,))) if hook is not None else ()

@@ -1,7 +1,7 @@
 """Read a Hugging Face model and its tokenizer, from a folder or from the hub.
 
 A broken file makes the libraries raise exceptions of many kinds, often of many lines. Here each of
-them becomes a ModelError of one line, which names the broken file where one is found. This module
+them becomes a ModelError of one line, which names the broken file if one is found. This module
 knows files and transformers' Auto classes; it knows no tree, no cache and no method.
 """
 
@@ -32,10 +32,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eyas.errors import InputError, ModelError, OptionError
+from eyas.errors import InputError, ModelError, OptionError, one_line
 from eyas.files import parse_json
 
-__all__ = ["Spread", "check_config", "read_model", "read_tokenizer", "split_gguf"]
+__all__ = [
+    "REASON_LENGTH",
+    "DeviceMap",
+    "check_config",
+    "is_missing_path",
+    "read_model",
+    "read_tokenizer",
+    "split_gguf",
+]
 
 CPU = torch.device("cpu")
 
@@ -61,12 +69,12 @@ TOKENIZER_FILES = (
 )
 
 
-class Spread(NamedTuple):
-    """Where accelerate puts a model's weights."""
+class DeviceMap(NamedTuple):
+    """The devices on which accelerate puts a model's weights."""
 
     # "auto" and the like, or a device ("cpu", "disk", 0 ...) for each part of the model
     device_map: str | Mapping[str, str | int]
-    # for the weights that the map puts on "disk", if the checkpoint is not safetensors
+    # the folder of weights that the map puts on "disk", if the checkpoint is not safetensors
     folder: str | Path | None = None
 
 
@@ -75,7 +83,7 @@ def read_model(
     dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
     role: str = "target",
-    spread: Spread | None = None,
+    device_map: DeviceMap | None = None,
     gguf_file: str | None = None,
     device: torch.device = CPU,
     own_dtype: bool = False,
@@ -86,32 +94,33 @@ def read_model(
         source: local folder or hub id.
         dtype: a torch dtype, or "auto" for the checkpoint's own.
         role: how messages call the model: "target", "draft model".
-        spread: where its weights go, instead of the CPU.
+        device_map: where its weights go, instead of the CPU.
         gguf_file: a file in GGUF format in that folder; its weights become plain ones.
-        device: where it is put. A quantised model is loaded there, as its library may not move it.
+        device: the device of the model. A quantised model is loaded there, as its library may not
+            be able to move it.
         own_dtype: a quantised checkpoint keeps its own dtype, in which its scales are stored.
 
     Raises:
         ModelError: the model cannot be loaded or tensors are missing; the message names the file
-            where one is broken.
+            if one is broken.
         OptionError: a package that reads GGUF files is missing.
     """
     config = check_config(source, trust_remote_code, role, gguf_file)
     options = {} if gguf_file is None else _gguf_options(gguf_file)
     quantised = getattr(config, "quantization_config", None) is not None and gguf_file is None
-    if quantised and device != CPU and spread is None:
+    if quantised and device != CPU and device_map is None:
         options["device_map"] = {"": device}
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _model_faults):
-        loaded: Any = _class_of(config).from_pretrained(
+        loaded: Any = _auto_class(config).from_pretrained(
             str(source),
             dtype="auto" if quantised and own_dtype else dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             **options,
-            **_spread_keywords(spread),
+            **_device_map_keywords(device_map),
         )
-    model: PreTrainedModel = loaded[0] if quantised or spread is not None else loaded[0].to(device)
+    model: PreTrainedModel = loaded[0] if quantised or device_map is not None else loaded[0].to(device)
     info = loaded[1]
     if absent := sorted(info["missing_keys"]):
         raise ModelError(f"{role} {str(source)!r} lacks tensors: {_first_of(absent)}")
@@ -122,19 +131,19 @@ def read_model(
     return model
 
 
-def _class_of(config: PreTrainedConfig) -> Any:
-    """The Auto class of a model: for text alone, or for images and text where there is no other."""
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class of a model: for text alone, or for images and text if there is no other."""
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
-def _spread_keywords(spread: Spread | None) -> dict[str, Any]:
+def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
     """Keywords of `from_pretrained`. OptionError without accelerate."""
-    if spread is None:
+    if device_map is None:
         return {}
     if find_spec("accelerate") is None:
         raise OptionError("a device_map needs accelerate: pip install 'eyas[offload]'")
-    return {"device_map": spread.device_map, "offload_folder": spread.folder}
+    return {"device_map": device_map.device_map, "offload_folder": device_map.folder}
 
 
 def check_config(
@@ -154,12 +163,13 @@ def check_config(
             stated: PreTrainedConfig = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
             return stated
     folder = _folder(source)
-    if folder is not None and (fault := next(_layer_faults(folder), None)):  # transformers would list every layer of it
+    # transformers would list every layer in its error
+    if folder is not None and (fault := next(_layer_faults(folder), None)):
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
     with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _config_faults, "config.json: "):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     folder = _folder(source)  # a hub id is in the cache by now
-    # transformers ignores it
+    # transformers ignores a broken generation_config.json
     if folder is not None and (fault := next(_json_faults(folder, ("generation_config.json",)), None)):
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
     return config
@@ -168,7 +178,7 @@ def check_config(
 def read_tokenizer(
     source: str | Path, trust_remote_code: bool = False, required: bool = False, gguf_file: str | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """Load a tokenizer; None where there are no files of one, or where it knows no token.
+    """Load a tokenizer; None if there are no files of one, or it knows no token.
 
     Args:
         source: local folder or hub id.
@@ -177,7 +187,7 @@ def read_tokenizer(
             no files of one.
 
     Raises:
-        ModelError: the files of a tokenizer are there and it cannot be loaded.
+        ModelError: the files of a tokenizer are there, but it cannot be loaded.
     """
     folder = _folder(source)
     if gguf_file is not None and (folder is None or not _has_tokenizer(folder)):
@@ -207,8 +217,8 @@ def read_tokenizer(
 
 
 def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
-    """(folder or hub id, file in GGUF format or None): a path to such a file stands for its folder
-    and its name."""
+    """(folder or hub id, file in GGUF format or None): a path to such a file is split into its
+    folder and its name."""
     path = Path(source)
     if gguf_file is None and path.suffix == ".gguf" and path.is_file():
         return path.parent, path.name
@@ -216,8 +226,8 @@ def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | 
 
 
 def _gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a file in GGUF format; None, with a warning, where transformers cannot make
-    one of it."""
+    """The tokenizer in a file in GGUF format; None, with a warning, if transformers cannot make one
+    from the file."""
     try:
         with _one_line_errors("", source, _no_faults):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
@@ -228,8 +238,8 @@ def _gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBa
 
 
 def _gguf_options(gguf_file: str) -> dict[str, Any]:
-    """Keywords of from_pretrained that make plain weights of a file in GGUF format; an older
-    transformers knows no other way."""
+    """Keywords of from_pretrained that make plain weights of a file in GGUF format. An older
+    transformers has no GgufConfig, and always makes plain weights."""
     settings = getattr(transformers, "GgufConfig", None)
     return {"gguf_file": gguf_file, **({} if settings is None else {"quantization_config": settings(dequantize=True)})}
 
@@ -262,8 +272,14 @@ def _check_path(source: str | Path, role: str, gguf_file: str | None = None) -> 
         raise ModelError(
             f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{_gguf_hint(path)}"
         )
-    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name):
+    if is_missing_path(source):
         raise ModelError(f"{role} {name!r} does not exist")
+
+
+def is_missing_path(source: str | Path) -> bool:
+    """Whether nothing is at a path that cannot be a hub id."""
+    path, name = Path(source), str(source)
+    return not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name)
 
 
 def _gguf_hint(folder: Path) -> str:
@@ -272,14 +288,13 @@ def _gguf_hint(folder: Path) -> str:
 
 
 def _folder(source: str | Path) -> Path | None:
-    """The folder with the files of a local path or of a hub id that is in the cache; None where
-    nothing is there.
-    """
+    """The folder with the files of a local path, or of a hub id that is in the cache; None if there
+    is none."""
     if Path(source).is_dir():
         return Path(source)
     try:
         cached = try_to_load_from_cache(str(source), "config.json")
-    except ValueError:  # no hub id
+    except ValueError:  # not a hub id
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
@@ -295,28 +310,28 @@ def _has_tokenizer(folder: Path) -> bool:
 def _one_line_errors(
     beginning: str, source: str | Path, faults: Callable[[Path], Iterator[str]], place: str = ""
 ) -> Iterator[None]:
-    """Turn what a library raises into a ModelError of one line.
+    """Turn exceptions of a library into a ModelError of one line.
 
     The line names the first broken file, or else holds the library's message.
 
     Args:
-        beginning: how the message begins.
-        faults: finds what is wrong with the files of a folder.
-        place: where the fault lies if no file is broken.
+        beginning: the first words of the message.
+        faults: yields what is wrong with the files of a folder.
+        place: the file that is named before the library's message if no file is found broken.
     """
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the libraries raise whatever a broken file leads them to
+    except Exception as error:  # a broken file makes the libraries raise exceptions of many kinds
         folder = _folder(source)
         fault = None if folder is None else next(faults(folder), None)
         raise ModelError(f"{beginning}: {fault or place + _message(error)}") from error
 
 
 def _message(error: Exception) -> str:
-    """An exception's message on one line; with its type where the message alone says little."""
-    message = " ".join(str(error).split())
+    """An exception's message on one line; with its type if the message alone says little."""
+    message = one_line(error)
     # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
     if type(error).__name__.startswith("StrictDataclass"):
         return message[max(0, message.find("Field ")) :].partition(". Errors:")[0][:REASON_LENGTH]
@@ -331,7 +346,7 @@ def _first_of(names: list[str], shown: int = 5) -> str:
 
 
 def _no_faults(folder: Path) -> Iterator[str]:
-    """No file is looked at: the library's message says what is wrong."""
+    """No faults: the library's message says what is wrong."""
     yield from ()
 
 
@@ -343,7 +358,7 @@ def _layer_faults(folder: Path) -> Iterator[str]:
     """A number of layers that no model has."""
     try:
         content = parse_json((folder / "config.json").read_bytes())
-    except (OSError, InputError):  # said by `_config_faults`
+    except (OSError, InputError):  # reported by `_config_faults`
         return
     for part in (content, content.get("text_config")) if isinstance(content, dict) else ():
         for name in LAYER_COUNTS:
@@ -405,7 +420,7 @@ def _pickle_faults(paths: list[Path]) -> Iterator[str]:
                 "convert it to safetensors where you trust it"
             )
         except Exception as error:
-            yield f"{path.name} is broken or cut off ({' '.join(str(error).split())[: REASON_LENGTH // 2]}): fetch or write it again"
+            yield f"{path.name} is broken or cut off ({one_line(error, REASON_LENGTH // 2)}): fetch or write it again"
         else:
             if not isinstance(content, dict):
                 yield f"{path.name} holds a {type(content).__name__} where tensors by name are expected"

@@ -1,16 +1,16 @@
-"""The scores of every node of a tree, with masks of constraints, and Hugging Face's logits
-processors once per node, with its own prefix.
+"""Computes the scores of every node: sampling, constraint masks, and logits processors with each
+node's own prefix.
 
 A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises),
-so it is run on those prefixes only that decoding can reach. Nodes are skipped
+so it is run only on prefixes that decoding can reach. Skipped are
 
-    that are no candidates (window nodes, padding), and all nodes below a skipped one;
-    whose token the processed scores of their parent forbid (greedy rows: whose token is not the best one);
-    that end the text (EOS), or stand where the request's length is already reached.
+    nodes that are not acceptable (window nodes, padding), and all nodes below a skipped one;
+    nodes whose token the processed scores of their parent forbid (in greedy rows: whose token is not the best one);
+    nodes that end the text (EOS), or at which the request's length is already reached.
 
-Skipped nodes keep their logits: they are never accepted, or what follows them is cut off. So do
-nodes at which a processor fails; the request fails if the accepted path reaches such a node
-(`Failures`), and others go on.
+Skipped nodes keep their raw logits: they cannot be accepted, or everything after them is cut off.
+So do nodes whose processor failed. A request fails only if its accepted path reaches such a node
+(`Failures`); other requests continue.
 
 This module knows no model. Letters: N nodes, V vocabulary, T tokens.
 """
@@ -30,7 +30,7 @@ from eyas.core.sampling import Processor, Sampling, apply_sampling, apply_sampli
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError, code_of_request
 
-__all__ = ["Failures", "apply_processors", "node_scores", "run_processors"]
+__all__ = ["Failures", "apply_processors", "make_custom", "node_scores"]
 
 NOTHING_LEFT = "no token may come next: what the constraint allows, min_tokens excludes, or nothing is allowed at all"
 
@@ -40,26 +40,27 @@ Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node ha
 def node_scores(
     logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput, ops: Ops = REFERENCE
 ) -> tuple[Tensor, Failures]:
-    """The scores at each node, and the nodes that have none because a processor or a constraint failed.
+    """The scores at each node, and the nodes that have none because a processor or a constraint
+    failed.
 
-    Each row's own `Sampling`, constraint and processors, with each node's own prefix where
+    Each row has its own `Sampling`, constraint and processors. Each node's own prefix is used if
     something depends on it.
 
     Returns:
-        [B, N, V]: softmax over V is the distribution from which plain decoding would draw at each
-        node; the failures. float32, but where tokens are only drawn from them, `ops` may leave
-        logits in their own dtype.
+        scores [B, N, V], whose softmax over V is the distribution from which plain decoding would
+        draw at each node: float32, but if tokens are only drawn from them, `ops` may leave logits
+        in their own dtype; and the failures.
     """
     nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.for_tree(draft.tree, draft.tokens_BN)
     if not cycle_input.processors and not cycle_input.constraints:
         scores = ops.scores if draft.q_BNV is None else apply_sampling_rows
         return scores(logits_BNV, cycle_input.sampling, nodes), {}
-    rows, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
+    scores_by_row, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
     for b in range(len(logits_BNV)):
         scores_NV, failed = _row_scores(logits_BNV[b], draft, b, cycle_input, None if nodes is None else nodes[b])
-        rows.append(scores_NV)
+        scores_by_row.append(scores_NV)
         failures |= {(b, n): error for n, error in failed.items()}
-    return torch.stack(rows), failures
+    return torch.stack(scores_by_row), failures
 
 
 def _row_scores(
@@ -91,11 +92,11 @@ def _row_scores(
     return apply_sampling(logits_NV, sampling, adjustments, masked), failures
 
 
-def run_processors(
+def make_custom(
     processors: Sequence[Processor], tokens: Sequence[int], greedy: bool, mask_1V: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """The mask and the processors of one prefix as `apply_sampling` takes them: scores [1, V] ->
-    scores [1, V].
+    """The argument `custom` of `apply_sampling` for one prefix: a function, scores [1, V] -> scores
+    [1, V], that applies the constraint's mask and the processors.
 
     Raises:
         InputError: a processor returns something else than scores, or scores that allow no token.
@@ -145,19 +146,20 @@ def apply_processors(
     logits_NV: Tensor, draft: Draft, row: int, tokens: Sequence[int], sampling: Sampling, adjustments: Adjustments | None,
     processors: Sequence[Processor], eos: Collection[int], remaining: int, mask_NV: Tensor | None,
 ) -> tuple[Tensor, dict[int, EyasError]]:  # fmt: skip
-    """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by node.
+    """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by
+    node.
 
     Args:
-        row: of the draft.
-        tokens: the row's text, its last token is the root.
+        row: the row's number in the draft.
+        tokens: the row's text; its last token is the root.
         adjustments: as for `apply_sampling`.
         eos: tokens that end the text.
         remaining: tokens that the request may still get, 1 or more.
-        mask_NV: bool, the tokens that a constraint allows.
+        mask_NV: bool; the tokens that a constraint allows.
     """
     tree = draft.tree
     parents, drafted = tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-    candidates = tree.acceptable_BN[row].tolist()
+    acceptable = tree.acceptable_BN[row].tolist()
     scores_NV = logits_NV.float().clone()
     failures: dict[int, EyasError] = {}
     paths: list[list[int] | None] = []  # the tokens below the root; None: skipped
@@ -166,12 +168,12 @@ def apply_processors(
         path: list[int] | None = None
         if n == 0:
             path = []
-        elif above is not None and candidates[n] and token not in eos and len(above) + 1 < remaining:
+        elif above is not None and acceptable[n] and token not in eos and len(above) + 1 < remaining:
             parent_V = scores_NV[parent]
             least = parent_V.amax() if sampling.greedy else torch.finfo(parent_V.dtype).min
             path = [*above, token] if bool(parent_V[token] >= least) else None
         if path is not None:
-            custom = run_processors(
+            custom = make_custom(
                 processors, [*tokens, *path], sampling.greedy, None if mask_NV is None else mask_NV[n : n + 1]
             )
             own = None if adjustments is None else adjustments[n : n + 1]

@@ -1,20 +1,19 @@
-"""Prompts on their way into rows: which one is read next, how many of its tokens, and behind which
-prefix it starts.
+"""Reads prompts: which one next, how many of its tokens, and after which cached prefix.
 
-With a budget, a step of the decoder reads at most so many prompt tokens before the cycle of the
-rows whose prompts are read:
+With a budget, a step of the decoder reads at most that number of prompt tokens, and then runs the
+cycle of the rows whose prompts have been read:
 
     step        1         2         3         4         5
     row 0    cycle     cycle     cycle     cycle     cycle
     row 1    [ 256 ]   [ 256 ]   [64] cycle ...            a prompt of 576 tokens, a budget of 256
     row 2                        [192 ]    [ 8 ] cycle     a prompt of 200 tokens, which came later
 
-**Budgets.** A number of tokens is the same for every machine and load. "auto" gives prompts so many
-tokens that reading them takes about `PREFILL_PER_CYCLE` times as long as a cycle takes at present: then two
-tokens of a running row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, whether
-the cycles are those of one row or of sixteen, and 1 + n `PREFILL_PER_CYCLE` while n prompts are. Each prompt
-gets so much: if they only shared the time of one, rows would stay empty while prompts queue, and
-everybody would wait longer. While no row runs, chunks are large.
+**Budgets.** A number of tokens is the same for every machine and load. With "auto", reading takes
+about `PREFILL_PER_CYCLE` times as long as a cycle takes at present: then two tokens of a running
+row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, whether the
+cycles are those of one row or of sixteen, and 1 + n `PREFILL_PER_CYCLE` while n prompts are. Each
+prompt gets the time of one: if all shared it, rows would stay empty while prompts queue, and all
+would wait longer. While no row runs, chunks are large.
 
 **Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the
 oldest one is. So a short prompt does not wait for a long one, and a long one gets at least 1 /
@@ -22,10 +21,11 @@ oldest one is. So a short prompt does not wait for a long one, and a long one ge
 whole, in order of arrival. Rows are always given away in order of arrival.
 
 **Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of
-its last one, kept. A new prompt starts behind the longest prefix that it shares with any of them.
-It takes the place of a kept text of which it shares half or more; otherwise the prefix is copied into the empty
-row whose text was used least recently. What the drafter's session cannot copy is read again; so is
-what lies behind the last known state of a target with recurrent state (`TargetSession.longest_known_prefix`).
+its last one, kept. A new prompt is read from the end of the longest prefix that it shares with any
+of them. It replaces a kept text if it shares half of that text or more; otherwise the prefix is
+copied into the empty row whose text was used least recently. Tokens that the drafter's session
+cannot copy are read again; so are those after the last known state of a target with recurrent state
+(`TargetSession.longest_known_prefix`).
 
 This module knows no requests' sampling, no cycles and no method.
 """
@@ -51,9 +51,9 @@ __all__ = ["OLDEST_EVERY", "Budget", "Prompt", "PromptReader"]
 
 Budget = int | Literal["auto"] | None  # prompt tokens that a step reads, at most; None: whole prompts
 
-OLDEST_EVERY = 4  # steps; in one of them the oldest prompt is read first
+OLDEST_EVERY = 4  # in one of this many steps the oldest prompt is read first
 PREFILL_PER_CYCLE = 1.5  # with a budget of "auto": seconds of reading per second of cycles
-MIN_AUTO_BUDGET, MAX_AUTO_BUDGET = 4, 512  # tokens of such a budget
+MIN_AUTO_BUDGET, MAX_AUTO_BUDGET = 4, 512  # with a budget of "auto": fewest and most tokens of a step
 AVERAGE_WEIGHT = 0.3  # weight of the newest measurement in a moving average
 WORTH_COPYING = 8  # tokens by which a prefix of another row must be longer than one in the row itself
 
@@ -67,16 +67,17 @@ class Prompt:
     row: int = -1  # the row that it is read into; -1: it waits for one
     cached_tokens: int = 0  # prompt tokens whose keys and values were there already
     read: int = 0  # prompt tokens in the caches, those kept included
-    timer: StageTimer | None = None  # since the first token was read
-    scores: PromptLogprobs | None = None  # if the request asks for them
+    timer: StageTimer | None = None  # started when the prompt got its row
+    logprob_reader: PromptLogprobs | None = None  # if the request asks for log-probabilities of the prompt
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """Log-probabilities of the tokens that have been read, if the request asks for them."""
-        return () if self.scores is None else tuple(self.scores.entries)
+        """Log-probabilities of the tokens that have been read; () unless the request asks for
+        them."""
+        return () if self.logprob_reader is None else tuple(self.logprob_reader.entries)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Prompt tokens yet to be read."""
         return len(self.request.prompt) - self.read
 
@@ -86,7 +87,8 @@ class PromptReader:
 
     Args:
         extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
-        reuse: start behind prefixes that rows hold, and keep the text of rows whose requests have ended.
+        reuse: start after prefixes that rows hold, and keep the text of rows whose requests have
+            ended.
         budget: see "Budgets" above.
     """
 
@@ -108,9 +110,11 @@ class PromptReader:
         self._unshared = set[int]()  # rows whose keys and values depend on more than their text: on images
         self._used_at = [0] * target.rows  # when a row's text was last used; counted in prompts
         self._steps = self._started = 0
-        # of the cycles that other decoders run between two steps of this one, on the same machine
+        # seconds of cycles that other decoders run between two steps of this one, on the same
+        # machine
         self.other_decoders_seconds = 0.0
-        # moving averages: of a cycle, of reading a token; 0: not known yet
+        # moving averages of the seconds of a cycle, and of those of reading a token; 0: not known
+        # yet
         self._cycle_seconds = self._token_seconds = 0.0
 
     def __bool__(self) -> bool:
@@ -122,7 +126,7 @@ class PromptReader:
         self.waiting.append(Prompt(request_id, request))
 
     def cancel(self, request_id: int) -> bool:
-        """Drop a request whose prompt is not read yet; False if there is none of that number."""
+        """Drop a request whose prompt is not read yet; False if this number is not one of them."""
         for prompt in self.waiting:
             if prompt.request_id == request_id:
                 self.waiting.remove(prompt)
@@ -135,8 +139,8 @@ class PromptReader:
         return False
 
     def release(self, row: int, failed: bool = False) -> None:
-        """The row is empty now. With `reuse` its text stays, for later prompts; not if its request
-        has failed, as it may be NaN."""
+        """Make the row empty. With `reuse` its text stays, for later prompts, unless its request
+        has failed: its keys and values may be NaN."""
         self.empty.add(row)
         if failed:
             self.texts[row] = ()
@@ -146,13 +150,13 @@ class PromptReader:
             self.texts[row] = ()
             self.drafter.end(row)
             self.target.truncate(row, 0)
-        else:  # a cycle that ran ahead has gone further, and the last path may go on behind the end of the text
+        else:  # a cycle that ran ahead, or the last path, may extend past the end of the text
             self.target.truncate(
                 row, self.target.longest_known_prefix(row, min(self.target.lengths[row], len(self.texts[row])))
             )
 
     def observe(self, seconds: float) -> None:
-        """A cycle has taken so long."""
+        """Called with the seconds of each cycle."""
         self._cycle_seconds = _average(self._cycle_seconds, seconds)
 
     @property
@@ -179,34 +183,38 @@ class PromptReader:
         The caller may release a row before it asks for the next prompt.
         """
         self._steps += 1
-        left = self.tokens_per_step
-        while (left is None or left > 0) and (prompt := self._next()) is not None:
+        budget_left = self.tokens_per_step
+        while (budget_left is None or budget_left > 0) and (prompt := self._next()) is not None:
             count = 0
             try:
                 if prompt.row < 0:
                     self._start(prompt)
-                count = prompt.left if left is None or prompt.request.media else min(left, prompt.left)
+                count = (
+                    prompt.remaining
+                    if budget_left is None or prompt.request.media
+                    else min(budget_left, prompt.remaining)
+                )
                 logits_V = self._read(prompt, count)
             except EyasError as error:
                 if prompt.row >= 0:
                     del self.reading[prompt.row]
                     self.release(prompt.row, failed=True)
-                left = None if left is None else left - count
+                budget_left = None if budget_left is None else budget_left - count
                 yield prompt, error
                 continue
-            left = None if left is None else left - count
-            if not prompt.left:
+            budget_left = None if budget_left is None else budget_left - count
+            if not prompt.remaining:
                 del self.reading[prompt.row]
                 yield prompt, logits_V
 
     def _next(self) -> Prompt | None:
-        """The prompt to read from now; None if no row can read."""
+        """The prompt to read next; None if no row can read one."""
         able = [*self.reading.values(), *(self.waiting[i] for i in range(min(len(self.empty), len(self.waiting))))]
         oldest_first = self.budget is None or self._steps % OLDEST_EVERY == 0
-        return min(able, key=lambda prompt: (0 if oldest_first else prompt.left, prompt.request_id), default=None)
+        return min(able, key=lambda prompt: (0 if oldest_first else prompt.remaining, prompt.request_id), default=None)
 
     def _read(self, prompt: Prompt, count: int) -> Tensor:
-        """Target and drafter read the next tokens; the logits [V] of the last one."""
+        """Let target and drafter read the next tokens; returns the logits [V] of the last one."""
         assert prompt.timer is not None
         row, tokens, timer = prompt.row, prompt.request.prompt[prompt.read : prompt.read + count], prompt.timer
 
@@ -217,9 +225,9 @@ class PromptReader:
 
         before = prompt.timer.stage_seconds.get("prompt", 0.0)
         with prompt.timer.stage("prompt"):
-            on_logits = prompt.scores.read if prompt.scores else None
+            on_logits = prompt.logprob_reader.read if prompt.logprob_reader else None
             logits_V = self.target.prefill(row, tokens, on_chunk, on_logits, prompt.request.media)
-        if count >= MIN_AUTO_BUDGET and not prompt.request.media:  # fewer take long for their number, images for theirs
+        if count >= MIN_AUTO_BUDGET and not prompt.request.media:  # short chunks and images cost more per token
             self._token_seconds = _average(self._token_seconds, (prompt.timer.stage_seconds["prompt"] - before) / count)
         prompt.read += count
         return logits_V
@@ -227,14 +235,15 @@ class PromptReader:
     # --- prefixes
 
     def _start(self, prompt: Prompt) -> None:
-        """Give the prompt an empty row, which then holds the longest prefix of it that any row holds."""
+        """Give the prompt an empty row, which then holds the longest prefix of the prompt that any
+        row holds."""
         request, prompt.timer = prompt.request, self.timer()
         self.waiting.remove(prompt)
         self.target.reserve(len(request.prompt) + request.max_new_tokens + self.extra_slots)
         row, source, shared = self._place(() if request.media else request.prompt)
         kept = 0
-        if request.prompt_logprobs is not None:  # then all logits are wanted
-            prompt.scores = PromptLogprobs(request.prompt, request.prompt_logprobs)
+        if request.prompt_logprobs is not None:  # then the logits of all tokens are wanted
+            prompt.logprob_reader = PromptLogprobs(request.prompt, request.prompt_logprobs)
         elif shared:
             kept = self._reusable_prefix(row, source, shared)
         self.drafter.begin(row, kept, len(request.prompt))
@@ -251,7 +260,8 @@ class PromptReader:
         prompt.row, prompt.cached_tokens, prompt.read = row, kept, kept
 
     def _place(self, prompt: Sequence[int]) -> tuple[int, int, int]:
-        """(the row for the prompt, the row whose prefix it starts behind, the length of that prefix)."""
+        """(the row for the prompt, the row whose prefix it starts after, the length of that
+        prefix)."""
         shared = [self._shared(row, prompt) for row in range(self.target.rows)]
         unused_first = sorted(self.empty, key=lambda row: (len(self.texts[row]) > 0, self._used_at[row], row))
         source = max(range(self.target.rows), key=lambda row: (shared[row], row in self.empty, -row))
@@ -272,7 +282,7 @@ class PromptReader:
         )
 
     def _reusable_prefix(self, row: int, source: int, shared: int) -> int:
-        """How many of the shared tokens the drafter's session keeps or copies, and the target can."""
+        """How many of the shared tokens both the drafter's session and the target can reuse."""
         kept = shared
         while kept:
             fewer = self.drafter.truncate(row, kept) if source == row else self.drafter.copy(source, row, kept)

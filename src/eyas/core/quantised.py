@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["layers_of", "library_of", "mixing_layer", "response"]
+__all__ = ["layers_of", "library_of", "mixing_layer", "reference_output"]
 
-# tolerance, relative to the norm of a token's outputs; other orders of summation change less
+# tolerance, relative to the norm of a token's outputs; another order of summation changes less
 TOLERANCE = {torch.float32: 1e-3}
 CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
-OUTLIER = 100.0  # every input of a token that comes along; far above the threshold of LLM.int8 (6)
-# the largest input of the token that is looked at, below that threshold, and the scale of its others
+OUTLIER = 100.0  # value of every input of the neighbouring tokens; far above the threshold of LLM.int8 (6)
+# largest input of the tested token, below that threshold, and the scale of its other inputs
 PEAK, REST = 5.5, 0.05
 
 
@@ -60,24 +60,26 @@ def mixing_layer(model: nn.Module) -> str:
     """The name and the class of a quantised layer whose result for a token depends on the other
     tokens of the pass; "" if there is none.
 
-    One layer of each kind is tried: a token alone, and the same token beside others that are far larger.
+    One layer of each kind is tested: on a token alone, and on the same token next to far larger
+    ones.
     """
-    tried = set[tuple[Any, ...]]()
+    tested = set[tuple[Any, ...]]()
     for name, layer in layers_of(model).items():
         kind = (
             type(layer),
             getattr(layer, "in_features", None),
             *(type(weight) for weight in layer.parameters(recurse=False)),
         )
-        if kind not in tried and _mixes(layer, _dtype_of(model)):
+        if kind not in tested and _mixes(layer, _dtype_of(model)):
             return f"{name} ({type(layer).__name__})"
-        tried.add(kind)
+        tested.add(kind)
     return ""
 
 
 @torch.no_grad()
-def response(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Returns the output of a layer for one fixed token, flat; None for a layer that is no matrix product."""
+def reference_output(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """The output of a layer for one fixed token, flat; None for a layer that is not a matrix
+    product."""
     x_TK = _token(layer, dtype)
     if x_TK is None:
         return None
@@ -105,9 +107,9 @@ def _mixes(layer: nn.Module, dtype: torch.dtype) -> bool:
     alone_TK = _token(layer, dtype)
     if alone_TK is None:
         return False
-    beside_TK = torch.cat([alone_TK, torch.full_like(alone_TK, OUTLIER).expand(8, -1)])
-    alone, beside = layer(alone_TK[None])[0, 0].float(), layer(beside_TK[None])[0, 0].float()
-    return not bool((alone - beside).norm() <= TOLERANCE.get(dtype, CLOSE_ROUNDED) * alone.norm())
+    together_TK = torch.cat([alone_TK, torch.full_like(alone_TK, OUTLIER).expand(8, -1)])
+    alone, together = layer(alone_TK[None])[0, 0].float(), layer(together_TK[None])[0, 0].float()
+    return not bool((alone - together).norm() <= TOLERANCE.get(dtype, CLOSE_ROUNDED) * alone.norm())
 
 
 def _token(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
@@ -118,7 +120,7 @@ def _token(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
         return None
     x_TK = REST * torch.randn(1, width, generator=torch.Generator().manual_seed(0))
     x_TK[0, 0] = PEAK
-    # meta: the weight waits elsewhere, and is fetched when it is used
+    # meta: the weight is offloaded, and is fetched when it is used
     return x_TK.to("cpu" if place.type == "meta" else place, dtype)
 
 

@@ -1,26 +1,27 @@
 """Recurrent and convolutional state of a target's layers (Mamba, gated delta nets, short
 convolutions), for whole draft trees.
 
-A state layer reads one token after another, each from the state that the token before left behind.
-That state has no slots, so nothing of it can be masked or cut off when a drafted token is rejected.
-So the nodes of a tree go through a state layer level by level: each node starts from the state of
-its parent, and leaves one of its own.
+A state layer reads one token after another, each from the state after the token before. That state
+has no slots, so nothing of it can be masked or cut off when a drafted token is rejected. So the
+nodes of a tree go through a state layer level by level: each node starts from the state of its
+parent, and its own state is stored for its children.
 
     tree     0 --- 1 --- 3        step 0   node 0       from the committed state
                 |--- 2            step 1   nodes 1, 2   both from the state of node 0, as two rows of one token
                                   step 2   node 3       from the state of node 1
 
-When a path is accepted, the state of its last node is the row's committed state; those of the other
-nodes are dropped. Nothing is read twice, rows accept different numbers of tokens without padding,
-and every node is computed like a token of plain decoding: by the module's own forward, for one
-token (`core.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in one
-pass, as they do in other models. A pass over a tree of depth d calls each state module d + 1 times.
+When a path is accepted, the state of its last node becomes the row's committed state; those of the
+other nodes are dropped. No token is read twice, rows accept different numbers of tokens without
+padding, and every node is computed like a token of plain decoding: by the module's own forward, for
+one token (`core.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
+one pass, as they do in other models. A pass over a tree of depth d calls each state module d + 1
+times.
 
-The modules are the model's own (`core.state_modules`), and during a forward the states lie in
+The modules are the model's own (`core.state_modules`), and during a forward the states are in
 transformers' own cache layers. Prompts go through the modules in chunks, as in the model's
 `generate`.
 
-    mark     a copy of the state at some position of a row. A text can be read on from its end, or from a mark, and from nowhere else
+    mark     a copy of a row's state at some position. A text can be continued from its end or from a mark, and from nowhere else
 
 Letters: B rows, R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one
 level in all rows.
@@ -47,45 +48,46 @@ MARKS = 2  # copies of the state that each row keeps at most: a prompt's end amo
 
 
 class RowStates:
-    """The states of B rows: those after the committed tokens, those of the nodes behind them, and marks.
+    """The states of B rows: those after the committed tokens, those of the uncommitted nodes, and
+    marks.
 
     Attributes:
         cache_layers: the layers of a `transformers` cache that the modules read; the caller puts
             them into the cache.
 
-    The states of a module lie where the module computes; all that this class is given, on the main
-    device.
+    The states of a module are on the device on which the module computes. Tensors passed to this
+    class are on the main device.
     """
 
     def __init__(self, modules: Sequence[StateModule], rows: int, layers: int, device: torch.device) -> None:
         self.modules, self.rows, self.device = tuple(modules), rows, device
         self.cache_layers: list[Any] = [LinearAttentionLayer() for _ in range(layers)]
-        for one in modules:
-            self.cache_layers[one.layer] = LinearAttentionLayer(number_of_states=one.states_of_layer)
-        self.committed: list[States] = [_tensors(one, (rows,), torch.zeros) for one in modules]
+        for module in modules:
+            self.cache_layers[module.layer] = LinearAttentionLayer(number_of_states=module.states_of_layer)
+        self.committed: list[States] = [_tensors(module, (rows,), torch.zeros) for module in modules]
         self.nodes: list[States] = [{} for _ in modules]  # [B, T, ...]
         self.node_count = 0  # T
-        self.continues = all(one.continues for one in modules)
-        # of each row: position -> states, oldest first
+        self.reads_chunks = all(module.reads_chunks for module in modules)
+        # marks of each row: position -> states, oldest first
         self.marks: list[dict[int, list[States]]] = [{} for _ in range(rows)]
-        # of the last commit: lengths before it, path_BP, which rows
+        # the last commit: (lengths before it, path_BP, committed nodes)
         self._path: tuple[Tensor, Tensor, Tensor] | None = None
 
     # --- forwards
 
     @contextmanager
     def prompt(self, row: int, fresh: bool) -> Iterator[None]:
-        """Within this context, a forward of the model reads on from the committed state of one row,
-        and replaces it.
+        """Within this context, a forward of the model continues from the committed state of one
+        row, and replaces it.
 
         Args:
             fresh: the row is empty.
         """
-        for one, states in zip(self.modules, self.committed, strict=True):
-            self._load(one, None if fresh else {key: state[row : row + 1].clone() for key, state in states.items()})
+        for module, states in zip(self.modules, self.committed, strict=True):
+            self._load(module, None if fresh else {key: state[row : row + 1].clone() for key, state in states.items()})
         yield
-        for one, states in zip(self.modules, self.committed, strict=True):
-            for key, state in self._stored(one).items():
+        for module, states in zip(self.modules, self.committed, strict=True):
+            for key, state in self._stored(module).items():
                 states[key][row] = state[0]
 
     @contextmanager
@@ -95,18 +97,18 @@ class RowStates:
         R, Q, T = visible_RQT.shape
         levels, row_R = tree_levels(depth_RT, visible_RQT), torch.tensor(list(rows), device=self.device)
         self._grow(T, first=T == Q)
-        everything = list(rows) == list(range(self.rows))
+        all_rows = list(rows) == list(range(self.rows))
         on = {
             device: ([level.on(device) for level in levels], row_R.to(device))
-            for device in {one.device for one in self.modules}
+            for device in {module.device for module in self.modules}
         }
         with ExitStack() as stack:
-            for number, one in enumerate(self.modules):
-                here, row_here_R = on[one.device]
+            for number, module in enumerate(self.modules):
+                here, row_here_R = on[module.device]
                 forward = self._level_by_level(
-                    number, one.module.forward, here, None if everything else row_here_R, (R, Q), T - Q
+                    number, module.module.forward, here, None if all_rows else row_here_R, (R, Q), T - Q
                 )
-                stack.enter_context(replaced_forward(one.module, forward))
+                stack.enter_context(replaced_forward(module.module, forward))
             yield
 
     def _level_by_level(
@@ -124,57 +126,57 @@ class RowStates:
             row_R: the rows of the forward; None: all rows.
             earlier: number of nodes before the new ones.
         """
-        one, committed, nodes = self.modules[number], self.committed[number], self.nodes[number]
+        module, committed, nodes = self.modules[number], self.committed[number], self.nodes[number]
 
         def load(level: Level) -> None:
-            if level.follows:
-                return  # the module has left the parents' states where it reads them
+            if level.parents_are_previous_level:
+                return  # the parents' states are still where the module reads them
             row_M = level.row_M if row_R is None else row_R[level.row_M]
             if level.committed:
-                self._load(one, {key: state[row_M] for key, state in committed.items()})
+                self._load(module, {key: state[row_M] for key, state in committed.items()})
             else:
-                self._load(one, {key: state[row_M, level.parent_M] for key, state in nodes.items()})
+                self._load(module, {key: state[row_M, level.parent_M] for key, state in nodes.items()})
 
         def store(level: Level) -> None:
-            for key, state in self._stored(one).items():
+            for key, state in self._stored(module).items():
                 if row_R is None and level.column is not None:
-                    nodes[key][:, earlier + level.column] = state  # the same, faster
+                    nodes[key][:, earlier + level.column] = state  # equivalent to the indexing below, without a gather
                 else:
                     nodes[key][level.row_M if row_R is None else row_R[level.row_M], earlier + level.node_M] = state
 
-        return lambda *args, **kwargs: run_levels(one, forward, levels, shape, (args, kwargs), load, store)
+        return lambda *args, **kwargs: run_levels(module, forward, levels, shape, (args, kwargs), load, store)
 
     def _grow(self, count: int, first: bool) -> None:
-        """Make room for the states of that many nodes per row; those of earlier nodes stay unless
+        """Make room for the states of `count` nodes per row; those of earlier nodes stay unless
         these are the first."""
-        for number, one in enumerate(self.modules):
-            larger, old = _tensors(one, (self.rows, count), torch.empty), self.nodes[number]
+        for number, module in enumerate(self.modules):
+            larger, old = _tensors(module, (self.rows, count), torch.empty), self.nodes[number]
             if not first:
                 for key, state in larger.items():
                     state[:, : self.node_count] = old[key][:, : self.node_count]
             self.nodes[number] = larger
         self.node_count, self._path = count, None
 
-    def _load(self, one: StateModule, states: States | None) -> None:
-        load_states(self.cache_layers[one.layer], one.shapes, states)
+    def _load(self, module: StateModule, states: States | None) -> None:
+        load_states(self.cache_layers[module.layer], module.shapes, states)
 
-    def _stored(self, one: StateModule) -> States:
-        return stored_states(self.cache_layers[one.layer], one.shapes)
+    def _stored(self, module: StateModule) -> States:
+        return stored_states(self.cache_layers[module.layer], module.shapes)
 
     # --- commits
 
     def commit(self, length_B: Tensor, path_BP: Tensor, count_B: Tensor, active_B: Tensor) -> None:
-        """The state of the last node of each active row's path is its committed state now.
+        """Make the state of the last node of each active row's path its committed state.
 
         Args:
-            length_B: number of committed tokens before this.
+            length_B: number of committed tokens before this commit.
             path_BP: int64; node numbers; -1 past the end.
             count_B: nodes on the path; 0: the row stays as it is.
         """
         row_R = (active_B & (count_B > 0)).nonzero()[:, 0]
         last_R = path_BP[row_R, count_B[row_R] - 1]
-        for one, committed, nodes in zip(self.modules, self.committed, self.nodes, strict=True):
-            here_R, node_R = row_R.to(one.device), last_R.to(one.device)
+        for module, committed, nodes in zip(self.modules, self.committed, self.nodes, strict=True):
+            here_R, node_R = row_R.to(module.device), last_R.to(module.device)
             for key, state in committed.items():
                 state[here_R] = nodes[key][here_R, node_R]
         self._path = length_B.clone(), path_BP, torch.where(active_B, count_B, 0)
@@ -182,7 +184,7 @@ class RowStates:
     # --- cutting, copying and emptying rows
 
     def mark(self, row: int, length: int) -> None:
-        """Keep a copy of the row's committed state, which is that after `length` tokens."""
+        """Keep a copy of the row's committed state, the one after `length` tokens."""
         marks = self.marks[row]
         marks.pop(length, None)
         marks[length] = [{key: state[row].clone() for key, state in states.items()} for states in self.committed]
@@ -190,8 +192,8 @@ class RowStates:
             del marks[next(iter(marks))]
 
     def longest_known_prefix(self, row: int, length: int, most: int) -> int:
-        """The largest number of tokens, up to `most`, after which the state is known; `length`:
-        number of committed ones."""
+        """The largest number of tokens, up to `most`, after which the state is known; `length`: the
+        number of committed tokens."""
         if most >= length:
             return length
         known = {0, *self.marks[row], *self._path_lengths(row)}
@@ -206,15 +208,19 @@ class RowStates:
         return range(before + 1, before + 1 + int(count_B[row]))
 
     def truncate(self, row: int, length: int, committed: int) -> None:
-        """Cut a row of `committed` tokens back to `length`, at which its state is known (`TargetSession.longest_known_prefix`)."""
+        """Cut a row of `committed` tokens back to `length`, at which its state is known
+        (`TargetSession.longest_known_prefix`)."""
         if length != committed and length:
-            self._put(row, self._at(row, length))
+            self._set_row(row, self._states_at(row, length))
         self._forget(row, length)
 
     def copy(self, source: int, row: int, length: int, committed: int) -> None:
-        """Replace a row's state by that of another row of `committed` tokens after its first `length`."""
+        """Replace a row's state by another row's after its first `length` of `committed` tokens."""
         if length:
-            self._put(row, self._at(source, length) if length != committed else self._row(self.committed, source))
+            self._set_row(
+                row,
+                self._states_at(source, length) if length != committed else self._row_states(self.committed, source),
+            )
         if source != row:
             self.marks[row] = {at: states for at, states in self.marks[source].items() if at <= length}
         self._forget(row, length)
@@ -227,7 +233,7 @@ class RowStates:
                 state[row] = 0
         self._forget(row, 0)
 
-    def _at(self, row: int, length: int) -> list[States]:
+    def _states_at(self, row: int, length: int) -> list[States]:
         """The states of the row after its first `length` tokens."""
         if length in self.marks[row]:
             return self.marks[row][length]
@@ -236,16 +242,16 @@ class RowStates:
         node = int(path_BP[row, length - 1 - int(length_B[row])])
         return [{key: state[row, node] for key, state in states.items()} for states in self.nodes]
 
-    def _row(self, states: Sequence[States], row: int) -> list[States]:
-        return [{key: state[row] for key, state in one.items()} for one in states]
+    def _row_states(self, states: Sequence[States], row: int) -> list[States]:
+        return [{key: state[row] for key, state in module_states.items()} for module_states in states]
 
-    def _put(self, row: int, states: Sequence[States]) -> None:
+    def _set_row(self, row: int, states: Sequence[States]) -> None:
         for committed, new in zip(self.committed, states, strict=True):
             for key, state in committed.items():
                 state[row] = new[key]
 
     def _forget(self, row: int, length: int) -> None:
-        """Drop what is known about the row's text behind its first `length` tokens."""
+        """Drop the known states after the row's first `length` tokens."""
         self.marks[row] = {at: states for at, states in self.marks[row].items() if at <= length}
         if self._path is not None:
             self._path[2][row] = 0
@@ -260,5 +266,7 @@ class RowStates:
         return sum(state.nbytes for states in self.committed for state in states.values())
 
 
-def _tensors(one: StateModule, sizes: tuple[int, ...], make: Callable[..., Tensor]) -> States:
-    return {key: make(*sizes, *shape, dtype=dtype, device=one.device) for key, (shape, dtype) in one.shapes.items()}
+def _tensors(module: StateModule, sizes: tuple[int, ...], make: Callable[..., Tensor]) -> States:
+    return {
+        key: make(*sizes, *shape, dtype=dtype, device=module.device) for key, (shape, dtype) in module.shapes.items()
+    }

@@ -20,7 +20,7 @@ class DecisionLabel(Protocol):
     """An adaptive drafter's decision about one cycle, as far as statistics need it."""
 
     def label(self, row: int) -> str:
-        """A name for what drafted this row."""
+        """The name under which statistics count the row's draft, such as "plain" or "16/5/4"."""
         ...
 
 
@@ -37,7 +37,8 @@ class Request:
     # logits processors; called once per node with the node's own prefix, which is slow
     processors: tuple[Processor, ...] = ()
     min_tokens: int = 0  # no token of `eos` is emitted before this many others
-    # every emitted token comes with its log-probability and those of this many most probable tokens
+    # every emitted token comes with its log-probability and those of this many most probable
+    # tokens; None: with none
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     trace: bool = False  # every Step has a `Trace`; cycles are then not recorded
@@ -45,18 +46,18 @@ class Request:
     constraint: Constraint | None = None  # the texts that the answer may have; it serves this request alone
     # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     draft: str | int = "auto"
-    # text that the answer probably repeats; it is drafted beside the method's own tree
+    # text that the answer probably repeats; it is drafted in addition to the method's own tree
     prediction: tuple[int, ...] = ()
     media: Mapping[str, Any] | None = field(default=None, compare=False)
-    """Further inputs of the model's forward for the prompt, such as pixel_values, one row of each. Such
-    a prompt is prefilled in one forward, and never shares keys with another prompt."""
+    """Further inputs of the model's forward for the prompt, such as pixel_values, each for one row.
+    Such a prompt is prefilled in one forward, and never shares keys with another prompt."""
     adapter: str | None = None
-    """The LoRA adapter that answers, "" for none. A Decoder refuses requests for another adapter than
-    its target's. None: whatever the target uses."""
+    """The LoRA adapter that answers, "" for none. A Decoder refuses requests for another adapter
+    than its target's. None: whatever the target uses."""
 
     @property
     def draft_limit(self) -> int | None:
-        """Most candidates below the root; None: no limit."""
+        """Most acceptable nodes below the root; None: no limit."""
         return None if self.draft == "auto" else 0 if self.draft == "off" else int(self.draft)
 
 
@@ -81,22 +82,23 @@ class TraceNode:
     parent: int  # -1 for the root, which comes first
     token: int
     depth: int
-    # the draft's probability of the token after its parent; None if the method has none, and for the root
+    # the draft's probability of the token after its parent; None if the method has none, and for
+    # the root
     q: float | None
-    p: float  # the target's, after penalties, masks and temperature (greedy rows: temperature 1); 1 for the root
+    p: float  # the target's probability of it, after penalties, masks and temperature (greedy rows: temperature 1); 1 for the root
     accepted: bool
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One cycle of one row, for display. Only candidate nodes are listed; the others cannot be accepted."""
+    """One cycle of one row, for display. Only acceptable nodes are listed."""
 
     nodes: tuple[TraceNode, ...]
     path: tuple[int, ...]  # indices of the accepted nodes, root first, before the cut at stop and length
     bonus: int  # the target's own token after the path
     ended: str
-    """Why the path ended: "no child" (its last node is a leaf), "other token" (the target drew a token
-    that no child has), or "stop" or "length" (the answer ended)."""
+    """Why the path ended: "no child" (its last node is a leaf), "other token" (the target drew a
+    token that no child has), or "stop" or "length" (the answer ended)."""
 
 
 @dataclass(frozen=True)
@@ -104,38 +106,42 @@ class Step:
     """The result of one cycle, or of the prefill, for one row."""
 
     request_id: int  # the number that `Decoder.add` returned
-    tokens: tuple[int, ...]  # emitted, cut at stop and length
+    tokens: tuple[int, ...]  # emitted tokens, cut at stop and length
     accepted: int  # how many of them are accepted draft tokens
-    prefill: bool  # True: the step holds the first token, drawn from the logits of the prompt's last token
+    prefill: bool  # True: the step of the prompt; it holds the first token unless `finish` is "error"
     finish: str | None  # "stop" | "length" | "error" in the last step of the request
     path: tuple[int, ...] = ()  # accepted nodes, root first, before the cut at stop and length
     draft: Draft | None = None  # the cycle's trees of all rows; this row's is number `row`
     row: int = 0
-    seconds: float = 0.0  # of the whole cycle (all rows); of a prefill: since the prompt's first token was read
-    # seconds of each stage ("draft", "target", "verify", "commit") on the host's clock; of a prefill:
-    # "prompt", the time spent on this prompt, without other prompts and the cycles between its chunks
+    # wall time of the cycle (all rows), or for a prefill, since the reading of the prompt began
+    seconds: float = 0.0
+    # seconds of each stage ("draft", "target", "verify", "commit") on the host's clock; for a
+    # prefill: "prompt", the time spent on this prompt, without other prompts and the cycles between
+    # its chunks
     stage_seconds: dict[str, float] = field(default_factory=dict)
     ended_at: float = 0.0  # `time.perf_counter` seconds
     decision: DecisionLabel | None = None  # an adaptive drafter's decision about this cycle
-    error: EyasError | None = None  # with finish "error": why this request failed; the others go on
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks for them
-    # of the prompt's tokens, in the prefill step; None for the first one
+    error: EyasError | None = None  # with finish "error": why this request failed; other requests continue
+    logprobs: tuple[TokenLogprobs, ...] = ()  # log-probabilities of `tokens`, if the request asks for them
+    # log-probabilities of the prompt's tokens, in the prefill step; None for the first one
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    trace: Trace | None = None  # of the cycle, if the request asks for it
-    # float32 [tokens, V]: from which each of `tokens` was chosen, if the request asks for them
+    trace: Trace | None = None  # the cycle's trace, if the request asks for it
+    # float32 [tokens, V]: raw logits from which each of `tokens` was drawn, if the request asks for
+    # them
     logits: Tensor | None = None
     predicted: int = 0  # how many of the accepted draft tokens `Request.prediction` proposed
-    cached_tokens: int = 0  # of a prefill: prompt tokens whose keys and values were there already
+    cached_tokens: int = 0  # in the prefill step: prompt tokens whose keys and values were there already
 
     @property
     def drafted_by(self) -> str:
-        """How this row was drafted: "fixed" (by the drafter's options), or the label of the
-        decision, such as "plain" or "16/5/4"."""
+        """The label of the decision, such as "plain" or "16/5/4"; "fixed" (the size that the
+        drafter's options give) if there is no decision."""
         return "fixed" if self.decision is None else self.decision.label(self.row)
 
 
 def check_request(request: Request, vocab: int) -> None:
-    """InputError for a request that cannot be served, whatever its length; `vocab`: of the target."""
+    """InputError for a request that cannot be served, whatever its length; `vocab`: of the
+    target."""
     if not request.prompt:
         raise InputError("the prompt is empty: give at least one token")
     biased = (token for token, _ in request.sampling.logit_bias)

@@ -1,25 +1,25 @@
-"""Drafts as each request wants them, around the session of any method.
+"""The options of each request about its drafts, applied to the session of any method.
 
-    Request.draft          "off": a plain row (core/dormant.py); n: at most n candidates below the root
-    Request.prediction     a text that probably comes (core/predictions.py): its tree is merged with the method's
+    Request.draft          "off": a plain row (core/dormant.py); n: at most n acceptable nodes below the root
+    Request.prediction     a predicted text (core/predictions.py): its tree is merged with the method's
     Request.constraint     tokens of the text that must come (`Constraint.forced`) are drafted in the same way
 
-If no request of a cycle wants any of this, the method's draft is handed on as it is. While the
-answers of all rows follow their predictions (or are forced) for many tokens, the method's session
-is dormant: its own tree could add little.
+If no request of a cycle uses these, the method's draft is returned as it is. While the answers of
+all rows follow their predictions (or are forced) for many tokens, the method's session is dormant:
+its own tree could add little.
 
-**Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit keeps
-the most probable nodes. Where children are sampled from q, a node must not be kept or dropped for
-what was drawn: verification divides by q, which is the distribution of the drawn token only if nothing else
-decides whether the token is tested. So the limit keeps nodes by their place in the tree alone: a
-parent before its children, a sibling before those drawn after it. That is a smaller tree of fixed
-shape, which is verified as if it had been drafted so.
+**Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit
+keeps the most probable nodes. If children are sampled from q, whether a node is kept must not
+depend on the drawn tokens: verification divides by q, which is the distribution of the drawn token
+only if nothing else decides whether the token is tested. So the limit keeps nodes by their position
+in the tree alone: a parent before its children, a sibling before those drawn after it. The result
+is a smaller tree whose shape does not depend on the draws, and it is verified as such.
 
-Rows with a prediction or a constraint are verified as deterministic trees in every cycle, also where the
-method samples children: their ids are plain decoding's, whatever is predicted.
+Rows with a prediction or a constraint are verified as deterministic trees in every cycle, also if
+the method samples children: their ids are plain decoding's, whatever is predicted.
 
-This module knows no method and no grammar. Letters: B rows, N nodes of the method's tree, M of the
-predicted ones, V vocabulary.
+This module knows no method and no grammar. Letters: B rows, N nodes of the method's tree, M nodes
+of the predicted one, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from torch import Tensor
 
 from eyas.core.dormant import Decision, DormantSession
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
-from eyas.core.predictions import Guess, Prediction
+from eyas.core.predictions import Continuation, Prediction
 from eyas.core.requests import DecisionLabel, Request, Step
-from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie, merge
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie, merge, padded_nodes
 from eyas.errors import InputError, OptionError
 
-__all__ = ["RowDrafts", "check_draft", "limit_nodes"]
+__all__ = ["RequestDraftSession", "check_draft", "limit_nodes"]
 
-MAX_GUESS_TOKENS = 16  # tokens of a guess
-# a row that has followed its prediction so long, or is forced so far, needs no other draft
+MAX_TOKENS = 16  # most tokens of a continuation
+# a row that has followed its prediction for this many tokens, or has as many forced ones, needs no
+# other draft
 CONFIDENT_TOKENS = 8
-FORCED_CHANCE = 0.99  # of a forced token: another tokenisation of the same text may come
+FORCED_CHANCE = 0.99  # estimated probability of a forced token: another tokenisation of the text may come
 
 
 def check_draft(request: Request, vocab: int) -> None:
-    """OptionError or InputError for a limit that is none, or a prediction of other tokens than the
-    target's."""
+    """OptionError or InputError unless `draft` is auto, off or a number, and `prediction` holds
+    token ids of the target."""
     draft = request.draft
     if draft not in ("auto", "off") and (not isinstance(draft, int) or isinstance(draft, bool) or draft < 1):
         raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
@@ -60,11 +61,11 @@ def check_draft(request: Request, vocab: int) -> None:
 
 
 @dataclass(frozen=True)
-class PredictedPlan:
+class PredictionDecision:
     """The label of cycles in which the method was dormant because rows follow their predictions."""
 
     decision: DecisionLabel
-    rows: frozenset[int]  # which have a guess
+    rows: frozenset[int]  # rows whose continuation is confident
 
     def label(self, row: int) -> str:
         return "prediction" if row in self.rows else self.decision.label(row)
@@ -72,14 +73,15 @@ class PredictedPlan:
 
 @dataclass
 class _RowPrediction:
-    """A prediction of the text in one row, and how much of the text it has read."""
+    """The prediction of one row's text, and how much of the text it has read."""
 
-    prediction: Prediction | None
+    prediction: Prediction | None  # None: the row has only a constraint
     read: int  # tokens of the row's text that `prediction` has read
 
 
-class RowDrafts(DraftSession):
-    """The session of a drafter, with what the requests in its rows want of drafts."""
+class RequestDraftSession(DraftSession):
+    """The session of a drafter, with the options of the requests in its rows: limits, predictions,
+    constraints."""
 
     def __init__(self, drafter: Drafter, rows: int) -> None:
         session = drafter.open(rows)
@@ -87,9 +89,10 @@ class RowDrafts(DraftSession):
             session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
         )
         self.row_predictions: list[_RowPrediction | None] = [None] * rows
-        self.predicted: dict[int, list[list[int]]] = {}  # by row: what its prediction proposed in the current cycle
-        self._guessed = False  # whether nodes were added to the method's in the current cycle
-        self._decided: DecisionLabel | None = None  # the label of the current cycle, where it is not that of `session`
+        # by row: the tokens that its prediction proposed in the current cycle
+        self.predicted: dict[int, list[list[int]]] = {}
+        self._added_nodes = False  # whether nodes were added to the method's in the current cycle
+        self._decided: DecisionLabel | None = None  # the label of the current cycle, if it is not that of `session`
 
     @property
     def decision(self) -> DecisionLabel | None:  # type: ignore[override]
@@ -124,70 +127,71 @@ class RowDrafts(DraftSession):
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         if cycle_input.draft_limits or _guided(cycle_input):
             return None
-        self._guessed, self._decided = False, None
+        self._added_nodes, self._decided = False, None
         return self.session.capturable(cycle_input)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
         guided = _guided(cycle_input)
-        guesses = {row: self._guesses(row, cycle_input) for row in guided}
-        guesses = {row: found for row, found in guesses.items() if found}
-        draft = self.session.draft(self._without_method(cycle_input, guesses))
-        self._guessed = bool(guesses)
-        if guesses:
-            draft = _merged(draft, guesses)
+        continuations = {row: self._continuations(row, cycle_input) for row in guided}
+        continuations = {row: found for row, found in continuations.items() if found}
+        draft = self.session.draft(self._without_method(cycle_input, continuations))
+        self._added_nodes = bool(continuations)
+        if continuations:
+            draft = _merged(draft, continuations)
         if guided and draft.q_BNV is not None:
             deterministic_B = torch.zeros_like(cycle_input.active_B)
             deterministic_B[sorted(guided)] = True
             draft = replace(draft, deterministic_B=deterministic_B)
         return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
 
-    def _guesses(self, row: int, cycle_input: CycleInput) -> list[Guess]:
-        """Guesses at the row's next tokens, the most certain first."""
+    def _continuations(self, row: int, cycle_input: CycleInput) -> list[Continuation]:
+        """Possible continuations of the row's text, the most certain first."""
         self.predicted.pop(row, None)
         tokens, constraint = (
             cycle_input.row_tokens[row],
             cycle_input.constraints[row] if cycle_input.constraints else None,
         )
-        if (guide := self.row_predictions[row]) is None:
+        if (row_prediction := self.row_predictions[row]) is None:
             text = cycle_input.predictions[row] if cycle_input.predictions else ()
-            guide = self.row_predictions[row] = _RowPrediction(
-                Prediction(text, MAX_GUESS_TOKENS) if text else None, len(tokens) - 1
+            row_prediction = self.row_predictions[row] = _RowPrediction(
+                Prediction(text, MAX_TOKENS) if text else None, len(tokens) - 1
             )
         if cycle_input.draft_limits and cycle_input.draft_limits[row] == 0:
             return []
-        forced = constraint.forced(MAX_GUESS_TOKENS) if constraint is not None else []
-        guesses = [Guess(forced, FORCED_CHANCE)] if forced else []
-        if guide.prediction is not None:
-            for token in tokens[guide.read :]:
-                guide.prediction.read(token)
-            guide.read = len(tokens)
-            found = guide.prediction.guesses()
-            self.predicted[row] = [guess.tokens for guess in found]
-            guesses += found
-        return guesses
+        forced = constraint.forced(MAX_TOKENS) if constraint is not None else []
+        continuations = [Continuation(forced, FORCED_CHANCE)] if forced else []
+        if row_prediction.prediction is not None:
+            for token in tokens[row_prediction.read :]:
+                row_prediction.prediction.read(token)
+            row_prediction.read = len(tokens)
+            found = row_prediction.prediction.continuations()
+            self.predicted[row] = [continuation.tokens for continuation in found]
+            continuations += found
+        return continuations
 
-    def _without_method(self, cycle_input: CycleInput, guesses: dict[int, list[Guess]]) -> CycleInput:
-        """The input for the method: if every row is off, or confident of what comes, no row wants
-        its drafts."""
+    def _without_method(self, cycle_input: CycleInput, continuations: dict[int, list[Continuation]]) -> CycleInput:
+        """The input for the method: if every row is off, or has a confident continuation, no row
+        wants its drafts."""
         limits, rows = cycle_input.draft_limits, cycle_input.active_rows
         self._decided = None
-        confident = frozenset(row for row, found in guesses.items() if _confident(found[0]))
+        confident = frozenset(row for row, found in continuations.items() if _confident(found[0]))
         if not confident or any(row not in confident and not (limits and limits[row] == 0) for row in rows):
             return cycle_input
-        self._decided = PredictedPlan(Decision(plain=frozenset(rows)), confident)
+        self._decided = PredictionDecision(Decision(plain=frozenset(rows)), confident)
         return replace(cycle_input, draft_limits=(0,) * len(cycle_input.sampling))
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         self.session.commit(draft, verdict, output)
 
     def observe(self, steps: Sequence[Step]) -> None:
-        self.session.observe(steps, learn=not self._guessed)
+        self.session.observe(steps, learn=not self._added_nodes)
 
     def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
         self.session.observe_prompt(row, tokens, seconds)
 
     def count_predicted(self, steps: list[Step]) -> list[Step]:
-        """The Steps of the current cycle, with the accepted tokens that came from predictions counted."""
+        """The Steps of the current cycle, with the accepted tokens that came from predictions
+        counted."""
         return [
             replace(step, predicted=self._predicted(step)) if self.predicted.get(step.row) else step for step in steps
         ]
@@ -201,8 +205,10 @@ class RowDrafts(DraftSession):
         return longest
 
 
-def _confident(guess: Guess) -> bool:
-    return guess.chance > CONFIDENT_TOKENS / (CONFIDENT_TOKENS + 1) and len(guess.tokens) >= CONFIDENT_TOKENS
+def _confident(continuation: Continuation) -> bool:
+    return (
+        continuation.chance > CONFIDENT_TOKENS / (CONFIDENT_TOKENS + 1) and len(continuation.tokens) >= CONFIDENT_TOKENS
+    )
 
 
 def _guided(cycle_input: CycleInput) -> frozenset[int]:
@@ -215,12 +221,11 @@ def _guided(cycle_input: CycleInput) -> frozenset[int]:
     )
 
 
-def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
-    """The method's tree, then the nodes of the guesses that it does not have."""
-    tries = {row: build_trie(guess.tokens for guess in found) for row, found in guesses.items()}
-    most, nodes = max(len(tokens) for _, tokens in tries.values()), 2
-    while nodes <= most:  # 2, 3, 5, 9, 17, ... nodes: few shapes
-        nodes = 2 * nodes - 1
+def _merged(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft:
+    """The method's tree, then the nodes of the continuations that it does not have, padded to 2, 3,
+    5, 9, ... nodes, so that few shapes occur."""
+    tries = {row: build_trie(continuation.tokens for continuation in found) for row, found in continuations.items()}
+    nodes = max(2, padded_nodes(max(len(tokens) for _, tokens in tries.values())))
     B, device = draft.tree.rows, draft.tokens_BN.device
     parents, tokens = torch.zeros(B, nodes, dtype=torch.long), torch.zeros(B, nodes, dtype=torch.long)
     acceptable, log_q = torch.zeros(B, nodes, dtype=torch.bool), torch.full((B, nodes), -math.inf)
@@ -228,29 +233,29 @@ def _merged(draft: Draft, guesses: dict[int, list[Guess]]) -> Draft:
     for row, (row_parents, row_tokens) in tries.items():
         part = slice(1, 1 + len(row_tokens))
         parents[row, part], tokens[row, part] = torch.tensor(row_parents) + 1, torch.tensor(row_tokens)
-        acceptable[row, part], log_q[row, part] = True, math.log(guesses[row][0].chance)
+        acceptable[row, part], log_q[row, part] = True, math.log(continuations[row][0].chance)
     tokens_BM = tokens.to(device)
     tokens_BM[:, 0] = draft.tokens_BN[:, 0]
-    depth = max(len(guess.tokens) for found in guesses.values() for guess in found)
-    guess = Draft(Tree.build(parents.to(device), depth, acceptable.to(device)), tokens_BM, log_q.to(device))
+    depth = max(len(continuation.tokens) for found in continuations.values() for continuation in found)
+    predicted = Draft(Tree.build(parents.to(device), depth, acceptable.to(device)), tokens_BM, log_q.to(device))
     if draft.tree.nodes == 1:
         draft = replace(draft, log_q_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
-    merged = merge(draft, guess)
-    return replace(merged, q_BNV=draft.q_BNV, block=draft.block_verification)
+    merged = merge(draft, predicted)
+    return replace(merged, q_BNV=draft.q_BNV, block_verification=draft.block_verification)
 
 
 def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
-    """The draft in which each row has at most so many candidates below the root; None: all that it
-    has. See "Limits and losslessness" above."""
+    """The draft with at most `limits` acceptable nodes below the root of each row; None: all of
+    them. See "Limits and losslessness" above."""
     tree = draft.tree
     same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
-    elder_BN = same_parent_BNN.tril(-1).sum(-1)  # siblings drawn or chosen before each node
-    # falls from parents to children and from sibling to sibling
+    elder_BN = same_parent_BNN.tril(-1).sum(-1)  # number of siblings before each node
+    # decreases from parents to children and from sibling to sibling
     place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
     key_BN = torch.where(tree.acceptable_BN, place_BN, -math.inf)
-    value_BN = draft.value_BN if draft.value_BN is not None else _path_scores(draft)
+    value_BN = draft.value_BN if draft.value_BN is not None else _path_log_q(draft)
     if draft.q_BNV is not None:
-        place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' guesses
+        place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' continuations
         sampled_B1 = (
             torch.ones_like(tree.acceptable_BN[:, :1])
             if draft.deterministic_B is None
@@ -267,8 +272,8 @@ def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
     return replace(draft, tree=replace(tree, acceptable_BN=tree.acceptable_BN & (rank_BN <= limit_B1)))
 
 
-def _path_scores(draft: Draft) -> Tensor | None:
-    """float32 [B, N]: the log-probability of the path to each node by the draft; None if it has none."""
+def _path_log_q(draft: Draft) -> Tensor | None:
+    """float32 [B, N]: log q of the path to each node; None if the draft has no q."""
     if draft.log_q_BN is None:
         return None
     return torch.where(draft.tree.mask_BNN, draft.log_q_BN[:, None], 0.0).sum(-1)

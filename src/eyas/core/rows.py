@@ -17,7 +17,7 @@ from eyas.core.cache import KVCache
 from eyas.core.constraints import Constraint, GuardedConstraint
 from eyas.core.cycle import Cycle, verify_output
 from eyas.core.drafter import CycleInput
-from eyas.core.logprobs import entries, width_for
+from eyas.core.logprobs import to_token_logprobs, width_for
 from eyas.core.requests import Request, Step
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 from eyas.core.target import Target
@@ -37,7 +37,8 @@ class Row:
     request_id: int
     request: Request
     tokens: list[int]  # prompt and emitted tokens; the last one is the root of the next cycle
-    # of `tokens`, without `wait`; None if the request's distribution does not depend on the text
+    # adjustments of `tokens`; `tokens_before_end` is filled in by `adjustments()`. None: the
+    # request's distribution does not depend on the text
     penalty_state: Adjustments | None
     constraint: GuardedConstraint | None
     finish: str | None = None
@@ -60,23 +61,25 @@ class Row:
         return self.request.max_new_tokens - self.emitted
 
     def adjustments(self) -> Adjustments | None:
-        """Those of the text so far; None if the next tokens' distribution does not depend on it."""
-        if self.penalty_state is None or self.penalty_state.ending is None:
+        """The adjustments of the text so far; None if the next tokens' distribution does not depend
+        on it."""
+        if self.penalty_state is None or self.penalty_state.end_tokens is None:
             return self.penalty_state
-        wait = self.request.min_tokens - self.emitted
-        if wait > 0:
-            return replace(self.penalty_state, wait=torch.tensor(wait, device=self.penalty_state.ending.device))
-        return replace(self.penalty_state, ending=None) if self.request.sampling.has_adjustments else None
+        missing = self.request.min_tokens - self.emitted
+        if missing > 0:
+            tokens_before_end = torch.tensor(missing, device=self.penalty_state.end_tokens.device)
+            return replace(self.penalty_state, tokens_before_end=tokens_before_end)
+        return replace(self.penalty_state, end_tokens=None) if self.request.sampling.has_adjustments else None
 
     def append(self, token: int) -> None:
-        """One more emitted token."""
+        """Append an emitted token."""
         self.tokens.append(token)
         if self.penalty_state is not None:
             self.penalty_state.append(token)
 
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens until one of them ends the text; returns those appended. The text is cut
-        here only."""
+        """Append tokens until one of them ends the text; returns the tokens that were appended. No
+        other function cuts the text."""
         request, emitted = self.request, list[int]()
         for token in tokens:
             self.append(token)
@@ -97,8 +100,8 @@ class Row:
     def step(
         self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **step_fields: Any
     ) -> Step:
-        """The Step in which this row, number `b`, emits these tokens. `step_fields`: further fields of
-        the Step."""
+        """The Step in which this row, number `b`, emits these tokens. `step_fields`: further fields
+        of the Step."""
         ended_at = timer.now()
         return Step(
             request_id=self.request_id,
@@ -121,7 +124,7 @@ class Row:
         fields: dict[str, Any] = {}
         if self.request.logprobs is not None:
             assert cycle.logprobs_BPX is not None
-            fields["logprobs"] = entries(cycle.logprobs_BPX[number].tolist(), tokens, self.request.logprobs)
+            fields["logprobs"] = to_token_logprobs(cycle.logprobs_BPX[number].tolist(), tokens, self.request.logprobs)
         if self.request.logits:
             fields["logits"] = cycle.output.logits_BNV[number, list(path or (0,))[: len(tokens)]].float()
         if self.request.trace and path:
@@ -143,13 +146,13 @@ class RowSettings:
     noise: GumbelNoise
     active_B: Tensor
     active_rows: tuple[int, ...]
-    processors: tuple[tuple[Processor, ...], ...]  # () if no row has any
+    processors: tuple[tuple[Processor, ...], ...]  # each row's; () if no row has any
     eos: tuple[frozenset[int], ...]
-    draft_limits: tuple[int | None, ...]  # () if no row has any
-    predictions: tuple[tuple[int, ...], ...]  # () if no row has any
-    constraints: tuple[Constraint | None, ...]  # () if no row has any
-    logprobs: int | None
-    keep_scores: bool
+    draft_limits: tuple[int | None, ...]  # each row's; () if no row has any
+    predictions: tuple[tuple[int, ...], ...]  # each row's; () if no row has any
+    constraints: tuple[Constraint | None, ...]  # each row's; () if no row has any
+    logprobs: int | None  # as in `CycleInput`
+    keep_scores: bool  # as in `CycleInput`
 
     @classmethod
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
@@ -222,7 +225,8 @@ def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
 
 
 def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
-    """[V], of the prompt; None if the request's distribution does not depend on the text."""
+    """The adjustments [V] of the prompt; None if the request's distribution does not depend on the
+    text."""
     sampling, ends = request.sampling, [token for token in request.eos if token < vocab]
     if not sampling.has_adjustments and not (request.min_tokens and ends):
         return None
@@ -230,15 +234,15 @@ def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustme
     def zeros(dtype: torch.dtype, wanted: bool) -> Tensor | None:
         return torch.zeros(vocab, dtype=dtype, device=device) if wanted else None
 
-    seen = zeros(torch.bool, sampling.repetition_penalty != 1.0)
+    seen_tokens = zeros(torch.bool, sampling.repetition_penalty != 1.0)
     counts = zeros(torch.float32, bool(sampling.presence_penalty or sampling.frequency_penalty))
     bias = zeros(torch.float32, bool(sampling.logit_bias))
-    ending = zeros(torch.bool, bool(request.min_tokens and ends))
-    if seen is not None:
-        seen[list(request.prompt)] = True
+    end_tokens = zeros(torch.bool, bool(request.min_tokens and ends))
+    if seen_tokens is not None:
+        seen_tokens[list(request.prompt)] = True
     if bias is not None:
         for token, value in sampling.logit_bias:
             bias[token] += value
-    if ending is not None:
-        ending[ends] = True
-    return Adjustments(seen, counts, bias, ending)
+    if end_tokens is not None:
+        end_tokens[ends] = True
+    return Adjustments(seen_tokens, counts, bias, end_tokens)

@@ -2,14 +2,14 @@
 (seed, purpose, position, index).
 
 `apply_sampling` applies a row's Sampling to its logits, in float32, in one fixed order. It is used
-once per node, for the target's p and for the draft's q alike. What depends on the text before a
-node, it is given (`core.adjustments`).
+once per node, for the target's p and for the draft's q alike. Values that depend on the text before
+a node are passed in (`core.adjustments`).
 
 `GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state,
 no order of calls). The draw at a node is argmax(log p + noise of its position), so the drawn token
-depends on the prefix and the noise alone, whatever tree is verified: at any temperature a chosen
-tree yields the tokens of plain sampling with the same seed. (Gumbel-max: Gumbel 1954; common random
-numbers for drafts: Daliri, Musco, Suresh 2024, "Coupling without communication".)
+depends on the prefix and the noise alone, whatever tree is verified: at any temperature a
+deterministic tree yields the tokens of plain sampling with the same seed. (Gumbel-max: Gumbel 1954;
+common random numbers for drafts: Daliri, Musco, Suresh 2024, "Coupling without communication".)
 
 This module knows no tree and no model. Letters: B rows, N nodes, V vocabulary, K siblings.
 """
@@ -26,7 +26,15 @@ from torch import Tensor
 from eyas.core.adjustments import Adjustments
 from eyas.errors import OptionError
 
-__all__ = ["GumbelNoise", "Processor", "Sampling", "apply_sampling", "apply_sampling_rows", "probs"]
+__all__ = [
+    "GumbelNoise",
+    "Processor",
+    "Sampling",
+    "apply_sampling",
+    "apply_sampling_rows",
+    "equal_but_for_seeds",
+    "probs",
+]
 
 # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -45,10 +53,11 @@ class Sampling:
             when negative); 1 = off.
         presence_penalty: subtracted from the logits of tokens that occur in the answer; from -2 to
             2, 0 = off.
-        frequency_penalty: subtracted as often as the token occurs in the answer; from -2 to 2, 0 = off.
+        frequency_penalty: subtracted as often as the token occurs in the answer; from -2 to 2, 0 =
+            off.
         logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is
             nearly a ban.
-        seed: of the row's random numbers. Same seed, same prompt, same text.
+        seed: the seed of the row's random numbers. Same seed, same prompt, same text.
     """
 
     temperature: float = 0.0
@@ -99,14 +108,15 @@ class Sampling:
 
     @property
     def has_adjustments(self) -> bool:
-        """Whether logits are changed by what `core.adjustments` follows."""
+        """Whether penalties or a logit bias change the logits (`core.adjustments`)."""
         return self.repetition_penalty != 1.0 or bool(
             self.presence_penalty or self.frequency_penalty or self.logit_bias
         )
 
     @property
     def is_raw_softmax(self) -> bool:
-        """Whether tokens are sampled by the logits as they are, apart from what `has_adjustments`."""
+        """Whether temperature and filters change nothing (temperature 1, no top-k, top-p or
+        min-p)."""
         return self.temperature == 1.0 and not self.has_filters
 
     @property
@@ -116,7 +126,8 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Below 1e-5 a temperature is zero: dividing by it would overflow float32."""
+        """Whether the row decodes greedily. Temperatures below 1e-5 count as 0, because dividing by
+        them would overflow float32."""
         return self.temperature < 1e-5
 
 
@@ -153,7 +164,7 @@ def apply_sampling(
 
     Args:
         logits_NV: raw logits of any float dtype.
-        adjustments: [N, ...], of the text up to each node; None if steps 1 to 4 do nothing.
+        adjustments: [N, ...], for the text up to each node; None if steps 1 to 4 do nothing.
         custom: scores [N, V] -> [N, V].
     """
     scores_NV = logits_NV.float()
@@ -186,32 +197,39 @@ def _adjusted(scores_NV: Tensor, sampling: Sampling, adjustments: Adjustments) -
         assert adjustments.bias is not None
         scores_NV = scores_NV + adjustments.bias
     if sampling.repetition_penalty != 1.0:
-        assert adjustments.seen is not None
+        assert adjustments.seen_tokens is not None
         penalty = sampling.repetition_penalty
         penalised_NV = torch.where(scores_NV < 0, scores_NV * penalty, scores_NV / penalty)
-        scores_NV = torch.where(adjustments.seen, penalised_NV, scores_NV)
+        scores_NV = torch.where(adjustments.seen_tokens, penalised_NV, scores_NV)
     if sampling.frequency_penalty or sampling.presence_penalty:
         assert adjustments.counts is not None
         scores_NV = scores_NV - sampling.frequency_penalty * adjustments.counts
         scores_NV = scores_NV - sampling.presence_penalty * (adjustments.counts > 0)
-    if adjustments.ending is not None:
-        assert adjustments.wait is not None
-        scores_NV = scores_NV.masked_fill(adjustments.ending & (adjustments.wait > 0)[:, None], -math.inf)
+    if adjustments.end_tokens is not None:
+        assert adjustments.tokens_before_end is not None
+        scores_NV = scores_NV.masked_fill(
+            adjustments.end_tokens & (adjustments.tokens_before_end > 0)[:, None], -math.inf
+        )
     return scores_NV
+
+
+def equal_but_for_seeds(sampling: Sequence[Sampling]) -> bool:
+    """Whether these samplings differ in nothing but their seeds."""
+    first = sampling[0]
+    return all(s is first or replace(s, seed=first.seed) == first for s in sampling)
 
 
 def apply_sampling_rows(
     logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None = None
 ) -> Tensor:
-    """`apply_sampling` with each row's Sampling; scores [B, N, V]. If the rows differ in nothing
-    but seeds, in one call.
+    """`apply_sampling` with each row's Sampling, in one call if they are equal but for the seeds;
+    scores [B, N, V].
 
     `adjustments`: [B, N, ...].
     """
-    first = sampling[0]
-    if all(s is first or replace(s, seed=first.seed) == first for s in sampling):
+    if equal_but_for_seeds(sampling):
         flat = None if adjustments is None else adjustments.flat()
-        return apply_sampling(logits_BNV.flatten(0, 1), first, flat).reshape(logits_BNV.shape)
+        return apply_sampling(logits_BNV.flatten(0, 1), sampling[0], flat).reshape(logits_BNV.shape)
     each = enumerate(sampling)
     return torch.stack(
         [apply_sampling(logits_BNV[b], s, None if adjustments is None else adjustments[b]) for b, s in each]
@@ -274,7 +292,7 @@ class GumbelNoise:
 
     @classmethod
     def of(cls, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
-        """The noise of rows with these samplings; None is an empty row."""
+        """The noise of rows with these samplings; None: an empty row."""
         rows = [s or Sampling() for s in sampling]
         greedy = [s.greedy for s in rows]
         return cls(
@@ -289,7 +307,8 @@ class GumbelNoise:
         return (bits_BNK.double() + 0.5) * 2.0**-52
 
     def gumbel(self, position_BN: Tensor, vocab: int | Tensor, stream: int = TARGET) -> Tensor:
-        """float32 [B, N, V]: the noise of every token at these absolute positions; zero in greedy rows.
+        """float32 [B, N, V]: the noise of every token at these absolute positions; zero in greedy
+        rows.
 
         Args:
             vocab: size of the vocabulary, or int64 [V]: the token ids whose noise is wanted.

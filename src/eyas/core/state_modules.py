@@ -2,11 +2,11 @@
 
 All families of transformers that keep such states in a cache reach them by four methods of it
 (`get_conv_state`, `update_conv_state`, `get_recurrent_state`, `update_recurrent_state`). A
-`ProbeCache` notes which module calls them. Then each module is tried on its own, with the inputs
-that it had: read one token after another it must give the outputs that it gave for all of them at
-once, because that is how trees are read (`core.recurrent`). Some modules cannot go on from a state
-with more than one token (Mamba 1: it starts from zeros then, without an error); they are found in
-the same way, and texts go on token by token there.
+`ProbeCache` notes which module calls them. Then each module is tested alone, with the inputs that
+it had: reading one token after another, it must give the outputs that it gave for all of them at
+once, because trees are read in that way (`core.recurrent`). Some modules cannot continue from a
+state with several tokens at once (Mamba 1 then starts from zeros, without an error). They are found
+by the same test, and continue a text token by token.
 
 This module knows no tree, no row and no family.
 """
@@ -28,10 +28,11 @@ __all__ = ["PROBE_TOKENS", "ProbeCache", "StateModule", "States", "load_states",
 
 PROBE_TOKENS = 6
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest difference, relative to the largest output
-ROUNDED = 0.1  # the same for other dtypes; a module that ignores its state is off by the size of its output
+# the same for 16-bit dtypes; a module that ignores its state differs by the size of its output
+TOLERANCE_HALF = 0.1
 
 Key = tuple[str, int]  # ("conv" or "recurrent", number of the state in its layer)
-States = dict[Key, Tensor]  # of one module; the first dimension of each tensor counts rows, or rows and nodes
+States = dict[Key, Tensor]  # a module's states; the first dimension of each tensor counts rows, or rows and nodes
 Shapes = Mapping[Key, tuple[tuple[int, ...], torch.dtype]]  # without the rows
 
 
@@ -42,10 +43,11 @@ class StateModule:
     Attributes:
         layer: number of the layer in the cache.
         shapes: shape, without the rows, and dtype of each state.
-        device: where the module computes, and its states lie.
+        device: the device on which the module computes, and on which its states are.
         states_of_layer: number of states of each kind that the whole layer has.
-        continues: whether it can read several tokens at once from a state; else one by one.
-        input: where its input is among its arguments.
+        reads_chunks: whether it can continue from a state with several tokens at once; else only
+            token by token.
+        input: which of its arguments is its input.
         first: linear layers that read its input and nothing else.
         last: the linear layer whose output is its output; None: there is none.
     """
@@ -55,20 +57,24 @@ class StateModule:
     shapes: Shapes
     device: torch.device
     states_of_layer: int
-    continues: bool
-    input: Place
+    reads_chunks: bool
+    input: InputArgument
     first: tuple[nn.Linear, ...]
     last: nn.Linear | None
 
 
 @dataclass(frozen=True)
-class Place:
-    """The argument of a module that holds its input, the hidden states of the tokens: a number, or a name."""
+class InputArgument:
+    """The argument of a module that holds its input, the hidden states of the tokens.
+
+    Attributes:
+        argument: its position, or its name.
+    """
 
     argument: int | str
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """The input among these arguments."""
+        """The input, from the arguments of a call."""
         tensor: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
         return tensor
 
@@ -82,14 +88,15 @@ class _Call:
     output: Tensor
 
     @property
-    def input(self) -> Place:
+    def input(self) -> InputArgument:
         """The first tensor among the arguments."""
         places: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
-        return Place(next(place for place, value in places if isinstance(value, Tensor)))
+        return InputArgument(next(place for place, value in places if isinstance(value, Tensor)))
 
 
 def load_states(layer: Any, shapes: Shapes, states: States | None) -> None:
-    """Put states into a layer of a cache; None: the beginning of a text, at which there are none."""
+    """Put states into a layer of a cache; None: the beginning of a text, at which there are
+    none."""
     for kind, number in shapes:
         known = layer.is_conv_states_initialized if kind == "conv" else layer.is_recurrent_states_initialized
         known[number] = layer.has_previous_state[number] = states is not None
@@ -113,7 +120,7 @@ def _tensors(layer: Any, kind: str) -> dict[int, Tensor]:
 
 class ProbeCache(Cache):
     """The cache of one forward over `PROBE_TOKENS` tokens. It takes keys, values and states for any
-    layer, and notes who writes states."""
+    layer, and notes which modules write states."""
 
     def __init__(self, model: Any) -> None:
         numbers = [
@@ -166,7 +173,8 @@ class ProbeCache(Cache):
 
     @torch.no_grad()
     def state_modules(self) -> tuple[StateModule, ...]:
-        """The modules that have written states. ModelError for one whose states cannot be handled."""
+        """The modules that have written states. ModelError for one whose states cannot be
+        handled."""
         found = []
         for module, written in self._writers.items():
             name, layers = type(module).__name__, set(written.values())
@@ -180,24 +188,24 @@ class ProbeCache(Cache):
                     f"the model cannot be served: a {name} gives other outputs token by token than for all tokens at once"
                 )
             half = PROBE_TOKENS // 2
-            continues = self._gives_the_same(module, layer, [half, PROBE_TOKENS - half])
+            reads_chunks = self._gives_the_same(module, layer, [half, PROBE_TOKENS - half])
             first, last = self._projections(module, layer)
             place, device = self._calls[module].input, next(iter(states.values())).device
             found.append(
-                StateModule(module, layer, shapes, device, self.states_of_layer, continues, place, first, last)
+                StateModule(module, layer, shapes, device, self.states_of_layer, reads_chunks, place, first, last)
             )
         return tuple(found)
 
     def _projections(self, module: nn.Module, layer: int) -> tuple[tuple[nn.Linear, ...], nn.Linear | None]:
-        """(linear layers that read the module's input and nothing else, the one whose output is the
-        module's output)."""
+        """(linear layers that read the module's input and nothing else, the linear layer whose
+        output is the module's output or None)."""
         call, ran = self._calls[module], list[tuple[nn.Linear, Tensor, Tensor, Tensor]]()
 
         def note(linear: Any, args: tuple[Any, ...], output: Tensor) -> None:
             ran.append((linear, args[0], output, output.clone()))
 
         # accelerate puts a forward of its own on a layer whose weights it moves
-        linears = [one for one in module.modules() if isinstance(one, nn.Linear) and "forward" not in vars(one)]
+        linears = [child for child in module.modules() if isinstance(child, nn.Linear) and "forward" not in vars(child)]
         hooks = [linear.register_forward_hook(note) for linear in linears]
         try:
             self.layers[layer] = self._layer()
@@ -212,8 +220,8 @@ class ProbeCache(Cache):
         return first, None if last in first else last
 
     def _gives_the_same(self, module: nn.Module, layer: int, pieces: list[int]) -> bool:
-        """Whether the module gives the outputs of its call again if it reads the tokens in pieces,
-        from the beginning."""
+        """Whether the module gives the outputs of its call again if it reads the same tokens from
+        the beginning in pieces of these sizes."""
         call, outputs, at = self._calls[module], [], 0
         self.layers[layer] = self._layer()
         for count in pieces:
@@ -221,7 +229,7 @@ class ProbeCache(Cache):
             outputs.append(_first(module(*_tokens_of(call.args, part), **_tokens_of(call.kwargs, part))))
             at += count
         difference = (torch.cat(outputs, 1) - call.output).abs().max()
-        return bool(difference <= TOLERANCES.get(call.output.dtype, ROUNDED) * call.output.abs().max())
+        return bool(difference <= TOLERANCES.get(call.output.dtype, TOLERANCE_HALF) * call.output.abs().max())
 
 
 def _first(output: Any) -> Tensor:

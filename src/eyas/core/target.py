@@ -9,11 +9,12 @@ and for a target that serves as a draft model:
     extend(tokens_BQ, ...) -> TargetOutput, one level of a tree     advance(count_B)
 
 A `Runner` runs the forwards. `ModelRunner` calls the model's own forward with a 4-D mask,
-position_ids and our cache as past_key_values. The model is not patched, and features are read by
+position_ids and a `KVCache` as past_key_values. The model is not patched, and features are read by
 hooks that exist only during the forward. This module knows no method and no sampling.
 
 Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes,
-the last of these T, F feature width, D hidden, V vocabulary, W width of the cache in use.
+the last of these T, F feature width, D hidden, V vocabulary, W width (slots that a forward attends
+to).
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core import families, quantised
-from eyas.core.adapters import AdapterSet, beside, digest, is_peft_model, merge
-from eyas.core.cache import KVCache, Layout, devices_of, layout_of, slot_mask, slot_positions
+from eyas.core.adapters import AdapterSet, add_adapter_layers, digest, is_peft_model, merge
+from eyas.core.cache import KVCache, Layout, additive_mask, devices_of, layout_of, slot_mask, slot_positions
 from eyas.core.fingerprints import fingerprint_of, same_weights
 from eyas.core.media import read_media, shifts_positions
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.placement import check_layers, device_of, has_several_devices
-from eyas.core.pretrained import Spread, read_model
+from eyas.core.pretrained import DeviceMap, read_model
 from eyas.core.recurrent import RowStates
 from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
 from eyas.core.tree import TargetOutput, Tree, Verdict
-from eyas.errors import EyasError, FitError, ModelError, OptionError
+from eyas.errors import EyasError, FitError, ModelError, OptionError, one_line
 from eyas.formats import EXACT, WeightFormat
 from eyas.nn import Backend
 
-__all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
+__all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession", "pick_device", "pick_dtype"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
-# The same for models whose state modules cannot go on from a state with several tokens
-# (`StateModule.continues`):
+# The same for models whose state modules cannot continue from a state with several tokens at once
+# (`StateModule.reads_chunks`):
 FIRST_CHUNK_MAMBA1 = 8192  # at the beginning of a text
 LATER_CHUNK_MAMBA1 = 16  # later; each of these tokens has a state of its own in memory
 
@@ -59,14 +60,14 @@ OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, posit
 
 @dataclass(frozen=True)
 class ForwardInput:
-    """The input of one forward: Q new nodes in each of R rows, in the slots behind the committed
+    """The input of one forward: Q new nodes in each of R rows, in the slots after the committed
     tokens and T - Q earlier nodes."""
 
     target: Target
     tokens_RQ: Tensor  # int64
     position_RQ: Tensor  # int64
     length_R: Tensor  # int64; number of committed tokens
-    depth_RT: Tensor  # int64; depth of all T nodes behind them
+    depth_RT: Tensor  # int64; depth of all T uncommitted nodes
     visible_RQT: Tensor  # bool; which of the T nodes each new node attends to
     cache: KVCache  # `KVCache.prepare` has been called for this forward
     rows: Sequence[int]  # which rows of the cache the R rows are: a range, unless rows are left out
@@ -80,14 +81,14 @@ class Runner(Protocol):
     """A way to run the forwards of a target, and the operations around them.
 
     Attributes:
-        name: "model": the model's own code; "kernels": C++ kernels; "graphs", "compiled graphs":
-            the model's code as CUDA graphs.
-        weight_format: weight format of the linear layers. A target with rounded weights is another target
-            than the model.
+        name: "model": the model's own code; "kernels": C++ kernels; "fused": layers by GPU kernels;
+            "graphs", "compiled graphs": CUDA graphs of the model's code or of its compiled layers.
+        weight_format: weight format of the linear layers; a target with rounded weights counts as a
+            different target (its own costs, its own losslessness).
         ops: implementation of the operations of a cycle.
         records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one
             by one.
-        skips_rows: whether a forward of some rows leaves out the others, wherever they are in the cache.
+        skips_rows: whether a forward of some rows leaves out the others, whichever rows these are.
     """
 
     name: str
@@ -144,22 +145,23 @@ class Target:
         self.has_several_devices = has_several_devices(model)
         if self.has_several_devices:
             check_layers(self.family.layers)
-        # embed_rows: number of token ids with an embedding
-        self.embed_rows, self.hidden_size = _weight(self.family.embedding).shape
+        # num_embeddings: number of rows of the embedding table
+        self.num_embeddings, self.hidden_size = _weight(self.family.embedding).shape
         self.num_layers = len(self.family.layers)
         self.context = self.family.context
         self.runner: Runner = ModelRunner()
-        self.draft_weights = "exact"  # weight format of draft nets for this target; "fp8", "int4": rounded
+        # weight format of draft nets for this target, see `Ops.draft_net`: "exact", "fp8" or "int4"
+        self.draft_weights = "exact"
         self.shifts_positions = shifts_positions(model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.adapters: AdapterSet | None = None  # that requests choose from
-        self.adapter = ""  # the one that this view of the target uses; "": none
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.adapters: AdapterSet | None = None  # adapters that requests choose from
+        self.adapter = ""  # the adapter that this view of the target uses; "": none
         # `core.adapters.digest` of the adapter that is always in use, merged into the weights or
         # not; "": there is none
         self.merged_adapter_digest = ""
-        self.base_fingerprint = ""  # of the weights before an adapter was added to the model; "": there is none
+        self.base_fingerprint = ""  # the weights' fingerprint before an adapter was added; "": there is none
         self.state_modules: tuple[StateModule, ...] = ()
-        # where each layer's keys and values lie; (): all on `device`
+        # the device of each layer's keys and values; (): all are on `device`
         self.layer_devices: tuple[torch.device | None, ...] = ()
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
         self.quantised_by = quantised.library_of(model)  # the library that keeps its layers quantised; "": none does
@@ -173,33 +175,33 @@ class Target:
         trust_remote_code: bool = False,
         role: str = "target",
         adapters: Adapters = None,
-        spread: Spread | None = None,
+        device_map: DeviceMap | None = None,
         gguf_file: str | None = None,
     ) -> Target:
         """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own
         on an accelerator or if it is quantised.
 
-        `role`: the name of the model in error messages. `adapters`: see `of`. `spread`: where the
-        weights go, instead of one device. `gguf_file`: see `core.pretrained.read_model`.
+        `role`: the name of the model in error messages. `adapters`: see `of`. `device_map`: where
+        the weights go, instead of one device. `gguf_file`: see `core.pretrained.read_model`.
         """
         place = torch.device(pick_device(device))
         model: Any = read_model(
-            path, pick_dtype(dtype, place), trust_remote_code, role, spread, gguf_file, place, dtype == "auto"
+            path, pick_dtype(dtype, place), trust_remote_code, role, device_map, gguf_file, place, dtype == "auto"
         )
         try:
             return cls.of(model, "/".join(filter(None, (str(path), gguf_file))), adapters)
         except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code, with the values of a configuration that may be broken
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
 
     @classmethod
     def of(cls, model: Any, name: str = "", adapters: Adapters = None) -> Target:
         """A target from a model or a PeftModel.
 
-        `adapters` change the model: one, by its folder, is merged into the weights, or stays beside
-        them if they are quantised; several, by name, are switched between.
+        `adapters` change the model: a single one, by its folder, is merged into the weights, or
+        added in layers of its own if they are quantised; several, by name, are switched between.
         """
         if is_peft_model(model):
             found = AdapterSet(model)
@@ -216,7 +218,7 @@ class Target:
             target = cls(model, name)
             target.adapters = found
         else:
-            target = cls((beside if target.quantised_by else merge)(model, adapters), name)
+            target = cls((add_adapter_layers if target.quantised_by else merge)(model, adapters), name)
             target.merged_adapter_digest = digest(adapters)
         target.base_fingerprint = base
         return target
@@ -249,7 +251,7 @@ class Target:
         states = ProbeCache(self.model) if self.family.has_states else None
         cache, ids = states or DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
         if states is not None:
-            ids = torch.arange(PROBE_TOKENS, device=self.device)[None].clamp(max=self.embed_rows - 1)
+            ids = torch.arange(PROBE_TOKENS, device=self.device)[None].clamp(max=self.num_embeddings - 1)
         with (
             torch.no_grad(),
             self.tap((self.num_layers,)) as features,
@@ -337,8 +339,8 @@ class Target:
             return features()
 
     def fingerprint(self) -> str:
-        """A short identification of the weights; of the base model's where adapters are switched
-        between. It is saved with draft heads."""
+        """A short identification of the weights, which is saved with draft heads. If adapters are
+        switched between, that of the base model."""
         if self.adapters is not None and self.base_fingerprint:
             return self.base_fingerprint
         return (
@@ -402,7 +404,11 @@ class Target:
 
 class TargetSession:
     """The KV cache of B rows, and how many tokens of each row are committed. Rows are filled,
-    advanced and emptied independently."""
+    advanced and emptied independently.
+
+    Attributes:
+        rows: B, a number. In arguments of the methods, `rows` are indices of rows.
+    """
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
@@ -414,12 +420,12 @@ class TargetSession:
             self.states = RowStates(target.state_modules, rows, len(target.layout), target.device)
             self.cache.layers = self.states.cache_layers
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
-        # positions are slot numbers + this
+        # added to slot numbers to get positions (images)
         self.shift_B = torch.zeros_like(self.length_B) if target.shifts_positions else None
         self.lengths = [0] * rows  # the host's copy of `length_B`; stale between `commit` and `set_host_lengths`
 
     def reserve(self, tokens: int) -> None:
-        """Allocate slots for that many tokens per row, before a request starts; FitError, with the
+        """Allocate slots for `tokens` tokens per row, before a request starts; FitError, with the
         bytes, if memory is too small."""
         try:
             self.cache.reserve(tokens)
@@ -455,9 +461,10 @@ class TargetSession:
         last token.
 
         Args:
-            on_logits: called with all logits [T, V] of each chunk and the position of its first token.
-            media: see `Request.media`. The tokens are then a whole prompt, which the row has to be
-                empty for.
+            on_logits: called with all logits [T, V] of each chunk and the position of its first
+                token.
+            media: see `Request.media`. The tokens are then a whole prompt, and the row must be
+                empty.
         """
         assert tokens, "at least one token"
         if media:
@@ -470,20 +477,20 @@ class TargetSession:
             start += T
             order_1T = torch.arange(T, device=self.target.device)[None]
             causal_1TT = (order_1T[0, :, None] >= order_1T)[None]
-            seen = self._run(
+            output = self._run(
                 range(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None
             )
-            if self.states is not None and begin and not self.states.continues:
+            if self.states is not None and begin and not self.states.reads_chunks:
                 self._commit_chain(
                     torch.tensor([T if b == row else 0 for b in range(self.rows)], device=self.target.device)
                 )
             self.length_B[row] += T
             self.lengths[row] += T
             if on_chunk is not None:
-                on_chunk(chunk_1T[0], seen.features_BNF[0], begin)
+                on_chunk(chunk_1T[0], output.features_BNF[0], begin)
             if on_logits is not None:
-                on_logits(seen.logits_BNV[0], begin)
-            logits_V = seen.logits_BNV[0, -1]
+                on_logits(output.logits_BNV[0], begin)
+            logits_V = output.logits_BNV[0, -1]
         if self.states is not None:
             self.states.mark(row, self.lengths[row])
         assert logits_V is not None
@@ -493,7 +500,8 @@ class TargetSession:
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None, on_logits: Callable[[Tensor, int], None] | None,
         media: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
-        """As `prefill`, in one forward of the model's own; its keys and values are copied into the row."""
+        """As `prefill`, in one call of the model's own forward; its keys and values are copied into
+        the row."""
         assert self.lengths[row] == 0, "a prompt with media is read whole"
         target, T = self.target, len(tokens)
         tokens_1T = torch.tensor([list(tokens)], device=target.device)
@@ -514,7 +522,7 @@ class TargetSession:
 
     def _chunk(self, row: int) -> int:
         """Most tokens of a prompt that go through the model at a time."""
-        if self.states is None or self.states.continues:
+        if self.states is None or self.states.reads_chunks:
             return PREFILL_CHUNK
         return LATER_CHUNK_MAMBA1 if self.lengths[row] else FIRST_CHUNK_MAMBA1
 
@@ -522,7 +530,7 @@ class TargetSession:
     def forward(self, tokens_BN: Tensor, tree: Tree, rows: Sequence[int] = ()) -> TargetOutput:
         """One forward over the trees of all rows. Nothing is committed.
 
-        `rows`: those whose output is wanted; that of other rows may be zero. (): all.
+        `rows`: indices of the rows whose output is wanted; that of other rows may be zero. (): all.
         """
         # slots that forward or commit write to: commit moves paths of max_depth + 1 nodes
         reach = max(tree.nodes, tree.max_depth + 1)
@@ -532,11 +540,12 @@ class TargetSession:
     def extend(
         self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, rows: Sequence[int] = ()
     ) -> TargetOutput:
-        """One forward over Q new nodes, in the slots behind the T - Q uncommitted nodes of earlier
+        """One forward over Q new nodes, in the slots after the T - Q uncommitted nodes of earlier
         calls. Nothing is committed.
 
         Args:
-            depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed tokens.
+            depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed
+                tokens.
             visible_BQT: bool; which of the T nodes each new node attends to.
             rows: as for `forward`.
         """
@@ -545,8 +554,8 @@ class TargetSession:
     def _run_some(
         self, rows: Sequence[int], tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, width: int
     ) -> TargetOutput:
-        """A forward of some rows, if the runner can leave the others out; their output is zero.
-        Else of all."""
+        """A forward of some rows, if the runner can leave the others out, whose output is then
+        zero; else of all rows."""
         if not self.target.runner.skips_rows or len(rows) in (0, self.rows):
             return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width)
         row_R = torch.tensor(rows, device=self.target.device)
@@ -590,10 +599,11 @@ class TargetSession:
             return target.runner(inputs)
 
     def _reading(self, inputs: ForwardInput, prompt: bool) -> AbstractContextManager[None]:
-        """The context in which a forward reads and writes the rows' states, if the target has any."""
+        """The context in which a forward reads and writes the rows' states, if the target has
+        any."""
         if self.states is None:
             return nullcontext()
-        if prompt and (self.states.continues or self.lengths[inputs.rows[0]] == 0):
+        if prompt and (self.states.reads_chunks or self.lengths[inputs.rows[0]] == 0):
             return self.states.prompt(inputs.rows[0], fresh=self.lengths[inputs.rows[0]] == 0)
         return self.states.tree(inputs.rows, inputs.depth_RT, inputs.visible_RQT)
 
@@ -628,8 +638,8 @@ class TargetSession:
         self.lengths = list(lengths)
 
     def longest_known_prefix(self, row: int, most: int) -> int:
-        """The most tokens, up to `most`, to which `truncate` can cut a row, and which `copy` can copy.
-        Fewer only if the target has states."""
+        """The most tokens, up to `most`, to which `truncate` can cut a row, and which `copy` can
+        copy. Fewer only if the target has states."""
         most = min(most, self.lengths[row])
         return most if self.states is None else self.states.longest_known_prefix(row, self._length(row), most)
 
@@ -638,7 +648,8 @@ class TargetSession:
         return int(self.length_B[row])
 
     def truncate(self, row: int, length: int) -> None:
-        """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has returned."""
+        """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has
+        returned."""
         assert length <= self.lengths[row]
         if self.states is not None:
             self.states.truncate(row, length, self._length(row))
@@ -656,7 +667,7 @@ class TargetSession:
             self.states.copy(source, row, length, self._length(source))
         self.cache.copy(source, row, length)
         if self.shift_B is not None:
-            self.shift_B[row] = 0  # texts behind images are not copied
+            self.shift_B[row] = 0  # texts after images are not copied
         self.length_B[row] = length
         self.lengths[row] = length
 
@@ -669,7 +680,7 @@ class TargetSession:
 
 
 class ModelRunner:
-    """Runs the model's own forward, with a 4-D mask and our cache."""
+    """Runs the model's own forward, with a 4-D mask and a `KVCache`."""
 
     name, weight_format = "model", EXACT
     threads: int | None = None
@@ -682,9 +693,13 @@ class ModelRunner:
     def __call__(self, inputs: ForwardInput) -> TargetOutput:
         target = inputs.target
         extra: dict[str, Any] = {}
-        # With logits_to_keep as a number, layers that share keys (Gemma 4) compute the last token only,
-        # and drafts read the features of all; as a tensor it must lie on the LM head's device.
-        if inputs.last_only and target._keeps_logits and not (target.family.shares_keys and target.has_several_devices):
+        # With logits_to_keep as a number, layers that share keys (Gemma 4) compute the last token
+        # only, but drafts read the features of all; as a tensor it must be on the LM head's device.
+        if (
+            inputs.last_only
+            and target._takes_logits_to_keep
+            and not (target.family.shares_keys and target.has_several_devices)
+        ):
             last = inputs.tokens_RQ.shape[1] - 1
             extra["logits_to_keep"] = torch.tensor([last], device=target.device) if target.family.shares_keys else 1
         with target.tap(inputs.feature_layers) as features:
@@ -712,8 +727,7 @@ def _masks(inputs: ForwardInput) -> Tensor | dict[str, Tensor]:
     allowed_RQW = slot_mask(length_R, visible_RQT, width)
 
     def additive(allowed: Tensor) -> Tensor:
-        mask = torch.zeros(allowed.shape, dtype=inputs.target.dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, torch.finfo(inputs.target.dtype).min)[:, None]
+        return additive_mask(allowed, inputs.target.dtype)[:, None]
 
     def near(apart: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         new_RQ1 = (length_R[:, None] + inputs.depth_RT[:, -visible_RQT.shape[1] :])[..., None]
@@ -740,7 +754,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def pick_device(device: str) -> str:
-    """auto = the accelerator when there is one."""
+    """auto: CUDA if available, else the CPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -751,7 +765,7 @@ def pick_device(device: str) -> str:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """auto = float32 on a CPU, what the checkpoint says elsewhere."""
+    """auto: float32 on a CPU, else the checkpoint's own."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"

@@ -21,9 +21,9 @@ def trace_of(draft: Draft, row: int, scores_NV: Tensor, path: Sequence[int], bon
     """The trace of a row of a verified draft.
 
     Args:
-        scores_NV: of the target, processed; their softmax is p.
+        scores_NV: the target's scores; their softmax is p.
         path: accepted nodes, root first.
-        finish: why the answer ended in this cycle; None if it goes on.
+        finish: why the answer ended in this cycle; None if it continues.
     """
     tree = draft.tree
     parents_N, tokens_N = tree.parents_BN[row], draft.tokens_BN[row]
@@ -32,13 +32,13 @@ def trace_of(draft: Draft, row: int, scores_NV: Tensor, path: Sequence[int], bon
     numbers = torch.stack(
         [parents_N.double(), tokens_N.double(), tree.depth_BN[row].double(), log_q_N.exp().double(), p_N.double()]
     )
-    candidates = tree.acceptable_BN[row].tolist()
+    acceptable = tree.acceptable_BN[row].tolist()
     place: dict[int, int] = {}  # node -> its index among those listed
     nodes = list[TraceNode]()
     for n, (parent, token, depth, q, p) in enumerate(numbers.T.tolist()):
         if n == 0:
             nodes.append(TraceNode(-1, int(token), 0, None, 1.0, True))
-        elif candidates[n] and int(parent) in place:
+        elif acceptable[n] and int(parent) in place:
             nodes.append(TraceNode(place[int(parent)], int(token), int(depth), None if q != q else q, p, n in path))
         else:
             continue

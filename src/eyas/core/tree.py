@@ -5,8 +5,8 @@
 
 A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the
 parent of each node; depths, ancestor mask and paths follow from the parents. Node 0 is the root:
-the newest token, already emitted and not yet in the target's cache. This example holds two
-candidates for the next token and three for the one after:
+the newest token, already emitted and not yet in the target's cache. This example has two tokens
+in the next position and three in the one after:
 
     node      0   1  2  3  4  5            mask (row attends to column)
     parent   -1   0  0  1  1  2                0 1 2 3 4 5
@@ -44,6 +44,7 @@ __all__ = [
     "check_choices",
     "matching_nodes",
     "merge",
+    "padded_nodes",
     "unpack_verdict",
 ]
 
@@ -84,7 +85,8 @@ class Tree:
 
     @classmethod
     def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain decoding."""
+        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain
+        decoding."""
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
 
@@ -138,10 +140,10 @@ class Draft:
     log_q_BN: Tensor | None = None
     """float32; log q(node | parent); 0 at the root. None: the drafter has no q."""
     q_BNV: Tensor | None = None
-    """float32 [B, n, V] with n <= N. At node n: the draft's distribution (after `apply_sampling`) from
-    which the children of n were sampled without replacement, in node order. None: the children are
-    the most probable tokens, not samples. With n < N only the first n nodes are the sampled tree;
-    the others may be accepted in rows of `deterministic_B` only."""
+    """float32 [B, n, V] with n <= N. At node n: the draft's distribution (after `apply_sampling`)
+    from which the children of n were sampled without replacement, in node order. None: a
+    deterministic tree, whose children were picked by a rule. With n < N only the first n nodes are
+    the sampled tree; the others may be accepted in rows of `deterministic_B` only."""
     block_verification: bool = False
     """With `q_BNV`: the tree is one chain, and block verification applies (`core.verify`)."""
     value_BN: Tensor | None = None
@@ -161,6 +163,12 @@ class TargetOutput:
     logits_BNV: Tensor
     features_BNF: Tensor  # hidden states of the layers that the drafter reads (`Drafter.feature_layers`), concatenated
 
+    def features_at(self, path_BP: Tensor) -> Tensor:
+        """The features [B, P, F] at these nodes; past the end of a path, where it is -1, the
+        root's."""
+        index_BP1 = path_BP.clamp(min=0)[..., None]
+        return self.features_BNF.gather(1, index_BP1.expand(-1, -1, self.features_BNF.shape[-1]))
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -170,14 +178,13 @@ class Verdict:
     tokens_BP: Tensor  # int64; the tokens of those nodes; 0 past the end
     length_B: Tensor  # int64; nodes on the path, the root included: 1 or more
     bonus_B: Tensor  # int64; the target's own token after the path: the next root
-    has_nan_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not look
-    host_result_BX: Tensor | None = (
-        None  # all of this as `core.cycle.Cycle.host_result_BX`, if verification has made it
-    )
+    has_nan_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not check
+    # all of this as `core.cycle.Cycle.host_result_BX`, if verification has made it
+    host_result_BX: Tensor | None = None
 
 
 def unpack_verdict(host_result_BX: Tensor) -> Verdict:
-    """The verdict whose parts are columns of one tensor, which the host reads in one transfer."""
+    """The verdict from the columns of `core.cycle.Cycle.host_result_BX`."""
     P = (host_result_BX.shape[1] - 3) // 2
     length_B, bonus_B, has_nan_B = host_result_BX[:, :3].unbind(1)
     return Verdict(
@@ -213,12 +220,12 @@ def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
     """Merge two trees with the same root into one of N + M - 1 nodes: those of `draft`, then those
     of `other` without its root.
 
-        0 --- 1:a --- 2:b     and     0 --- 1:a --- 2:c     are     0 --- 1:a --- 2:b         3 was the other's a: padding
+        0 --- 1:a --- 2:b     and     0 --- 1:a --- 2:c     are     0 --- 1:a --- 2:b         node 3, the second tree's `a`, is padding
                                                                          |---- 4:c
 
     Where both have a path of the same tokens, the node of `other` becomes padding, and its children
-    become children of the node of `draft`. A merged tree has no q, so it is verified as a deterministic tree even
-    if its children were drawn. It has `log_q_BN` if both trees have it.
+    become children of the node of `draft`. A merged tree has no q, so it is verified as a
+    deterministic tree even if its children were drawn. It has `log_q_BN` if both trees have it.
 
     Args:
         match_BM: `matching_nodes(draft, other)`, if it is known already.
@@ -260,6 +267,15 @@ def build_trie(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
 # A static tree: for each node its path from the root, as ranks among siblings; (0, 1) is the second
 # child of the root's first child.
 Choices = tuple[tuple[int, ...], ...]
+
+
+def padded_nodes(drafted: int) -> int:
+    """The nodes of a tree with room for the root and `drafted` nodes: 1, 2, 3, 5, 9, 17, ..., so
+    that there are few shapes."""
+    nodes = 1
+    while nodes <= drafted:
+        nodes = 2 * nodes - (nodes > 1)
+    return nodes
 
 
 def chain_choices(depth: int) -> Choices:

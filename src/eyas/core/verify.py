@@ -8,25 +8,25 @@ rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop
 the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
 greedy verification. `core.ops` has the draw and the descent (`Ops.verify_deterministic`).
 
-**Sampled trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
-replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
+**Sampled trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled
+without replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
 
     for each child x:  accept it with min(1, p(x) / q(x));
                        on rejection  p <- norm(max(0, p - q))  and  q <- norm(q without x)
     no child accepted: the bonus is drawn from what is left of p
 
-**Blocks** (`draft.block`: one chain, sampled from q). The chain is tested as a whole, and the
-longest prefix that passes its test is accepted (Sun et al. 2024, "Block Verification Accelerates
-Speculative Decoding", algorithm 2; in expectation never fewer tokens than with the test of each
-token above):
+**Blocks** (`draft.block_verification`: one chain, sampled from q). The chain is tested as a whole,
+and the longest prefix that passes its test is accepted (Sun et al. 2024, "Block Verification
+Accelerates Speculative Decoding", algorithm 2; in expectation never fewer tokens than with the test
+of each token above):
 
     w_0 = 1;   w_n = min(1, w_n-1 p(x_n) / q(x_n))        with p and q of node n - 1
     left_n = max(0, w_n p - q)                            with p and q of node n; q = 0 at the last node
     prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
     the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-Greedy rows, and rows of `Draft.deterministic_B`, are verified as deterministic trees, whatever the other rows of
-the batch do.
+Greedy rows, and rows of `Draft.deterministic_B`, are verified as deterministic trees, whatever the
+other rows of the batch do.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 """
 
@@ -118,9 +118,9 @@ def _verify_block(
     """Block verification: test every prefix of the chain with a uniform number of its own, and
     accept the longest that passes.
 
-    The numbers are keyed by (position of the root, length of the prefix). Keyed by the absolute
-    position of a token, the next cycle would read the numbers of the failed longer prefixes again,
-    although their outcome is known by then.
+    The numbers are keyed by (position of the root, length of the prefix). If they were keyed by a
+    token's absolute position, the next cycle would read the numbers of the failed longer prefixes
+    again, although their outcome is known by then.
 
     Returns:
         bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
@@ -165,7 +165,8 @@ def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 
 def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
-    """norm(q without the token). All zero if nothing is left: later siblings then fail their tests."""
+    """norm(q without the token). All zero if nothing is left: later siblings then fail their
+    tests."""
     rest_BV = q_BV.scatter(1, token_B[:, None], 0.0)
     mass_B1 = rest_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0.0)

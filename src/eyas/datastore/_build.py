@@ -47,7 +47,7 @@ class Settings:
 
     tokenizer: dict[str, str]  # identifies the tokenizer: SHA-256 of its parts
     tokenizer_name: str
-    vocab_size: int  # of the tokenizer
+    vocab_size: int  # the tokenizer's
     segment_tokens: int = 1 << 24  # tokens sorted together: bounds the memory, about 60 bytes each
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ def build(
     are not read again.
 
     Args:
-        append: the sources become segments of their own, beside the existing ones.
+        append: the sources become segments of their own, in addition to the existing ones.
         merge: everything is sorted together, in as few segments as `segment_tokens` allows: each
             segment costs look-ups time.
         on_stage: called with a description of each stage.

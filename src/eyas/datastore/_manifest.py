@@ -45,7 +45,7 @@ class ReadSource:
     """A source whose documents are in the datastore."""
 
     name: str
-    sha256: str  # of the file
+    sha256: str  # hash of the file
     documents: int
     tokens: int
 
@@ -56,7 +56,7 @@ class StoredSegment:
 
     name: str
     tokens: int  # separators counted
-    bytes: tuple[int, int]  # of the two files, tokens and suffixes
+    bytes: tuple[int, int]  # sizes of the two files, tokens and suffixes
     sha256: tuple[str, str]
 
     def path(self, folder: Path, kind: str) -> Path:
@@ -69,7 +69,7 @@ class Manifest:
 
     tokenizer: dict[str, str]  # SHA-256 of its vocabulary and of its chat template
     tokenizer_name: str
-    vocab_size: int  # of the tokenizer
+    vocab_size: int  # the tokenizer's
     largest_token: int  # in the sources
     sources: tuple[ReadSource, ...]
     segments: tuple[StoredSegment, ...]

@@ -24,7 +24,7 @@ class Matches:
 
     length: int  # tokens of the suffix
     count: int  # occurrences
-    following_SD: Array  # of an even sample of them; sorted; from the end of a document on, `separator`
+    following_SD: Array  # tokens after an even sample of them; sorted; from the end of a document on, `separator`
 
 
 class Datastore:

@@ -2,7 +2,7 @@
 
 Prefix doubling (Manber and Myers 1993), where only suffixes that are still tied are sorted again
 (Larsson and Sadakane 1999). Suffixes that agree in their first `depth` tokens stay in the order of
-their positions: a look-up of so few tokens cannot tell, and a text that repeats itself takes no
+their positions: a look-up of `depth` tokens cannot tell, and a text that repeats itself takes no
 more rounds than another.
 """
 
@@ -32,7 +32,7 @@ def order_of(tokens_T: Array, depth: int) -> Array:
     order = np.argsort(key, kind="stable").astype(np.uint32)
     key = key[order]
     slot = np.arange(T, dtype=np.uint32)  # slots of `order` whose suffixes are tied; at first all
-    rank = np.zeros(T + 1, np.uint32)  # of each position: 1 + the first slot of its tie; 0 past the end
+    rank = np.zeros(T + 1, np.uint32)  # by position: 1 + the first slot of its tie; 0 past the end
     while True:
         is_first = np.concatenate([[True], key[1:] != key[:-1]])
         rank[order[slot]] = np.maximum.accumulate(np.where(is_first, slot, 0)) + 1

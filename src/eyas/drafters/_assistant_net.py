@@ -21,19 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights, expect
+from eyas.core.families import FULL, SLIDING
 from eyas.core.placement import is_tensor_parallel
 from eyas.core.target import Target
 from eyas.drafters._nets import init_matrices, placed, seeded
-from eyas.errors import CheckpointError, EyasError, ModelError
+from eyas.errors import CheckpointError, EyasError, ModelError, one_line
 
-__all__ = ["FULL", "SLIDING", "Net", "Seen", "load_net", "random_net", "source_layers"]
+__all__ = ["Net", "SharedKeysValues", "load_net", "random_net", "source_layers"]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-# of a text_config
+# fields of a text_config that are not passed on
 UNREAD = ("model_type", "architectures", "num_kv_shared_layers", "output_hidden_states", "output_attentions")
 
 
-class Seen(NamedTuple):
+class SharedKeysValues(NamedTuple):
     """Keys, values and mask for the layers of one kind of attention."""
 
     key_BHWw: Tensor
@@ -45,12 +45,12 @@ class Net(nn.Module):
     """An assistant; the names of its weights are the published ones.
 
     Args:
-        config: of the assistant, as published.
+        config: the assistant's config, as published.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        # the 12B is of the second family
+        # the 12B model uses the gemma4_unified classes
         kind = "gemma4_unified" if "unified" in str(config.get("model_type", "")) else "gemma4"
         self.text = _text_config(kind, config["text_config"])
         self.model: Any = _gemma4(kind, "modeling")(self.text)
@@ -69,12 +69,13 @@ class Net(nn.Module):
         return tuple(self.text.layer_types)
 
     def forward(
-        self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, Seen]
+        self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, SharedKeysValues]
     ) -> Tensor:
         """`hidden` [B, Q, d] of nodes with these tokens.
 
         Args:
-            hidden_BQD: the target's feature of the token before, or `onward` of the parent's hidden.
+            hidden_BQD: the target's feature of the token before, or `next_hidden` of the parent's
+                hidden.
             seen: by kind of attention.
         """
         output = self.model(
@@ -89,10 +90,10 @@ class Net(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def onward(self, hidden: Tensor) -> Tensor:
+    def next_hidden(self, hidden: Tensor) -> Tensor:
         """[..., d] -> [..., D], which the net reads at a node's children."""
-        onward: Tensor = self.post_projection(hidden)
-        return onward
+        next_hidden: Tensor = self.post_projection(hidden)
+        return next_hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., d] -> logits [..., V]; -inf outside the most likely clusters."""
@@ -175,10 +176,10 @@ def load_net(weights: Weights, target: Target) -> Net:
             f"{source}: config.json counts {text.get('num_hidden_layers')} layers, and the weights have {stored}"
         )
     with torch.device("meta"):  # sizes are compared before memory is taken
-        sketch = _made(config, source)
-    _check_layers(sketch, target, source)
-    tied = {"lm_head.weight"} if sketch.tied else set()
-    expect(weights, {name: tuple(tensor.shape) for name, tensor in sketch.state_dict().items()}, tied)
+        meta_net = _made(config, source)
+    _check_layers(meta_net, target, source)
+    tied = {"lm_head.weight"} if meta_net.tied else set()
+    expect(weights, {name: tuple(tensor.shape) for name, tensor in meta_net.state_dict().items()}, tied)
     with seeded(0, torch.device("cpu")):
         net = _made(config, source)
     net.load_state_dict(weights.tensors, strict=False)  # `expect` has named every difference but a tied lm_head
@@ -194,7 +195,7 @@ def _made(config: Mapping[str, Any], source: str) -> Net:
     except (
         Exception
     ) as error:  # transformers and huggingface_hub raise errors of many kinds for settings of wrong types
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error, 120)
         what = f"{source}: transformers makes no assistant from its config.json"
         raise CheckpointError(f"{what} ({type(error).__name__}: {reason})") from error
 

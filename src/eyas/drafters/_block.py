@@ -1,9 +1,9 @@
-"""The base of block drafters (DFlash, DSpark): heads on disk, new heads, and trees from the laws of
-a block's slots.
+"""The base of block drafters (DFlash, DSpark): heads on disk, new heads, and trees from the
+distributions of a block's slots.
 
 Slots count from 0, the root's. Either slot i predicts the token at its own place (the first level
-is slot 1's), or the next one (slot 0's): `from_anchor`. The two are told apart by no tensor, so a
-checkpoint must say which it is.
+is slot 1's), or the next one (slot 0's): `from_anchor`. No tensor shows which, so the checkpoint's
+config must say.
 
 Letters: B rows, S levels, Q nodes of a level, T tokens, D hidden, V vocabulary.
 """
@@ -23,7 +23,7 @@ from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters._block_loss import BlockTraining, block_loss
-from eyas.drafters._block_net import BlockNet, Extras, Plan
+from eyas.drafters._block_net import BlockFormat, BlockNet, Extras
 from eyas.drafters._block_session import BlockSession
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._nets import (
@@ -69,7 +69,7 @@ class NewBlockHead:
 
 
 class BlockMethod(Drafter):
-    """A method that drafts a whole block in one pass of its net. Children are chosen, not sampled."""
+    """A method that drafts a whole block in one pass of its net. Its trees are deterministic."""
 
     needs_weights: ClassVar[bool] = True
     trainable: ClassVar[bool] = True
@@ -77,13 +77,13 @@ class BlockMethod(Drafter):
     net: BlockNet
 
     def __init__(
-        self, target: Target, options: Any, net: BlockNet, shape: LayerShape, layers: tuple[int, ...], plan: Plan,
-        embed_tokens: Tensor | None = None,
+        self, target: Target, options: Any, net: BlockNet, shape: LayerShape, layers: tuple[int, ...],
+        block_format: BlockFormat, embed_tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(target, options)
-        self.net, self.shape, self.plan, self.embed_tokens = net, shape, plan, embed_tokens
+        self.net, self.shape, self.block_format, self.embed_tokens = net, shape, block_format, embed_tokens
         self.feature_layers = layers
-        self.tree: DynamicTree = replace(self.options.tree, depth=min(self.options.tree.depth, plan.levels))
+        self.tree: DynamicTree = replace(self.options.tree, depth=min(self.options.tree.depth, block_format.levels))
 
     @classmethod
     @abstractmethod
@@ -93,7 +93,7 @@ class BlockMethod(Drafter):
     @classmethod
     @abstractmethod
     def new_from_anchor(cls) -> bool:
-        """`Plan.from_anchor` of new heads."""
+        """`BlockFormat.from_anchor` of new heads."""
 
     @property
     @abstractmethod
@@ -116,7 +116,7 @@ class BlockMethod(Drafter):
 
     @property
     def max_tree(self) -> TreeSize | None:
-        return self.tree.shape
+        return self.tree.size
 
     # --- weights
 
@@ -132,17 +132,17 @@ class BlockMethod(Drafter):
                 f"{weights.source} reads the outputs of layers {[k - 1 for k in layers]}; the target has {target.num_layers} layers, and "
                 "the output of the last one is not read before its norm: the head was made for another model"
             )
-        plan = Plan(config["block"], config["mask_token"], config["from_anchor"])
-        if plan.mask_token >= target.embed_rows:
+        block_format = BlockFormat(config["block"], config["mask_token"], config["from_anchor"])
+        if block_format.mask_token >= target.num_embeddings:
             raise CheckpointError(
-                f"{weights.source} has mask_token_id {plan.mask_token}; the target has {target.embed_rows} embeddings"
+                f"{weights.source} has mask_token_id {block_format.mask_token}; the target has {target.num_embeddings} embeddings"
             )
         weights = _without_equal_head(weights, target)
         extras = Extras(config["markov_rank"], config["confidence"], HEAD in weights.tensors)
         shape, width = layer_shape(config), target.hidden_size * len(layers)
         net = BlockNet(shape, config["layers"], width, target.vocab_size, extras)
         net, embed_tokens = load_head(net, weights, target)
-        method = cls(target, options or cls.Options(), net, shape, layers, plan, embed_tokens)
+        method = cls(target, options or cls.Options(), net, shape, layers, block_format, embed_tokens)
         method.trained_length = config.get("max_positions")
         return method
 
@@ -154,10 +154,10 @@ class BlockMethod(Drafter):
         options = options or cls.Options()
         new, layer = options.head, target_layer_shape(target, **shape)
         layers = fused_layers(new.layers, new.depth, target)
-        plan = Plan(new.block, mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
+        block_format = BlockFormat(new.block, mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
         width, extras = target.hidden_size * len(layers), cls.new_extras(options)
         net = random_net(lambda: BlockNet(layer, new.depth, width, target.vocab_size, extras), target, seed)
-        return cls(target, options, net, layer, layers, plan)
+        return cls(target, options, net, layer, layers, block_format)
 
     @classmethod
     def init_for_training(
@@ -166,7 +166,7 @@ class BlockMethod(Drafter):
         """A head whose layers add nothing yet, and whose Markov head prefers no token."""
         method = cls.random(target, options, seed, counts_V)
         with torch.no_grad():
-            for layer in method.net.blocks:
+            for layer in method.net.typed_layers:
                 layer.attention.o.weight.zero_()
                 layer.mlp.down.weight.zero_()
             if method.net.markov is not None:
@@ -174,7 +174,7 @@ class BlockMethod(Drafter):
         return method
 
     def weights(self) -> Weights:
-        net, plan = self.net, self.plan
+        net, block_format = self.net, self.block_format
         config = {
             **layer_config(self.shape),
             "layers": len(net.layers),
@@ -183,9 +183,9 @@ class BlockMethod(Drafter):
             "act": "silu",
             "feature_layers": self.feature_layers,
             "target_layers": self.target.num_layers,
-            "block": plan.block,
-            "mask_token": plan.mask_token,
-            "from_anchor": plan.from_anchor,
+            "block": block_format.block,
+            "mask_token": block_format.mask_token,
+            "from_anchor": block_format.from_anchor,
             "markov_rank": net.extras.markov_rank,
             "confidence": net.extras.confidence,
         }
@@ -236,13 +236,13 @@ class BlockMethod(Drafter):
         tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
         options = replace(self.options, tree=tree)
         chain = type(self)(
-            self.target, options, self.net, self.shape, self.feature_layers, self.plan, self.embed_tokens
+            self.target, options, self.net, self.shape, self.feature_layers, self.block_format, self.embed_tokens
         )
         chain.trained_length = self.trained_length
         return chain
 
     def describe(self) -> dict[str, Any]:
-        return {**self.tree.describe(), "block": self.plan.block}
+        return {**self.tree.describe(), "block": self.block_format.block}
 
     # --- training
 
@@ -268,11 +268,11 @@ def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
 def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:
     """The token that was asked for, or the padding token, or the one that counts least."""
     if asked is not None:
-        if asked >= target.embed_rows:
-            raise OptionError(f"head.mask_token is {asked}, and the target has {target.embed_rows} embeddings")
+        if asked >= target.num_embeddings:
+            raise OptionError(f"head.mask_token is {asked}, and the target has {target.num_embeddings} embeddings")
         return asked
     pad = getattr(target.model.config.get_text_config(), "pad_token_id", None)
-    if isinstance(pad, int) and 0 <= pad < target.embed_rows:
+    if isinstance(pad, int) and 0 <= pad < target.num_embeddings:
         return pad
     return target.vocab_size - 1 if counts_V is None else int(counts_V.argmin())
 

@@ -1,10 +1,10 @@
 """The loss of block drafters (DFlash, section 3; DSpark, section 3.3): blocks at random anchors of
 the training text.
 
-An anchor is a token that plays the root: it and the next token count. The block behind it sees the
-target's features of the tokens before the anchor and, but for the anchor, no token. Its prediction
-of depth d is the token d places behind the anchor; it counts while all predictions before it in the
-block do, and weighs exp(-(d - 1) / gamma).
+An anchor is a token used as a block's root; it and the next token must both be in the loss mask.
+The block sees the target's features of the tokens before the anchor and, but for the anchor, no
+token. Its prediction of depth d is the token d places after the anchor; it counts while all
+predictions before it in the block do, and weighs exp(-(d - 1) / gamma).
 
     tokens or distribution   cross-entropy with the token of the data, or with the target's distribution
     overlap                  sum of |q - p|: twice the chance that a draft token of q is rejected
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eyas.core.drafter import Batch, Loss
 from eyas.core.target import Target
-from eyas.drafters._block_net import BlockNet, Plan
+from eyas.drafters._block_net import BlockFormat, BlockNet
 
 __all__ = ["BlockTraining", "block_loss", "choose_anchors"]
 
@@ -46,11 +46,11 @@ class BlockTraining:
     confidence: float = 0.0
 
 
-class Trained(Protocol):
+class TrainableMethod(Protocol):
     """The parts of a method that its loss reads."""
 
     net: BlockNet
-    plan: Plan
+    block_format: BlockFormat
     target: Target
 
     @property
@@ -61,7 +61,9 @@ class Trained(Protocol):
     def head(self, hidden: Tensor) -> Tensor: ...
 
 
-def block_loss(method: Trained, batch: Batch, training: BlockTraining, generator: torch.Generator | None) -> Loss:
+def block_loss(
+    method: TrainableMethod, batch: Batch, training: BlockTraining, generator: torch.Generator | None
+) -> Loss:
     """The loss of blocks at random anchors. The count is that of the blocks; its figures are of the
     first level.
 
@@ -69,24 +71,24 @@ def block_loss(method: Trained, batch: Batch, training: BlockTraining, generator
         batch: with the features of the fused layers, then the target's final ones.
         generator: chooses the anchors.
     """
-    net, plan, tokens_N, device = method.net, method.plan, batch.tokens_N, batch.tokens_N.device
+    net, block_format, tokens_N, device = method.net, method.block_format, batch.tokens_N, batch.tokens_N.device
     anchor_A = choose_anchors(batch, training.anchors, generator)
     if not len(anchor_A):
-        return _nothing(net.norm.weight)
+        return _empty_loss(net.norm.weight)
     final = method.target.hidden_size
     hidden_AnD = net.forward_packed(
         batch.features_NF[:, :-final].to(method.dtype),
-        method.embed(_blocks(tokens_N, anchor_A, plan)),
+        method.embed(_blocks(tokens_N, anchor_A, block_format)),
         anchor_A,
         batch.documents,
     )
-    goal_AS = anchor_A[:, None] + 1 + torch.arange(plan.levels, device=device)
+    goal_AS = anchor_A[:, None] + 1 + torch.arange(block_format.levels, device=device)
     counts_AS = batch.counted_N[goal_AS.clamp(max=len(tokens_N) - 1)] & (
         goal_AS < batch.documents.end_N(device)[anchor_A][:, None]
     )
     block_K, level_K = counts_AS.int().cumprod(1).bool().nonzero(as_tuple=True)
     goal_K = goal_AS[block_K, level_K]
-    hidden_KD = hidden_AnD[block_K, level_K + plan.first_slot]
+    hidden_KD = hidden_AnD[block_K, level_K + block_format.first_slot]
 
     def guesses(part: slice, hidden_CD: Tensor, before_C: Tensor) -> Tensor:
         logits_CV = method.head(hidden_CD)
@@ -94,15 +96,15 @@ def block_loss(method: Trained, batch: Batch, training: BlockTraining, generator
             logits_CV = logits_CV + net.markov(before_C)
         with torch.no_grad():
             true_CV = method.target.head(batch.features_NF[goal_K[part] - 1, -final:].to(method.target.dtype)).float()
-        sure_C = net.accepted(hidden_CD, before_C).float() if net.confidence is not None else None
-        return _losses(logits_CV.float(), true_CV, tokens_N[goal_K[part]], sure_C, training)
+        confidence_logit_C = net.accepted(hidden_CD, before_C).float() if net.confidence is not None else None
+        return _losses(logits_CV.float(), true_CV, tokens_N[goal_K[part]], confidence_logit_C, training)
 
     losses_K3 = _in_chunks(guesses, hidden_KD, tokens_N[goal_K - 1], method.target.vocab_size)
     total = (losses_K3[:, 0] * torch.exp(-level_K / training.gamma)).sum()
-    figures_K2, first_K, last_K = losses_K3[:, 1:].detach(), level_K == 0, level_K == plan.levels - 1
+    figures_K2, first_K, last_K = losses_K3[:, 1:].detach(), level_K == 0, level_K == block_format.levels - 1
     sums = {"accuracy": figures_K2[first_K, 0].sum(), "overlap": figures_K2[first_K, 1].sum()}
-    if plan.levels > 1:
-        sums[f"accuracy at level {plan.levels}"] = figures_K2[last_K, 0].sum()
+    if block_format.levels > 1:
+        sums[f"accuracy at level {block_format.levels}"] = figures_K2[last_K, 0].sum()
     return Loss(total, torch.tensor(len(anchor_A), device=device), sums)
 
 
@@ -120,14 +122,16 @@ def choose_anchors(batch: Batch, most: int, generator: torch.Generator | None) -
     return order_A[torch.arange(len(order_A)) - first_A < most].sort().values.to(batch.tokens_N.device)
 
 
-def _blocks(tokens_N: Tensor, anchor_A: Tensor, plan: Plan) -> Tensor:
+def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Tensor:
     """int64 [A, n]: the anchor, then masks."""
     roots_A1 = tokens_N[anchor_A][:, None]
-    return torch.cat([roots_A1, torch.full_like(roots_A1, plan.mask_token).expand(-1, plan.block - 1)], dim=1)
+    return torch.cat(
+        [roots_A1, torch.full_like(roots_A1, block_format.mask_token).expand(-1, block_format.block - 1)], dim=1
+    )
 
 
 def _losses(
-    logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, sure_C: Tensor | None, training: BlockTraining
+    logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, confidence_logit_C: Tensor | None, training: BlockTraining
 ) -> Tensor:
     """[C, 3]: the loss of each prediction, whether its best token is the target's, and the overlap
     of q and p."""
@@ -138,8 +142,10 @@ def _losses(
         -log_q_CV.gather(1, token_C[:, None])[:, 0] if training.objective == "tokens" else -(p_CV * log_q_CV).sum(-1)
     )
     loss_C = training.cross_entropy * entropy_C + training.overlap * distance_C
-    if sure_C is not None:
-        loss_C = loss_C + training.confidence * F.binary_cross_entropy_with_logits(sure_C, overlap_C, reduction="none")
+    if confidence_logit_C is not None:
+        loss_C = loss_C + training.confidence * F.binary_cross_entropy_with_logits(
+            confidence_logit_C, overlap_C, reduction="none"
+        )
     right_C = (logits_CV.argmax(-1) == true_CV.argmax(-1)).float()
     return torch.stack([loss_C, right_C, overlap_C], dim=1)
 
@@ -160,6 +166,6 @@ def _in_chunks(
     return torch.cat(parts)
 
 
-def _nothing(weight: Tensor) -> Loss:
+def _empty_loss(weight: Tensor) -> Loss:
     """The loss of a batch without anchors."""
     return Loss(weight.sum() * 0, torch.zeros((), dtype=torch.long, device=weight.device), {})

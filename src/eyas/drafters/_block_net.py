@@ -21,15 +21,25 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from eyas.nn import Attention, Documents, Keys, LayerShape, RMSNorm, SwiGLU, grouped_attention, packed_attention, rope
+from eyas.nn import (
+    Attention,
+    Documents,
+    KeysValues,
+    LayerShape,
+    RMSNorm,
+    SwiGLU,
+    grouped_attention,
+    packed_attention,
+    rope,
+)
 
-__all__ = ["BlockNet", "Extras", "KeyValueStore", "Plan"]
+__all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore"]
 
 
 class KeyValueStore(Protocol):
     """The keys and values of one layer in a cache."""
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> Keys:
+    def update(self, key_states: Tensor, value_states: Tensor) -> KeysValues:
         """Store keys and values [R, K, T, h] in the slots of this forward; returns those of all
         slots [R, K, W, h]."""
         ...
@@ -45,7 +55,7 @@ class Extras:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockFormat:
     """The facts of a block head that no tensor shows."""
 
     block: int  # slots, the root's included
@@ -73,14 +83,14 @@ class BlockAttention(Attention):
         q = self.q(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
         return rope(self.q_norm(q).to(q.dtype), position, self.frequency(x.device))
 
-    def key_value(self, x: Tensor) -> Keys:
+    def key_value(self, x: Tensor) -> KeysValues:
         k, v = super().key_value(x)
         return self.k_norm(k).to(k.dtype), v
 
     def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
         """Attention of the blocks to the slots that the mask shows, after their own keys and values
         are stored."""
-        k_RnKh, v_RnKh = self.keys(x_RnD, position_Rn)
+        k_RnKh, v_RnKh = self.rotated_key_value(x_RnD, position_Rn)
         k_RKWh, v_RKWh = store.update(k_RnKh.transpose(1, 2), v_RnKh.transpose(1, 2))
         out_RHnh = grouped_attention(self.query(x_RnD, position_Rn).transpose(1, 2), k_RKWh, v_RKWh, mask_R1nW)
         return self.o(out_RHnh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -131,8 +141,8 @@ class BlockNet(nn.Module):
         self.extras = extras
 
     @property
-    def blocks(self) -> list[BlockLayer]:
-        """The layers."""
+    def typed_layers(self) -> list[BlockLayer]:
+        """The layers, for the type checker."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     def context(self, features: Tensor) -> Tensor:
@@ -141,21 +151,22 @@ class BlockNet(nn.Module):
 
     def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:
         """Store the keys and values of committed tokens in every layer."""
-        for layer, store in zip(self.blocks, stores, strict=True):
-            k_RTKh, v_RTKh = layer.attention.keys(context_RTD, position_RT)
+        for layer, store in zip(self.typed_layers, stores, strict=True):
+            k_RTKh, v_RTKh = layer.attention.rotated_key_value(context_RTD, position_RT)
             store.update(k_RTKh.transpose(1, 2), v_RTKh.transpose(1, 2))
 
     def forward(
         self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], mask_R1nW: Tensor
     ) -> Tensor:
         """Embeddings of the blocks -> the normed hidden of their slots [R, n, D]."""
-        for layer, store in zip(self.blocks, stores, strict=True):
+        for layer, store in zip(self.typed_layers, stores, strict=True):
             attended_RnD = layer.attention.attend_cached(layer.input_norm(hidden_RnD), position_Rn, store, mask_R1nW)
             hidden_RnD = layer.finish(hidden_RnD, attended_RnD)
         return self.norm(hidden_RnD)  # type: ignore[no-any-return]
 
     def forward_packed(self, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents) -> Tensor:
-        """For training: the normed hidden [A, n, D] of blocks that begin at these tokens of a packed row.
+        """For training: the normed hidden [A, n, D] of blocks that begin at these tokens of a
+        packed sequence.
 
         Args:
             hidden_AnD: embeddings of the blocks.
@@ -167,11 +178,11 @@ class BlockNet(nn.Module):
         position_M = (position_N[anchor_A][:, None] + torch.arange(n, device=device)).flatten()
         queries = documents.query_rows((anchor_A - 1).repeat_interleave(n))
         hidden_MD = hidden_AnD.flatten(0, 1)
-        for layer in self.blocks:
+        for layer in self.typed_layers:
             attention, x_MD = layer.attention, layer.input_norm(hidden_MD)
-            keys_MKh, values_MKh = attention.keys(x_MD, position_M)
+            keys_MKh, values_MKh = attention.rotated_key_value(x_MD, position_M)
             block = _of_each_slot(keys_MKh, A, n), _of_each_slot(values_MKh, A, n)
-            keys_NKh, values_NKh = attention.keys(context_ND, position_N)
+            keys_NKh, values_NKh = attention.rotated_key_value(context_ND, position_N)
             out_MHh = packed_attention(attention.query(x_MD, position_M), keys_NKh, values_NKh, queries, block)
             hidden_MD = layer.finish(hidden_MD, attention.o(out_MHh.flatten(1)))
         return self.norm(hidden_MD).unflatten(0, (A, n))  # type: ignore[no-any-return]

@@ -20,13 +20,12 @@ from eyas.core.cache import KVCache, slot_mask
 from eyas.core.drafter import Capturable, CycleInput, DraftSession
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._block_net import BlockNet, Plan
+from eyas.drafters._block_net import BlockFormat, BlockNet
 from eyas.drafters._grow import DynamicTree
+from eyas.drafters._nets import MARGIN
 from eyas.nn import LayerShape
 
 __all__ = ["BlockSession"]
-
-MARGIN = 256  # slots that a recorded cycle reserves behind the committed ones: enough for most blocks
 
 
 class DraftingMethod(Protocol):
@@ -34,7 +33,7 @@ class DraftingMethod(Protocol):
 
     target: Target
     shape: LayerShape
-    plan: Plan
+    block_format: BlockFormat
     tree: DynamicTree
     net: BlockNet
     feature_layers: tuple[int, ...]
@@ -71,10 +70,10 @@ class BlockSession(DraftSession):
         self.state = {name: tuple(getattr(self, name).shape) for name in ("length_B", "pending_B", "pending_BPF")}
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        # behind a path that another drafted, deeper than this tree
+        # the last path came from another drafter and is longer than this recording's
         if self.pending_BPF.shape[1] > self.state["pending_BPF"][1]:
             return None
-        block = max(self.drafter.plan.block, self.state["pending_BPF"][1])
+        block = max(self.drafter.block_format.block, self.state["pending_BPF"][1])
         self.cache.reserve(cycle_input.max_position + max(MARGIN, block))
         return Capturable(self, self.state, self.cache.addresses)
 
@@ -111,7 +110,7 @@ class BlockSession(DraftSession):
         features_TF = torch.cat([self.pending_BPF[row, :pending], features_TF])
         first = position - pending
         slot_1T = torch.arange(first, first + len(features_TF), device=features_TF.device)[None]
-        self._remember(range(row, row + 1), features_TF[None], slot_1T, first + len(features_TF))
+        self._store_context(range(row, row + 1), features_TF[None], slot_1T, first + len(features_TF))
         self.length_B[row] = first + len(features_TF)
         self.pending_B[row] = 0
 
@@ -120,16 +119,16 @@ class BlockSession(DraftSession):
     def draft(self, cycle_input: CycleInput) -> Draft:
         self.active_B = cycle_input.active_B
         self._read_pending(cycle_input)
-        plan, levels = self.drafter.plan, self.drafter.tree.depth
+        block_format, levels = self.drafter.block_format, self.drafter.tree.depth
         if cycle_input.tree_size is not None:
             levels = min(levels, cycle_input.tree_size.depth)
         hidden_BnD = self._read_block(cycle_input)
-        return self.drafter.grow(hidden_BnD[:, plan.first_slot : plan.first_slot + levels], cycle_input)
+        return self.drafter.grow(hidden_BnD[:, block_format.first_slot : block_format.first_slot + levels], cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        path_BP, features_BNF = verdict.path_BP.clamp(min=0), output.features_BNF
-        self.pending_BPF = features_BNF.gather(1, path_BP[..., None].expand(-1, -1, features_BNF.shape[-1]))
-        # a row that is not active has ended, or is being read
+        self.pending_BPF = output.features_at(verdict.path_BP)
+        # a row that is not active has no pending tokens: its request has ended, or its prompt is
+        # being read
         self.pending_B = torch.where(self.active_B, verdict.length_B, 0)
 
     def _read_pending(self, cycle_input: CycleInput) -> None:
@@ -137,20 +136,20 @@ class BlockSession(DraftSession):
         depend on values."""
         P = self.pending_BPF.shape[1]
         slot_BP = self.length_B[:, None] + torch.arange(P, device=self.length_B.device)
-        self._remember(range(self.rows), self.pending_BPF, slot_BP, cycle_input.max_position + P)
+        self._store_context(range(self.rows), self.pending_BPF, slot_BP, cycle_input.max_position + P)
         count_B = self.pending_B * cycle_input.active_B
         self.length_B, self.pending_B = self.length_B + count_B, self.pending_B - count_B
 
-    def _remember(self, rows: range, features_RTF: Tensor, slot_RT: Tensor, width: int) -> None:
+    def _store_context(self, rows: range, features_RTF: Tensor, slot_RT: Tensor, width: int) -> None:
         self.cache.prepare(rows, lambda: slot_RT, width)
         self.net.store_kv(self.net.context(features_RTF.to(self.drafter.dtype)), slot_RT, self._layers())
 
     def _read_block(self, cycle_input: CycleInput) -> Tensor:
         """The net's pass over the block: the normed hidden of its slots [B, n, D]."""
-        plan, roots_B1 = self.drafter.plan, cycle_input.tokens_B[:, None]
-        n, width = plan.block, cycle_input.max_position + plan.block
+        block_format, roots_B1 = self.drafter.block_format, cycle_input.tokens_B[:, None]
+        n, width = block_format.block, cycle_input.max_position + block_format.block
         slot_Bn = self.length_B[:, None] + torch.arange(n, device=roots_B1.device)
-        ids_Bn = torch.cat([roots_B1, torch.full_like(roots_B1, plan.mask_token).expand(-1, n - 1)], dim=1)
+        ids_Bn = torch.cat([roots_B1, torch.full_like(roots_B1, block_format.mask_token).expand(-1, n - 1)], dim=1)
         self.cache.prepare(range(self.rows), lambda: slot_Bn, width)
         every_Bnn = torch.ones(self.rows, n, n, dtype=torch.bool, device=roots_B1.device)
         mask_B1nW = slot_mask(self.length_B, every_Bnn, self.cache.width)[:, None]

@@ -11,8 +11,9 @@ Pair t is (feature of token t, token t+1). With it the net predicts token t+2.
 With a window (SEAGLE) the cache keeps the first `sink` and the last `size` pairs, rotated by their
 index in the cache.
 
-Letters: B rows, R rows of a forward, P nodes on the longest path, Q nodes of a level, N pairs, T
-tokens or slots, D hidden, F feature width.
+Letters: B rows, R rows of a forward, P nodes on the longest path, Q nodes of a level, N pairs (of
+the target's output: nodes), T tokens or slots, D hidden, F feature width, V vocabulary, v draft
+vocabulary, h frequencies of RoPE.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas.core.cache import DraftKVCache
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
@@ -32,6 +33,7 @@ from eyas.core.ops import FusedTreeBuilder, WindowTreeBuilder
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
+from eyas.drafters._nets import MARGIN
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 from eyas.nn import Compiled, LayerShape, rope_frequencies
@@ -39,7 +41,6 @@ from eyas.nn import Compiled, LayerShape, rope_frequencies
 __all__ = ["DynamicEagle", "EagleMethod", "EagleNet", "EagleSession", "Window"]
 
 CROPS = ("halves", "last", "none")
-MARGIN = 256  # slots that a recorded cycle reserves behind the committed ones: enough for most trees
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class EagleMethod(Drafter):
     needs_weights = True
     trainable = True
     shape: LayerShape
-    layers: int = 1  # of the net
+    net: nn.Module
+    layers: int = 1  # decoder layers of the net
     draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
     embed_tokens: Tensor | None = None  # the head's embedding table where it differs from the target's
     default_window: ClassVar[bool] = False  # whether the method has a window without `window.size`
@@ -99,12 +101,7 @@ class EagleMethod(Drafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.any_weight.dtype
-
-    @property
-    @abstractmethod
-    def any_weight(self) -> Tensor:
-        """Any weight of the net: it has the net's dtype."""
+        return next(self.net.parameters()).dtype
 
     @property
     @abstractmethod
@@ -208,7 +205,7 @@ class DynamicEagle(EagleMethod):
     @property
     def max_tree(self) -> TreeSize | None:
         tree: DynamicTree = self.options.tree
-        return tree.shape
+        return tree.size
 
     @property
     def samples_children(self) -> bool:
@@ -275,8 +272,8 @@ class EagleSession(DraftSession):
     # --- rows come and go
 
     def truncate(self, row: int, length: int) -> int:
-        """Keep the first `length` - 1 pairs, as pair t needs token t+1; no pair if the window has
-        lost some of them."""
+        """Keep the first `length` - 1 pairs, as pair t needs token t+1. Returns how many are kept:
+        0 if the cut goes back beyond the window."""
         slots, pairs = int(self.length_B[row]), int(self.pairs_B[row])
         kept = max(0, min(pairs, length - 1))
         kept_slots = slots - (pairs - kept)
@@ -367,21 +364,19 @@ class EagleSession(DraftSession):
         return self.drafter.grow(self.net_steps(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        path_BP = verdict.path_BP.clamp(min=0)
-        features_BNF = output.features_BNF
-        waiting_BF = self.pending_BPF[:, 0]  # of a row whose prompt is being read: a single pair is pending
-        self.pending_BPF = features_BNF.gather(1, path_BP[..., None].expand(-1, -1, features_BNF.shape[-1]))
+        prompt_BF = self.pending_BPF[:, 0]  # the pending feature of a row whose prompt is being read
+        self.pending_BPF = output.features_at(verdict.path_BP)
         self.pending_tokens_BP = verdict.tokens_BP
         if self.rows == 1:
             self.pending_B = verdict.length_B.clone()
             return
-        self.pending_BPF[:, 0] = torch.where(self.active_B[:, None], self.pending_BPF[:, 0], waiting_BF)
-        # a row of a finished request may have more
+        self.pending_BPF[:, 0] = torch.where(self.active_B[:, None], self.pending_BPF[:, 0], prompt_BF)
+        # a row whose request has ended may still have several pending pairs
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
         """The functions that grow the tree of this cycle. The nodes of the tree get the slots
-        behind the committed ones, level by level."""
+        after the committed ones, level by level."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             B, Q, T = visible_BQT.shape
@@ -451,7 +446,7 @@ class EagleSession(DraftSession):
 
         Args:
             offset_BN: positions, relative to `length_B`.
-            visible_BNT: which of the T slots behind the committed ones each input attends to.
+            visible_BNT: which of the T slots after the committed ones each input attends to.
             slot_BN: slots to store keys and values in, relative to `length_B`.
             slots: upper bound of the slots in use afterwards.
         """
@@ -462,7 +457,7 @@ class EagleSession(DraftSession):
         position_BN = begin_B1 + offset_BN
         if self.drafter.compiled is None:
             return self.net(hidden, embeddings, position_BN, self.cache)
-        return self.drafter.compiled(self.net, hidden, embeddings, position_BN, self.cache.layer_cache())
+        return self.drafter.compiled(self.net, hidden, embeddings, position_BN, self.cache.compiled_layer_view())
 
     def _inputs(self, ids_RN: Tensor, hidden_RND: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_RND, self._cast(self.drafter.embed(ids_RN))

@@ -62,7 +62,7 @@ class Net(nn.Module):
         """For training: the predicted features [M, D] at the slots `rows_M` of packed documents."""
         x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
         attention, x_MD = self.layer.attention, x_ND[rows_M]
-        keys = attention.keys(x_ND, position_N)
+        keys = attention.rotated_key_value(x_ND, position_N)
         return self.layer.finish(
             x_MD, attention.attend_packed(x_MD, position_N[rows_M], documents.query_rows(rows_M), keys)
         )

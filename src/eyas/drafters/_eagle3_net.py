@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eyas.nn import DecoderLayer, Documents, DraftCache, Keys, LayerShape, QueryRows, RMSNorm, join_normed
+from eyas.nn import DecoderLayer, Documents, DraftCache, KeysValues, LayerShape, QueryRows, RMSNorm, join_normed
 
 __all__ = ["Architecture", "Net", "PackedPasses", "ParallelNet"]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The options in which published EAGLE-3 heads differ, beside the sizes of their layer."""
+    """The options in which published EAGLE-3 heads differ, besides the sizes of their layer."""
 
     feature_size: int  # width of the features of one target layer
     num_features: int = 3  # number of fused target layers
@@ -32,11 +32,11 @@ class Architecture:
     norm_before_fc: bool = False  # one norm over the concatenated features before fc
     norm_before_residual: bool = False  # the residual stream starts from the normed hidden
     norm_output: bool = False  # EAGLE-3.1: the next step reads the normed hidden
-    layers: int = 1  # decoder layers; those behind the first read hidden states only
+    layers: int = 1  # decoder layers; those after the first read hidden states only
 
 
 class Layer(DecoderLayer):
-    """A decoder layer that reads the normed embedding beside the normed hidden."""
+    """A decoder layer that reads the normed embedding and the normed hidden, concatenated."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
@@ -44,7 +44,7 @@ class Layer(DecoderLayer):
 
 
 class LaterLayer(DecoderLayer):
-    """A decoder layer behind the first: it reads the normed hidden only, as any LLaMA layer does."""
+    """A decoder layer after the first: it reads the normed hidden only, as any LLaMA layer does."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape)
@@ -54,7 +54,7 @@ class LaterLayer(DecoderLayer):
 class LayeredCache(DraftCache, Protocol):
     """A draft cache of several layers; as a `DraftCache` it is the cache of the first."""
 
-    def layer(self, number: int) -> DraftCache:
+    def draft_layer(self, number: int) -> DraftCache:
         """The cache of one layer."""
         ...
 
@@ -63,21 +63,21 @@ class Net(nn.Module):
     """fc over the fused features, a layer over [embedding, hidden], further layers, norm and head
     (EAGLE-3, figure 5)."""
 
-    def __init__(self, shape: LayerShape, plan: Architecture) -> None:
+    def __init__(self, shape: LayerShape, architecture: Architecture) -> None:
         super().__init__()
-        D, F = shape.hidden_size, plan.feature_size * plan.num_features
-        self.plan = plan
-        self.fc = nn.Linear(F, D, bias=plan.fc_bias)
+        D, F = shape.hidden_size, architecture.feature_size * architecture.num_features
+        self.architecture = architecture
+        self.fc = nn.Linear(F, D, bias=architecture.fc_bias)
         self.fc_norm = (
-            nn.ModuleList(RMSNorm(plan.feature_size, shape.rms_eps) for _ in range(plan.num_features))
-            if plan.fc_norm
+            nn.ModuleList(RMSNorm(architecture.feature_size, shape.rms_eps) for _ in range(architecture.num_features))
+            if architecture.fc_norm
             else None
         )
-        self.input_norm = RMSNorm(F, shape.rms_eps) if plan.norm_before_fc else None
+        self.input_norm = RMSNorm(F, shape.rms_eps) if architecture.norm_before_fc else None
         self.layer = Layer(shape)
-        self.later = nn.ModuleList(LaterLayer(shape) for _ in range(plan.layers - 1))
+        self.later = nn.ModuleList(LaterLayer(shape) for _ in range(architecture.layers - 1))
         self.norm = RMSNorm(D, shape.rms_eps)
-        self.head = nn.Linear(D, plan.draft_vocab_size, bias=False) if plan.draft_vocab_size else None
+        self.head = nn.Linear(D, architecture.draft_vocab_size, bias=False) if architecture.draft_vocab_size else None
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.fc_norm is not None:
@@ -91,37 +91,37 @@ class Net(nn.Module):
     def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention [..., 2D], and the residual to which its output is added [..., D]."""
         joined = join_normed(self.layer.embed_norm, embeddings, self.layer.hidden_norm, hidden)
-        return joined, joined[..., embeddings.shape[-1] :] if self.plan.norm_before_residual else hidden
+        return joined, joined[..., embeddings.shape[-1] :] if self.architecture.norm_before_residual else hidden
 
     def next_input(self, hidden: Tensor) -> Tensor:
         """The hidden that the next step reads."""
-        return self.norm(hidden) if self.plan.norm_output else hidden
+        return self.norm(hidden) if self.architecture.norm_output else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The input of the head, from the hidden that `forward` returned."""
-        normed: Tensor = hidden if self.plan.norm_output else self.norm(hidden)
+        normed: Tensor = hidden if self.architecture.norm_output else self.norm(hidden)
         return normed
 
     @property
     def later_layers(self) -> list[LaterLayer]:
-        """The layers behind the first."""
+        """The layers after the first."""
         return [layer for layer in self.later if isinstance(layer, LaterLayer)]
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> None:
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
         last: DecoderLayer = self.layer
-        # every layer but the last is computed; of the last, keys and values are enough
+        # all layers but the last are computed; of the last, only keys and values are stored
         for number, layer in enumerate(self.later_layers):
-            residual_RND = last.decode(x_RND, residual_RND, position_RN, cache.layer(number))
+            residual_RND = last.decode(x_RND, residual_RND, position_RN, cache.draft_layer(number))
             last, x_RND = layer, layer.input_norm(residual_RND)
-        last.attention.store(x_RND, position_RN, cache.layer(len(self.later)))
+        last.attention.store(x_RND, position_RN, cache.draft_layer(len(self.later)))
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> Tensor:
         """The next hidden [R, N, D]."""
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
         out_RND = self.layer.decode(x_RND, residual_RND, position_RN, cache)
         for number, layer in enumerate(self.later_layers, start=1):
-            out_RND = layer.decode(layer.input_norm(out_RND), out_RND, position_RN, cache.layer(number))
+            out_RND = layer.decode(layer.input_norm(out_RND), out_RND, position_RN, cache.draft_layer(number))
         return self.next_input(out_RND)
 
     def training_time_test(
@@ -141,7 +141,7 @@ class Net(nn.Module):
         hidden_MD = passes.first(
             *self.join(self.fuse(features_NF), embed((torch.arange(N, device=device) + 1).clamp(max=N - 1)))
         )
-        hidden = [self.next_input(hidden_MD)]  # of steps 0, 1, ...
+        hidden = [self.next_input(hidden_MD)]  # after steps 0, 1, ...
         for i in range(1, steps):
             x_MD, residual_MD = self.join(hidden[-1], embed((rows_M + 1 + i).clamp(max=N - 1)))
             hidden.append(self.next_input(passes.next(x_MD, residual_MD)))
@@ -152,16 +152,16 @@ class ParallelNet(Net):
     """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE,
     arXiv 2602.01469)."""
 
-    def __init__(self, shape: LayerShape, plan: Architecture) -> None:
-        super().__init__(shape, plan)
+    def __init__(self, shape: LayerShape, architecture: Architecture) -> None:
+        super().__init__(shape, architecture)
         # in place of the target's features
-        self.mask_hidden = nn.Parameter(torch.randn(plan.feature_size * plan.num_features))
+        self.mask_hidden = nn.Parameter(torch.randn(architecture.feature_size * architecture.num_features))
 
     def in_parallel(
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], mask_D: Tensor, rows_M: Tensor, documents: Documents, steps: int,
         gradient_checkpointing: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """The hidden [M, D] at the slots `rows_M`, and at each of the masks behind them.
+        """The hidden [M, D] at the slots `rows_M`, and at each of the masks after them.
 
         Args:
             mask_D: the embedding of the mask's token.
@@ -183,8 +183,8 @@ class PackedPasses:
     """Passes of a net over packed documents, for training: the first over all slots, the next ones
     over the query rows M.
 
-    In pass i a row stands i positions behind its slot. It attends to the keys of the first pass up
-    to its slot, and to those of passes 1..i at its own slot.
+    In pass i (0, 1, ...) the position of a row is that of its slot plus i. It attends to the keys
+    of the first pass up to its slot, and to those of passes 1..i at its own slot.
     """
 
     def __init__(
@@ -195,19 +195,19 @@ class PackedPasses:
         self.rows_M, self.documents, self.gradient_checkpointing = rows_M, documents, gradient_checkpointing
         self.position_N = documents.position_N(device)
         self.queries = documents.query_rows(rows_M)
-        self.keys = list[Keys]()  # of the first pass, by layer
-        self.later: list[list[Keys]] = [[] for _ in self.layers]  # of the next passes, by layer
+        self.keys = list[KeysValues]()  # keys and values of the first pass, by layer
+        self.later: list[list[KeysValues]] = [[] for _ in self.layers]  # keys and values of later passes, by layer
 
     def first(self, x_ND: Tensor, residual_ND: Tensor) -> Tensor:
         """The hidden [M, D] at the query rows. Layers before the last are computed at all slots, as
         the next one makes keys of them."""
         for number, layer in enumerate(self.layers[:-1]):
-            self.keys.append(layer.attention.keys(x_ND, self.position_N))
+            self.keys.append(layer.attention.rotated_key_value(x_ND, self.position_N))
             every = self.documents.query_rows(torch.arange(len(x_ND), device=x_ND.device))
             residual_ND = self._computed(layer, x_ND, residual_ND, self.position_N, every, self.keys[-1], [])
             x_ND = self.norms[number](residual_ND)
         layer, rows_M = self.layers[-1], self.rows_M
-        self.keys.append(layer.attention.keys(x_ND, self.position_N))
+        self.keys.append(layer.attention.rotated_key_value(x_ND, self.position_N))
         return self._computed(
             layer, x_ND[rows_M], residual_ND[rows_M], self.position_N[rows_M], self.queries, self.keys[-1], []
         )
@@ -218,7 +218,7 @@ class PackedPasses:
         for number, (layer, keys, later) in enumerate(zip(self.layers, self.keys, self.later, strict=True)):
             if number:
                 x_MD = self.norms[number - 1](residual_MD)
-            later.append(layer.attention.keys(x_MD, position_M))
+            later.append(layer.attention.rotated_key_value(x_MD, position_M))
             residual_MD = self._computed(layer, x_MD, residual_MD, position_M, self.queries, keys, list(later))
         return residual_MD
 
@@ -229,8 +229,8 @@ class PackedPasses:
         residual_MD: Tensor,
         position_M: Tensor,
         queries: QueryRows,
-        keys: Keys,
-        later: list[Keys],
+        keys: KeysValues,
+        later: list[KeysValues],
     ) -> Tensor:
         """The layer's output [M, D]."""
 

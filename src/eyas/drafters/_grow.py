@@ -1,5 +1,5 @@
-"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and trees of a fixed
-shape (`grow_static`).
+"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and static trees
+(`grow_static`).
 
 Both work on a `DraftNetSteps`: functions of the draft net for one cycle. `forward_pending` lets the net read
 the newly committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes
@@ -103,7 +103,7 @@ class DynamicTree:
         object.__setattr__(self, "sharpness", None)
 
     @property
-    def shape(self) -> TreeSize:
+    def size(self) -> TreeSize:
         return TreeSize(self.nodes, self.depth, self.branch)
 
     @property
@@ -111,9 +111,9 @@ class DynamicTree:
         return math.log(self.stop) if self.stop else -math.inf
 
     def describe(self) -> dict[str, Any]:
-        """Shape and noise, and all other options that differ from their defaults."""
+        """Size and noise, and all other options that differ from their defaults."""
         changed = {f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default}
-        return {"kind": "dynamic", **self.shape._asdict(), "noise": self.noise, **changed}
+        return {"kind": "dynamic", **self.size._asdict(), "noise": self.noise, **changed}
 
 
 def _is_number(value: object) -> bool:
@@ -128,7 +128,8 @@ class DraftNetSteps:
     # one, from which the children of the root are predicted
     forward_pending: Callable[[], Tensor]
     head: Callable[[Tensor], Tensor]  # hidden [..., D] -> logits [..., V or v]
-    # (tokens_BQ, hidden_BQD of their parents, visible_BQT, level) -> hidden_BQD
+    # (tokens_BQ, hidden_BQD of their parents, visible_BQT, level: depth of these nodes - 1) ->
+    # hidden_BQD
     expand: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     draft_ids_v: Tensor | None = None  # the target's ids of a draft vocabulary that is smaller than the target's
     # grows a whole dynamic tree in one call; it returns None if it cannot
@@ -182,7 +183,7 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
     may ask for a smaller tree than the options.
     """
     if cycle_input.tree_size is not None:
-        tree = replace(tree, **cycle_input.tree_size.within(tree.shape)._asdict())
+        tree = replace(tree, **cycle_input.tree_size.within(tree.size)._asdict())
     if (
         net_steps.build_fused is not None
         and not cycle_input.constraints
@@ -207,7 +208,7 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
         if adjustments is not None:
             adjustments = adjustments.of_nodes(parent_BK).after_tokens(index_BK)
         tokens_BK = net_steps.ids(index_BK)
-        hidden_BQD = net_steps.expand(tokens_BK, _rows(hidden_BQD, parent_BK), visible_BKT, level - 1)
+        hidden_BQD = net_steps.expand(tokens_BK, _take_nodes(hidden_BQD, parent_BK), visible_BKT, level - 1)
         if partial_tree is not None:
             partial_tree = partial_tree.with_level(parent_BK, tokens_BK)
         children = _best_children(net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree, level)
@@ -219,7 +220,7 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
         drafted.append((net_steps.ids(children.index).flatten(1), children.log_q.flatten(1), value_BX, parent_BX))
         pick_BK = _best(value_BX if tree.expand == "value" else log_confidence_BKK.flatten(1), K)[1]
         expanded.append(begin + pick_BK)
-        visible_BKT = torch.cat([_rows(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
+        visible_BKT = torch.cat([_take_nodes(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
     tokens_BX, log_q_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
     selected_BX = _best(value_BX, tree.nodes - 1)[1] if tree.rerank else torch.cat(expanded, dim=1)
     selected_BM = selected_BX[:, : tree.nodes - 1].sort(dim=-1).values
@@ -231,7 +232,7 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
     return replace(draft, drafted=FullDraft(parents_BX, torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1)))
 
 
-def _rows(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
+def _take_nodes(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
     """[B, K, Z]: the entries of K of the Q nodes."""
     return x_BQZ.gather(1, row_BK[..., None].expand(-1, -1, x_BQZ.shape[-1]))
 
@@ -256,7 +257,7 @@ def _best_children(
     coupled = tree.noise == "coupled"
     log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv)
     noisy = coupled and not cycle_input.noise.all_greedy
-    # ranks the children
+    # the children are ranked by it
     key_BQv = log_q_BQv + net_steps.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv
     index_BQK = key_BQv.topk(count).indices
     log_q_BQK = log_q_BQv.gather(-1, index_BQK)
@@ -301,7 +302,7 @@ def _kept(
 
 
 @dataclass(frozen=True)
-class _Level:
+class _StaticLevel:
     """One step of growing a static tree: the nodes of a level that have children (inner nodes), and
     these children."""
 
@@ -310,15 +311,15 @@ class _Level:
     visible_1QT: Tensor  # bool; which inner nodes of this and earlier levels each inner node attends to
     width: int  # the largest number of children of an inner node
     child_M: Tensor  # node numbers of the children
-    flat_M: Tensor  # where each child stands in [Q, width] flattened: index of its parent in inner_Q * width + rank
+    flat_M: Tensor  # index of each child in [Q, width] flattened: index of its parent in inner_Q * width + rank
 
 
 @dataclass(frozen=True)
 class _Static:
     """A static tree, and the steps in which it is grown."""
 
-    tree: Tree  # of one row
-    levels: list[_Level]
+    tree: Tree  # the tree of one row
+    levels: list[_StaticLevel]
 
     @classmethod
     @lru_cache(maxsize=64)
@@ -345,7 +346,7 @@ class _Static:
             parent_Q = tensor(max(0, parents[n]) for n in inner)
             child_M = tensor(number[path] for path in paths)
             flat_M = tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths)
-            levels.append(_Level(tensor(inner), parent_Q, visible_1QT, width, child_M, flat_M))
+            levels.append(_StaticLevel(tensor(inner), parent_Q, visible_1QT, width, child_M, flat_M))
         return cls(tree, levels)
 
 
@@ -356,10 +357,10 @@ def grow_static(
     noise: str = "sampled",
     block_verification: bool = False,
 ) -> Draft:
-    """EAGLE-1's tree of a fixed shape. In greedy rows the children of a node are the tokens of the
+    """EAGLE-1's static tree. In greedy rows the children of a node are the tokens of the
     highest q.
 
-    q is processed by the row's own Sampling like p. A node of probability 0 in q is no candidate.
+    q is processed by the row's own Sampling like p. A node of probability 0 in q is not acceptable.
 
     Args:
         noise: for rows that sample. "sampled": the children are sampled from q without replacement,
@@ -371,8 +372,8 @@ def grow_static(
             (`core.verify`).
     """
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
-    plan = _Static.of(choices, device)
-    shape, N = plan.tree.for_rows(B), plan.tree.nodes
+    static = _Static.of(choices, device)
+    shape, N = static.tree.for_rows(B), static.tree.nodes
     sampled = noise == "sampled" and not cycle_input.noise.all_greedy
     coupled = noise == "coupled" and not cycle_input.noise.all_greedy
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
@@ -381,7 +382,7 @@ def grow_static(
     acceptable_BN = torch.ones(B, N, dtype=torch.bool, device=device)
     q_BNV: Tensor | None = None
     hidden_BND = net_steps.hidden_BD[:, None].repeat(1, N, 1)  # the net's output at each node
-    for number, level in enumerate(plan.levels):
+    for number, level in enumerate(static.levels):
         inner_Q = level.inner_Q
         if number:
             visible_BQT = level.visible_1QT.expand(B, -1, -1)

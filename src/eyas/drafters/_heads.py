@@ -1,5 +1,5 @@
-"""Shared by methods with one head per token ahead (Medusa, Hydra): fixed trees by rank, a session
-with one feature a row, the loss of all heads. Their children are chosen, not sampled.
+"""Shared by methods with one head per token ahead (Medusa, Hydra): static trees by rank, a session
+with one feature a row, the loss of all heads. Their trees are deterministic.
 
 Letters: B rows, N nodes (M without the root), Q nodes of a level, W ranks, D hidden, V vocabulary; in
 training N tokens, M that count.
@@ -50,7 +50,7 @@ class HeadCount:
 
 
 class RankTree:
-    """A fixed tree as tensors: for every node below the root its level and its rank among its
+    """A static tree as tensors: for every node below the root its level and its rank among its
     parent's children."""
 
     def __init__(self, choices: Choices, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class RankTree:
 
 
 class HeadsTree:
-    """The tree that several heads draft: fixed, or the most probable paths (dynamic).
+    """The tree that several heads draft: static, or the most probable paths (dynamic).
 
     Args:
         options: `tree` of the method's options, a `medusa.HeadTreeOptions`.
@@ -81,21 +81,21 @@ class HeadsTree:
         self.options = options
         self.heads = heads
         self.dynamic: DynamicTree | None = options.dynamic(heads)
-        self.fixed = None if self.dynamic else RankTree(options.for_heads(heads, target.vocab_size), target.device)
+        self.static = None if self.dynamic else RankTree(options.for_heads(heads, target.vocab_size), target.device)
 
     @property
     def max_tree(self) -> TreeSize | None:
-        return None if self.dynamic is None else self.dynamic.shape
+        return None if self.dynamic is None else self.dynamic.size
 
     @property
     def depth(self) -> int:
-        return self.heads if self.fixed is None else self.fixed.depth
+        return self.heads if self.static is None else self.static.depth
 
     def describe(self) -> dict[str, Any]:
         if self.dynamic is not None:
             return {**self.dynamic.describe(), "heads": self.heads}
-        assert self.fixed is not None
-        nodes = 1 + len(self.fixed.choices)
+        assert self.static is not None
+        nodes = 1 + len(self.static.choices)
         return {
             "kind": "static",
             "choices": self.options.choices,
@@ -134,7 +134,7 @@ def best_children(
 
 
 class FeatureSession(DraftSession):
-    """Keeps of each row the target's feature of its newest committed token, and nothing else."""
+    """Keeps the target's feature of each row's newest committed token, and nothing else."""
 
     def __init__(self, rows: int, target: Target, grow: Callable[[Tensor, CycleInput], Draft]) -> None:
         """grow: (feature_BD, cycle_input) -> the draft."""
@@ -145,7 +145,7 @@ class FeatureSession(DraftSession):
         return Capturable(self, {"feature_BD": tuple(self.feature_BD.shape)})
 
     def truncate(self, row: int, length: int) -> int:
-        return length  # the prompt's last token is always offered again
+        return length  # the prompt's last token is always read again
 
     def copy(self, source: int, row: int, length: int) -> int:
         return length

@@ -6,7 +6,7 @@ what was accepted.
     suffix   0 --- 1:a --- 2:b --- 3:d                (4, 5: padding)                            (4, 5: padding)
 
 Each session sees the cycle with its own nodes first, numbered as it numbered them. The other's
-nodes come behind, then those that neither has drafted (`core/row_drafts.py`), and the accepted path
+nodes come next, then those that neither has drafted (`core/row_drafts.py`), and the accepted path
 may end on any of them.
 
 This module knows no method. Letters: B rows, N nodes of the first tree, M of the second, F feature width,
@@ -32,8 +32,8 @@ __all__ = ["Merged"]
 
 
 class Merged(Drafter):
-    """Drafts with `first` and `second`. Children that either samples count as chosen: the ids are
-    those of plain decoding."""
+    """Drafts with `first` and `second`. Children that either method samples are verified as a
+    deterministic tree, so ids are plain decoding's."""
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         super().__init__(first.target)
@@ -63,7 +63,7 @@ class Session(DraftSession):
         self.columns = [_columns(part.feature_layers, drafter.feature_layers) for part in drafter.parts]
         self.width = drafter.target.hidden_size
         self.drafts: tuple[Draft, Draft] | None = None
-        # the node of the first tree that stands for the same tokens as each of the second, or -1
+        # the node of the first tree with the same path of tokens as each of the second, or -1
         self.match_BM = torch.empty(0)
 
     def truncate(self, row: int, length: int) -> int:
@@ -100,7 +100,7 @@ class Session(DraftSession):
         first, second = self.drafts
         first_features, second_features = (_take(output.features_BNF, columns, self.width) for columns in self.columns)
         self.first.commit(draft, verdict, replace(output, features_BNF=first_features))
-        # behind both may be nodes that neither has drafted
+        # `draft` may end with nodes that neither drafted
         N, both = first.tree.nodes, first.tree.nodes + second.tree.nodes - 1
         match_BN = _inverse(self.match_BM, N)
         number_BX = _renumber(match_BN, second.tree.nodes, draft.tree.nodes - both)
@@ -129,7 +129,7 @@ def _inverse(match_BM: Tensor, nodes: int) -> Tensor:
 
 
 def _renumber(match_BN: Tensor, nodes: int, others: int) -> Tensor:
-    """int64: the nodes of both trees, and `others` behind them, as numbered by the second session,
+    """int64: the nodes of both trees, and `others` after them, as numbered by the second session,
     whose tree has `nodes` nodes."""
     B, N = match_BN.shape
     order_N = torch.arange(N, device=match_BN.device)
@@ -157,7 +157,7 @@ def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:
 
 
 def _take(features: Tensor, columns: Sequence[int] | None, width: int) -> Tensor:
-    """The features of some layers, of those that lie side by side, each `width` wide; None: all of them."""
+    """The features of some of the concatenated layers, each `width` wide; None: of all of them."""
     if columns is None:
         return features
     return torch.cat([features[..., :0], *(features[..., i * width : (i + 1) * width] for i in columns)], dim=-1)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from eyas.core.cache import DraftKVCache
+from eyas.core.families import SLIDING
 from eyas.drafters._mtp_net import Net
 from eyas.nn import DecoderLayer, LayerShape, RMSNorm, join_normed
 
 __all__ = ["LlamaNet", "llama_net"]
 
-CLASSES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")  # of transformers, which compute alike
+# transformers' layer classes that compute the same
+CLASSES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 NAMES = {  # ours -> those of transformers' module
     "embed_norm": "enorm",
     "hidden_norm": "hnorm",
@@ -75,7 +77,7 @@ def llama_net(net: Net) -> LlamaNet | None:
     changed = (
         getattr(config, "mtp_hidden_states_first", False) or net.shared_norm is not None or module.post_norm is None
     )
-    if not is_llama or changed or net.kind == "sliding_attention":
+    if not is_llama or changed or net.kind == SLIDING:
         return None
     attention = module.mtp_block.self_attn
     if attention.o_proj.bias is not None or module.mtp_block.mlp.up_proj.bias is not None:

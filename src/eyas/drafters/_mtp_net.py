@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_layers import MtpLayer, MtpModel
 
-from eyas.core.cache import DraftKVCache, KVCache, Layout, layout_of
+from eyas.core.cache import DraftKVCache, KVCache, Layout, additive_mask, layout_of
+from eyas.core.families import FULL, SLIDING
 from eyas.core.target import Target
 from eyas.drafters._nets import final_scale, norm_scale, placed, seeded
-from eyas.errors import CheckpointError, EyasError, ModelError
+from eyas.errors import CheckpointError, EyasError, ModelError, one_line
 from eyas.nn import Documents
 
 __all__ = ["LayoutCache", "Net", "load_net", "new_net", "random_net"]
 
 # a config's names for the number of modules
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-FULL = "full_attention"
 # names of the matrices whose products a layer adds to its input
 ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")
 
@@ -54,7 +54,7 @@ class Net(nn.Module):
     Args:
         module: of class MtpLayer, or of the same interface.
         rotary: the target's rotary embedding, which is no part of the net; None: the target has none.
-        shared_norm: the norm behind a module that has none of its own; None: there is no such norm.
+        shared_norm: the norm after a module that has none of its own; None: there is no such norm.
     """
 
     def __init__(self, module: nn.Module, rotary: nn.Module | None, shared_norm: nn.Module | None = None) -> None:
@@ -123,7 +123,8 @@ class Net(nn.Module):
             output_1ND = self._run(hidden_1ND, embeddings_1ND, position_N[None], cache, mask)
             outputs.append(output_1ND[0] if step else output_1ND[0, position_m])
             hidden_1ND, following_N, position_N = outputs[-1][None], rows_m + 2 + step, position_m + 1 + step
-            allowed_NW = torch.cat([allowed_NW if step else allowed_NW[position_m], _identity(rows_m)], dim=1)
+            own_mm = torch.eye(len(rows_m), dtype=torch.bool, device=rows_m.device)
+            allowed_NW = torch.cat([allowed_NW if step else allowed_NW[position_m], own_mm], dim=1)
             key_position_W = torch.cat([key_position_W, position_N])
         return outputs
 
@@ -142,7 +143,7 @@ class Net(nn.Module):
         if rotary is not None:
             by_kind = len(self.config.nested_rope_parameter_keys(self.config.rope_parameters)) > 0
             angles = rotary(embeddings_RND, position_ids=token_RN, **({"layer_type": self.kind} if by_kind else {}))
-            angles = _moved(angles, hidden_RND.device)  # the target's module may lie elsewhere
+            angles = _moved(angles, hidden_RND.device)  # the target's module may be on another device
         output: Tensor = self.module(
             embeddings_RND,
             hidden_RND,
@@ -156,15 +157,10 @@ class Net(nn.Module):
     def _mask(self, allowed_R1NW: Tensor, key_position_W: Tensor, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
         """The additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is
         never as deep as a window."""
-        window = getattr(self.config, "sliding_window", None) if self.kind == "sliding_attention" else None
+        window = getattr(self.config, "sliding_window", None) if self.kind == SLIDING else None
         if window is not None:
             allowed_R1NW = allowed_R1NW & (key_position_W > position_RN[..., None] - window)[:, None]
-        mask = torch.zeros(allowed_R1NW.shape, dtype=dtype, device=position_RN.device)
-        return mask.masked_fill_(~allowed_R1NW, torch.finfo(dtype).min)
-
-
-def _identity(rows_m: Tensor) -> Tensor:
-    return torch.eye(len(rows_m), dtype=torch.bool, device=rows_m.device)
+        return additive_mask(allowed_R1NW, dtype)
 
 
 def _moved(angles: Any, device: torch.device) -> Any:
@@ -182,7 +178,7 @@ def random_net(target: Target, seed: int) -> Net:
     except EyasError:
         raise
     except Exception as error:  # classes of transformers that modules were never made of raise errors of any kind
-        reason = " ".join(str(error).split())[:80]
+        reason = one_line(error, 80)
         raise ModelError(
             f"transformers makes no MTP module for a {target.family.model_type} ({reason}): choose another method than mtp"
         ) from error
@@ -244,7 +240,7 @@ def load_net(target: Target, folder: str | Path) -> Net:
     try:
         model = MtpModel.from_pretrained(twin)
     except (RuntimeError, ValueError, OSError, AttributeError, StopIteration) as error:
-        reason = " ".join(str(error).split())[:80]
+        reason = one_line(error, 80)
         raise CheckpointError(
             f"{folder}: no weights of multi-token-prediction modules for a {target.family.model_type} are there "
             f"({reason}): choose another method than mtp"
@@ -272,7 +268,7 @@ def _twin(target: Target, folder: str) -> Any:
     if mlp_kinds is not None and getattr(text, "mtp_mlp_layer_types", None) is None:
         text.mtp_mlp_layer_types = [mlp_kinds[-1]] * count
     config.name_or_path, config.dtype = folder, target.dtype
-    first = text.num_hidden_layers  # DeepSeek-V3 and GLM number their modules on behind the layers
+    first = text.num_hidden_layers  # DeepSeek-V3 and GLM give their modules the numbers after the layers'
     numbered = [rf"layers\.{first + k}\." for k in range(count)]
     twin.__dict__["_keys_to_ignore_on_load_unexpected"] = [
         *(target.model._keys_to_ignore_on_load_unexpected or ()),

@@ -20,12 +20,13 @@ from eyas.errors import CheckpointError, OptionError
 from eyas.nn import LayerShape
 
 __all__ = [
-    "EMBEDDING", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
+    "EMBEDDING", "MARGIN", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
     "load_head", "load_tensors", "norm_scale", "placed", "random_net", "saved_head", "seeded",
     "target_layer_shape", "target_sizes",
 ]  # fmt: skip
 
 EMBEDDING = "embed.weight"  # the head's own embedding table in a checkpoint
+MARGIN = 256  # slots that a recorded cycle reserves after the committed ones: enough for most drafts
 LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta",
     "rope_scaling", "qkv_bias",
@@ -194,7 +195,7 @@ def layer_numbers(layers: str | Sequence[int], target: Target) -> tuple[int, ...
 
 
 def layer_config(shape: LayerShape) -> dict[str, Any]:
-    """The shape of the decoder layer that a checkpoint's config describes."""
+    """The entries of a checkpoint's config that describe this layer."""
     return {name: getattr(shape, name) for name in LAYER_KEYS}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, DraftSession
-from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
+from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, padded_nodes
 
 __all__ = ["Guess", "Index", "TextSession"]
 
@@ -55,40 +55,40 @@ class TextSession(DraftSession):
         nodes: upper bound of a tree's nodes, the root included. For fewer guesses the tree has 1,
             2, 3, 5, 9, ... nodes (a power of two and the root), the last ones padding: there are
             few shapes, and a cycle without a guess costs a step of plain decoding.
-        depth: no guess lies deeper.
+        depth: no guess is deeper.
         scored: the guesses have probabilities.
     """
 
     def __init__(self, rows: int, index: Callable[[], Index], nodes: int, depth: int, scored: bool) -> None:
-        self.index = index
+        self.new_index = index
         self.nodes = nodes
         self.depth = depth
         self.scored = scored
-        self.rows = [index() for _ in range(rows)]
+        self.indexes = [index() for _ in range(rows)]
         self.active = [False] * rows  # in the cycle under way
 
     def truncate(self, row: int, length: int) -> int:
-        self.rows[row].cut(length)
+        self.indexes[row].cut(length)
         return length
 
     def copy(self, source: int, row: int, length: int) -> int:
-        self.rows[row] = self.index()
-        self._learn(row, self.rows[source].tokens[:length])
-        return len(self.rows[row].tokens)
+        self.indexes[row] = self.new_index()
+        self._learn(row, self.indexes[source].tokens[:length])
+        return len(self.indexes[row].tokens)
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
         if not cached_tokens:
-            self.rows[row] = self.index()
+            self.indexes[row] = self.new_index()
 
     def end(self, row: int) -> None:
-        self.rows[row] = self.index()
+        self.indexes[row] = self.new_index()
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self._learn(row, tokens_T.tolist())
 
     def _learn(self, row: int, tokens: Sequence[int]) -> None:
         for token in tokens:
-            self.rows[row].append(token)
+            self.indexes[row].append(token)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
         if cycle_input.row_tokens:  # known to the host without a transfer from the device
@@ -99,13 +99,12 @@ class TextSession(DraftSession):
         guesses: list[list[Guess]] = []
         for row, active in enumerate(self.active):
             self._learn(row, [roots[row]] if active else [])
-            guesses.append(self.rows[row].guesses() if active else [])
+            guesses.append(self.indexes[row].guesses() if active else [])
         return self._tree(roots, guesses, cycle_input.tokens_B.device)
 
     def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
-        nodes, most = 1, max(map(len, guesses), default=0)
-        while nodes <= most:
-            nodes = min(2 * nodes - (nodes > 1), self.nodes)
+        most = max(map(len, guesses), default=0)
+        nodes = min(padded_nodes(most), self.nodes)
 
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
             """[B, N]: the root's entry, those of the guesses, padding."""

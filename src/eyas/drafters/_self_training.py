@@ -4,8 +4,8 @@
 Step i (0, 1, ...) at slot t predicts token t+2+i, and counts when that token counts. This module
 knows no net.
 
-Letters: N packed tokens, F features, I steps, M slots, K predictions of all steps, U answers (tokens
-that count), D hidden.
+Letters: N packed tokens, F features, I steps, M slots, K predictions of all steps, U target
+positions (tokens that count), D hidden.
 """
 
 from __future__ import annotations
@@ -48,32 +48,34 @@ class SelfTraining:
 @dataclass(frozen=True)
 class Predictions:
     """The predictions that count: prediction k is made at step `step_K[k]`, at slot
-    `rows_M[row_K[k]]`, of answer `answer_K[k]`."""
+    `rows_M[row_K[k]]`, of the token at target position `position_K[k]`."""
 
     rows_M: Tensor  # int64, ascending: slots from which something is predicted that counts
     step_K: Tensor
     row_K: Tensor
-    answer_K: Tensor
-    before_U: Tensor  # for each answer the token whose final feature gives the target's distribution of it
+    position_K: Tensor
+    # index of the token before each target position: its final feature gives the target's
+    # distribution
+    before_U: Tensor
 
     @classmethod
     def of(cls, batch: Batch, steps: int) -> Predictions:
-        """All that a training-time test of so many steps predicts in a batch."""
+        """All predictions of a training-time test of `steps` steps in a batch."""
         counted_N, device = batch.counted_N, batch.counted_N.device
         goal_NI = torch.arange(len(counted_N), device=device)[:, None] + 2 + torch.arange(steps, device=device)
         inside_NI = goal_NI < batch.documents.end_N(device)[:, None]
         counts_NI = counted_N[goal_NI.clamp(max=len(counted_N) - 1)] & inside_NI
         rows_M = counts_NI.any(1).nonzero()[:, 0]
         step_K, row_K = counts_NI[rows_M].T.nonzero(as_tuple=True)
-        answer_N = counted_N.cumsum(0) - 1  # the number of a counted token among the answers
+        position_N = counted_N.cumsum(0) - 1  # the target position of a token that counts
         before_U = (counted_N.nonzero()[:, 0] - 1).clamp(min=0)
-        return cls(rows_M, step_K, row_K, answer_N[goal_NI[rows_M[row_K], step_K]], before_U)
+        return cls(rows_M, step_K, row_K, position_N[goal_NI[rows_M[row_K], step_K]], before_U)
 
-    def teacher(self, features_NF: Tensor, target: Target) -> Callable[[slice], Tensor]:
-        """The function from a slice of the answers to the target's logits of them. The target's
-        final features are the last ones of `features_NF`."""
+    def target_logits(self, features_NF: Tensor, target: Target) -> Callable[[slice], Tensor]:
+        """The function from a slice of the target positions to the target's logits there. The
+        target's final features are the last ones of `features_NF`."""
         final_ND = features_NF[:, -target.hidden_size :]
-        return lambda answers: target.head(final_ND[self.before_U[answers]].to(target.dtype))
+        return lambda positions: target.head(final_ND[self.before_U[positions]].to(target.dtype))
 
     def figures(self, losses: DraftLosses, steps: int) -> dict[str, Tensor]:
         """How often the first and the last step are right, and their overlap, summed."""

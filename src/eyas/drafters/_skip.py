@@ -34,14 +34,16 @@ from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.errors import ModelError, OptionError
 
-__all__ = ["Found", "Part", "format_parts", "own_text", "parse_parts", "search", "without"]
+__all__ = ["TEXT_LENGTH", "TEXT_ROWS", "Found", "Part", "format_parts", "own_text", "parse_parts", "search", "without"]
 
 Part = tuple[int, str]  # (layer, ATTENTION or MLP)
 ATTENTION, MLP = "a", "m"
 CLASSES = {ATTENTION: re.compile(r"Attention$"), MLP: re.compile(r"(MLP|Mlp|MoE|Moe|MoeBlock|FeedForward)$")}
 DEPTHS = range(1, 9)  # chain lengths that a search tries
-TRIED = 3  # parts that a round of the search tries: those that were missed least when they alone were left out
-HOPELESS = 0.7  # the search ends when it is that much slower than at its best
+TEXT_ROWS, TEXT_LENGTH = 4, 64  # size of the target's own text that a search reads
+# parts that a round of the search tries: those that were missed least when they alone were left out
+PARTS_PER_ROUND = 3
+HOPELESS = 0.7  # the search ends when its speed-up falls below this share of its best
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Found:
 
     skip: str  # as in --skip
     depth: int  # draft tokens of the chain
-    acceptance: float  # of a draft token at temperature 1, on the text that was searched with
-    cost: float  # of a draft step, in steps of the whole model
+    acceptance: float  # expected acceptance of a draft token at temperature 1, on the text that was searched with
+    cost: float  # cost of a draft step, in steps of the whole model
     speedup: float  # expected from acceptance, cost and depth
 
 
@@ -104,7 +106,7 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
         )
     gone = [k for k in range(len(layers)) if all((k, kind) in skipped for kind in CLASSES)]
     kept = [k for k in range(len(layers)) if k not in gone]
-    replies = _replies(target, [part for part in skipped if part[0] not in gone])
+    output_kinds = _output_kinds(target, [part for part in skipped if part[0] not in gone])
     path = next(name for name, module in model.named_modules() if module is layers).split(".")
     configs = _configs(model.config, kept, len(layers))
     view: Any = _shallow(model, configs)
@@ -113,7 +115,7 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
         parent._modules[name] = _shallow(parent._modules[name], configs)
         parent = parent._modules[name]
     parent._modules[path[-1]] = nn.ModuleList(
-        [_layer(layers[k], [p for p in replies if p[0] == k], replies) for k in kept]
+        [_layer(layers[k], [p for p in output_kinds if p[0] == k], output_kinds) for k in kept]
     )
     made = Target(view, f"{target.name} without {format_parts(skipped)}")
     made.adapters, made.adapter = target.adapters, target.adapter
@@ -155,12 +157,12 @@ def _configs(config: Any, kept: Sequence[int], layers: int) -> dict[int, Any]:
     return found
 
 
-def _layer(layer: nn.Module, parts: Sequence[Part], replies: dict[Part, int | None]) -> nn.Module:
+def _layer(layer: nn.Module, parts: Sequence[Part], output_kinds: dict[Part, int | None]) -> nn.Module:
     if not parts:
         return layer
     twin: Any = _shallow(layer, {})
     for part in parts:
-        twin._modules[_name_of(layer, part[1])] = _Nothing(replies[part])
+        twin._modules[_name_of(layer, part[1])] = _ZeroModule(output_kinds[part])
     return twin  # type: ignore[no-any-return]
 
 
@@ -175,7 +177,7 @@ def _name_of(layer: nn.Module, kind: str) -> str:
     return names[0]
 
 
-def _replies(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
+def _output_kinds(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
     """Each part's output: None = a tensor; n = a tuple of a tensor and n further values. Observed
     in one pass over two tokens."""
     found: dict[Part, int | None] = {}
@@ -199,7 +201,7 @@ def _replies(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
     return found
 
 
-class _Nothing(nn.Module):
+class _ZeroModule(nn.Module):
     """Takes the place of a part: returns zeros, so the residual stream stays as it is."""
 
     def __init__(self, more: int | None) -> None:
@@ -215,7 +217,7 @@ class _Nothing(nn.Module):
 
 
 @torch.inference_mode()
-def own_text(target: Target, rows: int = 4, length: int = 64, seed: int = 0) -> Tensor:
+def own_text(target: Target, rows: int = TEXT_ROWS, length: int = TEXT_LENGTH, seed: int = 0) -> Tensor:
     """int64 [R, T]: text that the target samples at temperature 1, with random numbers that no
     request reads."""
     config = target.model.config.get_text_config(decoder=True)
@@ -226,12 +228,12 @@ def own_text(target: Target, rows: int = 4, length: int = 64, seed: int = 0) -> 
     )
     tokens, root = [torch.full((rows, 1), begin, device=device)], Tree.chain(rows, 1, device)
     for position in range(1, length):
-        seen = session.forward(tokens[-1], root)
+        output = session.forward(tokens[-1], root)
         session.advance(torch.ones(rows, dtype=torch.long, device=device), [position] * rows)
         gumbel_R1V = noise.gumbel(
-            torch.full((rows, 1), position, device=device), seen.logits_BNV.shape[-1], GumbelNoise.SEARCH
+            torch.full((rows, 1), position, device=device), output.logits_BNV.shape[-1], GumbelNoise.SEARCH
         )
-        tokens.append((seen.logits_BNV.float().log_softmax(-1) + gumbel_R1V).argmax(-1))
+        tokens.append((output.logits_BNV.float().log_softmax(-1) + gumbel_R1V).argmax(-1))
     return torch.cat(tokens, 1)
 
 
@@ -242,38 +244,38 @@ def search(target: Target, tokens_RT: Tensor) -> Found:
     Args:
         tokens_RT: int64; text like that which will be decoded; `own_text` where there is none.
     """
-    p_MV = _law(target, tokens_RT)
+    p_MV = _distribution(target, tokens_RT)
     sizes = _sizes(target)
-    whole = sum(sizes.values()) + _matrix(target.family.head)
+    whole = sum(sizes.values()) + _num_weights(target.family.head)
 
     def acceptance(parts: frozenset[Part]) -> float:
-        return float(torch.minimum(p_MV, _law(without(target, parts), tokens_RT)).sum(-1).mean())
+        return float(torch.minimum(p_MV, _distribution(without(target, parts), tokens_RT)).sum(-1).mean())
 
-    def promise(alpha: float, parts: frozenset[Part]) -> Found:
+    def expected(alpha: float, parts: frozenset[Part]) -> Found:
         cost = 1 - sum(sizes[part] for part in parts) / whole
         best, depth = max((_speedup(alpha, cost, depth), depth) for depth in DEPTHS)
         return Found(format_parts(parts), depth, round(alpha, 4), round(cost, 4), round(best, 4))
 
     alone = {part: acceptance(frozenset([part])) for part in sizes}
-    found = [promise(alpha, frozenset([part])) for part, alpha in alone.items()]
+    found = [expected(alpha, frozenset([part])) for part, alpha in alone.items()]
     parts, rest = frozenset[Part](), sorted(sizes, key=lambda part: -alone[part])
     while len(rest) > 1:
-        tried = {part: acceptance(parts | {part}) if parts else alone[part] for part in rest[:TRIED]}
+        tried = {part: acceptance(parts | {part}) if parts else alone[part] for part in rest[:PARTS_PER_ROUND]}
         gone = max(tried, key=lambda part: tried[part])
         parts = parts | {gone}
         rest.remove(gone)
-        found.append(promise(tried[gone], parts))
+        found.append(expected(tried[gone], parts))
         if found[-1].speedup < HOPELESS * max(one.speedup for one in found):
             break
     return max(found, key=lambda one: one.speedup)
 
 
-def _law(target: Target, tokens_RT: Tensor) -> Tensor:
+def _distribution(target: Target, tokens_RT: Tensor) -> Tensor:
     """The target's distribution after every token, [R * T, V]."""
     return target.head(target.encode(tokens_RT, (target.num_layers,))).float().softmax(-1).flatten(0, 1)
 
 
-def _matrix(module: nn.Module) -> int:
+def _num_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
@@ -282,7 +284,7 @@ def _sizes(target: Target) -> dict[Part, int]:
     layers, found = target.family.layers, dict[Part, int]()
     for k, layer in enumerate(layers):
         for kind in CLASSES:
-            found[k, kind] = _matrix(layer.get_submodule(_name_of(layer, kind)))
+            found[k, kind] = _num_weights(layer.get_submodule(_name_of(layer, kind)))
     return found
 
 

@@ -4,14 +4,14 @@ levels of the tree.
     features of the committed tokens (some layers of the target)  --fc, norm-->  keys and values of every layer of the net
     [root, mask, mask, ...]  -->  layers, which see the context and the whole block  -->  target's lm_head  -->  q at each slot
 
-Slot i (1, 2, ...) predicts the token at its own place, i places behind the root. A slot does not
+Slot i (1, 2, ...) predicts the token at its own place, i places after the root. A slot does not
 know the tokens between, so all nodes of a level have the same q, as with Medusa; the slots see each
-other's hidden states, though. The tree grows best-first from these distributions by EAGLE-2's rule
-(`_grow`), without a further pass. Children are chosen: at any temperature the tokens are those of
-plain decoding with the same seed.
+other's hidden states, though. The tree is grown level by level by EAGLE-2's rule (`_grow`) from
+these distributions, without a further pass. It is deterministic: at any temperature the tokens are
+those of plain decoding with the same seed.
 
-`_block_net.py` has the net, `_block.py` the session and the common part with DSpark,
-`_block_loss.py` the training.
+`_block_net.py` has the net, `_block_session.py` the session, `_block_loss.py` the loss, and
+`_block.py` the common part with DSpark.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@ on their parent's token, and a confidence head, which says how far drafting pays
 
     q at slot i, below a node with token x   =   softmax(lm_head(hidden of slot i) + after(before(x)))
 
-Slot i (0, 1, ...) predicts the next token, i + 1 places behind the root, so a block of n slots
+Slot i (0, 1, ...) predicts the next token, i + 1 places after the root, so a block of n slots
 drafts n levels. The Markov head adds a matrix of low rank over pairs of tokens, so that the
 children of a node fit that node, at no further pass. The confidence head estimates at each node the
 share of q that the target would accept; `--stop` lets nodes below that estimate have no children.
 
-Trees, sessions and training are DFlash's: `_block.py`.
+Trees, sessions and training are DFlash's: `_block.py`, `_block_session.py`, `_block_loss.py`.
 """
 
 from __future__ import annotations
@@ -115,6 +115,6 @@ class Method(BlockMethod):
         net: BlockNet = self.decoding_net
         if not self.options.stop or net.confidence is None:
             return logits_BQV
-        sure_BQ = net.accepted(hidden_B1D.expand(-1, tokens_BQ.shape[1], -1), tokens_BQ)
+        confidence_logit_BQ = net.accepted(hidden_B1D.expand(-1, tokens_BQ.shape[1], -1), tokens_BQ)
         threshold = math.log(self.options.stop / (1 - self.options.stop))
-        return logits_BQV.masked_fill((sure_BQ < threshold)[..., None], -math.inf)
+        return logits_BQV.masked_fill((confidence_logit_BQ < threshold)[..., None], -math.inf)

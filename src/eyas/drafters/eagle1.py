@@ -8,8 +8,9 @@ token t+2:
     slot t:  x = fc[ embedding of token t+1 ; feature of token t ]  ->  one decoder layer  ->  predicted feature of token t+1
                                                                           head of the target  ->  q of token t+2
 
-In the tree the net reads its own predicted features. Siblings are chosen (greedy rows) or sampled without
-replacement. `--head.inputs` selects a net of the paper's ablation (section 5.3.2), see `_eagle1_net`.
+In the tree the net reads its own predicted features. Siblings are the most probable tokens (greedy
+rows), or sampled without replacement. `--head.inputs` selects a net of the paper's ablation
+(section 5.3.2), see `_eagle1_net`.
 
 This file has options, weights and loss. `_eagle.py` has the session, which runs the net in each
 cycle, and `_grow.py` grows the tree.
@@ -50,7 +51,7 @@ from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import LayerShape
 
-__all__ = ["HeadOptions", "Method", "Net", "StaticTree"]
+__all__ = ["VERIFICATIONS", "HeadOptions", "Method", "Net", "StaticTree"]
 
 # The 25 choices of the EAGLE reference for 7B models, level by level; a digit is a rank among siblings.
 _REFERENCE = "0 1 2 3  00 01 02 10 11 20 21 30  000 001 002 010 011 020 021 100  0000 0001 0002  00000 00001"
@@ -63,10 +64,11 @@ VERIFICATIONS = ("token", "block")
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of fixed shape."""
+    """A static tree."""
 
     choices: str | Choices = "reference"
-    """"reference" (25 nodes), "chain" (5 deep), "chain-N", or a JSON file: a list of lists of ranks."""
+    """"reference" (25 draft tokens), "chain" (5 deep), "chain-N", or a JSON file: a list of lists
+    of ranks."""
     noise: str = "sampled"
     """Sampling: siblings are sampled from q (sampled, the paper's), or chosen with the target's
     noise (coupled)."""
@@ -134,7 +136,8 @@ class Options(HeadOptions):
 
 
 class UnshiftedSession(EagleSession):
-    """The session of the `unshifted` net: in front of each feature stands the embedding of its own token."""
+    """The session of the `unshifted` net: each feature comes after the embedding of its own
+    token."""
 
     drafter: Method
 
@@ -179,10 +182,6 @@ class Method(EagleMethod):
             )
         if widest > self.target.vocab_size:
             raise OptionError(f"tree.choices: more children than the vocabulary of {self.target.vocab_size} has tokens")
-
-    @property
-    def any_weight(self) -> Tensor:
-        return self.net.layer.mlp.gate.weight
 
     @property
     def longest_path(self) -> int:

@@ -16,8 +16,9 @@ Training-time test (section 3.2): step 0 reads the target's features; step i rea
 of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
 steps' keys of its own slot.
 
-Letters: R rows, N nodes or packed tokens, M of them that count, K guesses of all steps, U answers (tokens
-that count), I steps, D hidden, F features, V vocabulary, v that of the draft.
+Letters: R rows, N nodes or packed tokens, M of them that count, K predictions of all steps, U
+target positions (tokens that count), I steps, D hidden, F features, V vocabulary, v that of the
+draft.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from eyas.nn import Documents, LayerShape
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
-MAX_DRAFT_VOCABULARY = 32_000  # of new heads, unless the options say otherwise; the paper's
+MAX_DRAFT_VOCABULARY = 32_000  # the paper's, for new heads unless the options say otherwise
 DRAFT_IDS = "draft_ids"  # the draft vocabulary in a checkpoint
 
 
@@ -86,7 +87,7 @@ class NewHead:
     norm_output: Annotated[bool, NEW_HEADS] = False
     """Pass the normed hidden to the next step (EAGLE-3.1)."""
     depth: Annotated[int, NEW_HEADS] = 1
-    """Decoder layers of the net; those behind the first read hidden states only."""
+    """Decoder layers of the net; those after the first read hidden states only."""
 
     def __post_init__(self) -> None:
         check_whole("head", 1, depth=self.depth)
@@ -122,7 +123,7 @@ class Method(DynamicEagle):
         super().__init__(target, options)
         self.net = net
         self.shape = shape
-        self.layers = net.plan.layers
+        self.layers = net.architecture.layers
         self.feature_layers = layers
         self.draft_ids_v = draft_ids_v
         self.embed_tokens = embed_tokens
@@ -141,10 +142,6 @@ class Method(DynamicEagle):
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
         return (*_fused_layers(options.head.layers, target), target.num_layers)
 
-    @property
-    def any_weight(self) -> Tensor:
-        return self.net.fc.weight
-
     # --- weights
 
     @classmethod
@@ -161,7 +158,7 @@ class Method(DynamicEagle):
         if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
             raise CheckpointError(f"{weights.source}: the head uses the target's lm_head but has another hidden size")
         layers = _published_layers(weights, target)
-        plan = Architecture(
+        architecture = Architecture(
             feature_size=target.hidden_size,
             num_features=len(layers),
             draft_vocab_size=config["draft_vocab_size"] if config["head"] == "own" else 0,
@@ -174,7 +171,7 @@ class Method(DynamicEagle):
         )
         shape, size = layer_shape(config), config["draft_vocab_size"]
         others = {} if size == target.vocab_size else {DRAFT_IDS: (size,)}
-        net, embed_tokens = load_head(cls.net_class(shape, plan), weights, target, others)
+        net, embed_tokens = load_head(cls.net_class(shape, architecture), weights, target, others)
         draft_ids_v = weights.tensors[DRAFT_IDS].to(target.device) if others else None
         method = cls(target, options, net, shape, layers, draft_ids_v, embed_tokens)
         method.trained_length = config.get("max_positions")
@@ -204,10 +201,10 @@ class Method(DynamicEagle):
         layers = _fused_layers(options.head.layers, target)
         size = target.vocab_size if draft_ids_v is None else len(draft_ids_v)
         new = options.head
-        plan = Architecture(
+        architecture = Architecture(
             target.hidden_size, len(layers), size, fc_norm=new.fc_norm, norm_output=new.norm_output, layers=new.depth
         )
-        net = random_net(lambda: cls.net_class(layer, plan), target, seed)
+        net = random_net(lambda: cls.net_class(layer, architecture), target, seed)
         draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
         return cls(target, options, net, layer, layers, draft_ids_v)
 
@@ -238,25 +235,25 @@ class Method(DynamicEagle):
         return method
 
     def weights(self) -> Weights:
-        plan = self.net.plan
+        architecture = self.net.architecture
         default = self.feature_layers == _default_layers(self.target)
         config = {
             **layer_config(self.shape),
-            "layers": plan.layers,
+            "layers": architecture.layers,
             "vocab_size": self.target.vocab_size,
             "max_positions": self.trained_length or self.target.context,
-            "fc_bias": plan.fc_bias,
+            "fc_bias": architecture.fc_bias,
             "act": "silu",
-            "draft_vocab_size": plan.draft_vocab_size or self.target.vocab_size,
-            "target_hidden_size": plan.feature_size,
-            "num_features": plan.num_features,
+            "draft_vocab_size": architecture.draft_vocab_size or self.target.vocab_size,
+            "target_hidden_size": architecture.feature_size,
+            "num_features": architecture.num_features,
             "feature_layers": None if default else self.feature_layers,
             "layer_ids_as_published": None,
-            "norm_before_fc": plan.norm_before_fc,
-            "fc_norm": plan.fc_norm,
-            "norm_before_residual": plan.norm_before_residual,
-            "carries": "normed" if plan.norm_output else "raw",
-            "head": "own" if plan.draft_vocab_size else "target",
+            "norm_before_fc": architecture.norm_before_fc,
+            "fc_norm": architecture.fc_norm,
+            "norm_before_residual": architecture.norm_before_residual,
+            "carries": "normed" if architecture.norm_output else "raw",
+            "head": "own" if architecture.draft_vocab_size else "target",
             "window": self.trained_window,
         }
         head = saved_head(self.head_format, config, self.net, self.target, self.embed_tokens)
@@ -312,21 +309,19 @@ class Method(DynamicEagle):
         """
         test = self.ttt_options
         predictions = Predictions.of(batch, test.steps)
-        losses, normed_KD = self.training_time_test(batch, predictions, test)
+        losses, normed_KD = self.ttt_losses(batch, predictions, test)
         total, sums = losses.total, predictions.figures(losses, test.steps)
         if test.feature:
             if self.shape.hidden_size != self.target.hidden_size:
                 raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
-            true_KD = batch.features_NF[predictions.before_U[predictions.answer_K], -self.target.hidden_size :]
+            true_KD = batch.features_NF[predictions.before_U[predictions.position_K], -self.target.hidden_size :]
             weight_K = test.decay**predictions.step_K * losses.is_counted_K
             feature_loss = weighted_smooth_l1(normed_KD, true_KD, weight_K)
             total = total + test.feature * feature_loss
             sums["feature_loss"] = feature_loss.detach()
         return Loss(total, losses.is_counted_K[predictions.step_K == 0].sum(), sums)
 
-    def training_time_test(
-        self, batch: Batch, predictions: Predictions, test: TrainingTimeTest
-    ) -> tuple[DraftLosses, Tensor]:
+    def ttt_losses(self, batch: Batch, predictions: Predictions, test: TrainingTimeTest) -> tuple[DraftLosses, Tensor]:
         """Run the training-time test.
 
         Returns:
@@ -339,8 +334,8 @@ class Method(DynamicEagle):
         hidden = self.hidden_by_step(batch, features_NF, rows_M, batch.documents, test.steps)
         normed_KD = self.net.normed(torch.stack(hidden)[step_K, predictions.row_K])
         losses = draft_losses(
-            normed_KD, self.net.head.weight, predictions.answer_K, test.decay**step_K, len(predictions.before_U),
-            predictions.teacher(batch.features_NF, self.target), self.draft_ids_v, objective=test.objective,
+            normed_KD, self.net.head.weight, predictions.position_K, test.decay**step_K, len(predictions.before_U),
+            predictions.target_logits(batch.features_NF, self.target), self.draft_ids_v, objective=test.objective,
         )  # fmt: skip
         return losses, normed_KD
 

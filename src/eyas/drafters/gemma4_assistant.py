@@ -1,4 +1,4 @@
-"""gemma4_assistant: the small models that Google publishes beside each Gemma 4 ("assistants") draft
+"""gemma4_assistant: the small models that Google publishes with each Gemma 4 ("assistants") draft
 for it.
 
 An assistant is a small Gemma 4 without keys and values of its own: its layers attend to those that
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import Weights
+from eyas.core.cache import additive_mask
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
+from eyas.core.families import SLIDING
 from eyas.core.target import Target
 from eyas.core.tree import Draft
-from eyas.drafters._assistant_net import SLIDING, Net, Seen, load_net, random_net, source_layers
+from eyas.drafters._assistant_net import Net, SharedKeysValues, load_net, random_net, source_layers
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._heads import FeatureSession
 from eyas.drafters._nets import check_head
@@ -81,7 +83,7 @@ class Method(Drafter):
     @property
     def max_tree(self) -> TreeSize | None:
         tree: DynamicTree = self.options.tree
-        return tree.shape
+        return tree.size
 
     def open(self, rows: int) -> DraftSession:
         return Session(rows, self.target, self.grow)
@@ -91,14 +93,16 @@ class Method(Drafter):
         read = partial(self._read, self._seen(cycle_input), cycle_input)
 
         def expand(tokens_BQ: Tensor, hidden_BQd: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
-            return read(tokens_BQ, self.net.onward(hidden_BQd))
+            return read(tokens_BQ, self.net.next_hidden(hidden_BQd))
 
         net_steps = DraftNetSteps(
             lambda: read(cycle_input.tokens_B[:, None], feature_BD[:, None])[:, 0], self.net.head, expand
         )
         return grow_dynamic(net_steps, cycle_input, self.options.tree)
 
-    def _read(self, seen: Mapping[str, Seen], cycle_input: CycleInput, tokens_BQ: Tensor, hidden_BQD: Tensor) -> Tensor:
+    def _read(
+        self, seen: Mapping[str, SharedKeysValues], cycle_input: CycleInput, tokens_BQ: Tensor, hidden_BQD: Tensor
+    ) -> Tensor:
         """One forward of the net: hidden [B, Q, d]."""
         Q = tokens_BQ.shape[1]
         masked = {kind: each._replace(mask_B1QW=each.mask_B1QW.expand(-1, -1, Q, -1)) for kind, each in seen.items()}
@@ -107,9 +111,9 @@ class Method(Drafter):
         )
         return hidden_BQd
 
-    def _seen(self, cycle_input: CycleInput) -> dict[str, Seen]:
+    def _seen(self, cycle_input: CycleInput) -> dict[str, SharedKeysValues]:
         """The keys and values of the committed tokens; of a sliding window, those of the last tokens."""
-        assert cycle_input.target_cache is not None, "a cycle with a target"
+        assert cycle_input.target_cache is not None, "the cycle input needs `target_cache`"
         position_B1, device = cycle_input.position_B[:, None], cycle_input.position_B.device
         seen = {}
         for kind, layer in self.layers.items():
@@ -118,9 +122,8 @@ class Method(Drafter):
             allowed_BW = slot_W < position_B1
             if kind == SLIDING:  # the newest token and `sliding_window` before it, as transformers' mask shows
                 allowed_BW = allowed_BW & (slot_W >= position_B1 - 1 - self.net.text.sliding_window)
-            mask_BW = torch.zeros(allowed_BW.shape, dtype=self.target.dtype, device=device)
-            mask_BW = mask_BW.masked_fill_(~allowed_BW, torch.finfo(self.target.dtype).min)
-            seen[kind] = Seen(key_BHWw.to(device), value_BHWw.to(device), mask_BW[:, None, None])
+            mask_BW = additive_mask(allowed_BW, self.target.dtype)
+            seen[kind] = SharedKeysValues(key_BHWw.to(device), value_BHWw.to(device), mask_BW[:, None, None])
         return seen
 
     def chain(self, depth: int) -> Method:

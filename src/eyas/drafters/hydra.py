@@ -6,10 +6,11 @@ since: the root's and the path's.
 
     [ feature of t ; e(t+1) ; ... ; e(t+1+k) ]  ->  R x + SiLU(W x + b)  ->  blocks: x + SiLU(W x + b)  ->  lm_head  ->  q of token t+2+k
 
-So the children of a node depend on its path. Hydra++ (section 4) has a decoder layer of its own over all
-features so far, whose output takes the place of the feature (`--head.arch prefix-mlp`), more blocks, and
-learns the target's distribution instead of the data's tokens, which is the default here. Trees are as in
-`medusa`, chosen at any temperature. The noise and dropout of the authors' training are not here.
+So the children of a node depend on its path. Hydra++ (section 4) has a decoder layer of its own
+over all features so far, whose output takes the place of the feature (`--head.arch prefix-mlp`),
+more blocks, and learns the target's distribution instead of the data's tokens, which is the default
+here. Trees are as in `medusa`, deterministic at any temperature. The noise and dropout of the
+authors' training are not here.
 
 Letters: B rows, Q nodes of a level, W ranks or width of a head's input, D hidden, N packed tokens,
 M nodes below the root or positions.
@@ -144,7 +145,7 @@ class Net(nn.Module):
         if prefix is None:
             return features_ND[rows_M]
         x_ND, position_N = prefix.input_norm(features_ND), documents.position_N(features_ND.device)
-        keys = prefix.attention.keys(x_ND, position_N)
+        keys = prefix.attention.rotated_key_value(x_ND, position_N)
         attended = prefix.attention.attend_packed(x_ND[rows_M], position_N[rows_M], documents.query_rows(rows_M), keys)
         return prefix.norm(prefix.finish(features_ND[rows_M], attended))  # type: ignore[no-any-return]
 
@@ -152,9 +153,9 @@ class Net(nn.Module):
 # --- the method
 
 
-class Level:
-    """One level of a fixed tree: where its nodes stand among the best children of the nodes above,
-    and which of them have children."""
+class StaticLevel:
+    """One level of a static tree: the places of its nodes among the best children of the nodes
+    above, and which of them have children."""
 
     def __init__(self, choices: Choices, depth: int, device: torch.device) -> None:
         def at(d: int) -> list[tuple[int, ...]]:
@@ -168,7 +169,7 @@ class Level:
             [parents.index(path[:-1]) * self.width + path[-1] for path in at(depth)], device=device
         )
         self.inner_Q = torch.tensor([at(depth).index(path) for path in inner], dtype=torch.long, device=device)
-        self.above_Q = torch.tensor([parents.index(path[:-1]) for path in inner], dtype=torch.long, device=device)
+        self.parent_Q = torch.tensor([parents.index(path[:-1]) for path in inner], dtype=torch.long, device=device)
 
 
 class Method(EagleMethod):
@@ -182,7 +183,7 @@ class Method(EagleMethod):
     def __init__(
         self, target: Target, options: Any, net: Net, shape: LayerShape, embed_tokens: Tensor | None = None
     ) -> None:
-        """shape: of the prefix layer, where there is one."""
+        """shape: the shape of the prefix layer, where there is one."""
         super().__init__(target, options)
         self.net = net
         self.shape = shape
@@ -192,12 +193,8 @@ class Method(EagleMethod):
         if net.prefix is None and self.options.window != Window():
             raise OptionError("this head keeps no cache that a window could cut: leave --window.* out")
         self.tree = HeadsTree(self.options.tree, self.heads, target)
-        fixed = self.tree.fixed
-        self.levels = [Level(fixed.choices, 1 + d, target.device) for d in range(fixed.depth)] if fixed else []
-
-    @property
-    def any_weight(self) -> Tensor:
-        return self.net.lm_head[0].get_parameter("weight")
+        static = self.tree.static
+        self.levels = [StaticLevel(static.choices, 1 + d, target.device) for d in range(static.depth)] if static else []
 
     @property
     def longest_path(self) -> int:
@@ -295,7 +292,7 @@ class Method(EagleMethod):
                 lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: extend(hidden, tokens_BQ)
             )
             return grow_dynamic(net_steps, cycle_input, self.tree.dynamic)
-        assert self.tree.fixed is not None
+        assert self.tree.static is not None
         tokens, scores = list[Tensor](), list[Tensor]()
         for level in self.levels:
             number_Q = torch.full((hidden_BQW.shape[1],), level.number, device=hidden_BQW.device)
@@ -304,8 +301,8 @@ class Method(EagleMethod):
             tokens.append(tokens_BM)
             scores.append(score_BM)
             if len(level.inner_Q):
-                hidden_BQW = extend(hidden_BQW[:, level.above_Q], tokens_BM[:, level.inner_Q])
-        return self.tree.fixed.draft(cycle_input, torch.cat(tokens, dim=1), torch.cat(scores, dim=1))
+                hidden_BQW = extend(hidden_BQW[:, level.parent_Q], tokens_BM[:, level.inner_Q])
+        return self.tree.static.draft(cycle_input, torch.cat(tokens, dim=1), torch.cat(scores, dim=1))
 
     def chain(self, depth: int) -> Method:
         """At most as deep as there are heads."""

@@ -1,12 +1,12 @@
 """lookahead: Lookahead decoding (Fu, Bailis, Stoica, Zhang 2024, arXiv 2402.02057): the target
 drafts for itself, by Jacobi iteration.
 
-Every cycle forwards, beside the n-grams to be verified, a window of guesses at the coming
+Every cycle forwards, besides the n-grams to be verified, a window of guesses at the coming
 positions: `width` columns by `ngram - 1` levels. Each level is one Jacobi iteration after the level
-above it: a column holds the target's own continuation of its own earlier tokens. The window's nodes
-are scouts: forwarded, never accepted. The target's tokens at the lowest level complete one n-gram
-per column. They go into the row's pool, the levels move up, and these tokens become the lowest
-level. With width 4 and n-grams of 4 tokens:
+above it: a column holds the target's own continuation of its own earlier tokens. The window nodes
+are forwarded, never accepted. The target's tokens at the lowest level complete one n-gram per
+column. They go into the row's pool, the levels move up, and these tokens become the lowest level.
+With width 4 and n-grams of 4 tokens:
 
     level 0      r --- a1 -- a2 -- a3          r: the root; depth = column + level
                  |     |     |     |
@@ -15,12 +15,12 @@ level. With width 4 and n-grams of 4 tokens:
     level 2      c0    c1    c2    c3          the target's token at c1 completes the n-gram a1 b1 c1 _
 
     branch       r --- g0 -- h0 -- i0          up to `guesses` n-grams of the pool that begin with r, the newest first, as a trie of
-                 |      '--- h1 -- i1          children of the same root: candidates
+                 |      '--- h1 -- i1          children of the same root: acceptable nodes
                   '--- g1 -- h2 -- i2
 
-So window and branch are one tree; node `width * level + column` is a node of the window. A scout's
-token is drawn like any other, from the row's own sampling with the noise of its position: it is the
-token that this very run draws there if the scout's prefix comes true. (With the most probable token
+So window and branch are one tree; node `width * level + column` is a window node. Its token is
+drawn like any other, from the row's own sampling with the noise of its position: it is the token
+that this very run draws there if the node's prefix comes true. (With the most probable token
 instead, which is the same in greedy rows, a small chat model gave 18 % fewer tokens per cycle at
 temperature 1.)
 
@@ -114,7 +114,7 @@ class _Row:
 
     pool: Pool
     tokens: list[int] = field(default_factory=list)  # committed
-    levels: list[list[int]] = field(default_factory=list)  # the window; level 0's first token gives way to the root
+    levels: list[list[int]] = field(default_factory=list)  # the window; level 0's first token is replaced by the root
 
 
 class Session(DraftSession):
@@ -122,33 +122,33 @@ class Session(DraftSession):
 
     def __init__(self, shape: Lookahead, rows: int) -> None:
         self.shape = shape
-        self.rows = [_Row(Pool(shape.guesses)) for _ in range(rows)]
+        self.states = [_Row(Pool(shape.guesses)) for _ in range(rows)]
         self.cycle: CycleInput | None = None
         self._active: list[bool] = []
         W = shape.width
         self._window_parents = [*range(-1, W - 1), *range(shape.window - W)]  # a chain; below it, the node one level up
 
     def truncate(self, row: int, length: int) -> int:
-        del self.rows[row].tokens[length:]
-        return len(self.rows[row].tokens)
+        del self.states[row].tokens[length:]
+        return len(self.states[row].tokens)
 
     def copy(self, source: int, row: int, length: int) -> int:
-        self.rows[row] = _Row(Pool(self.shape.guesses))
-        self._read(row, self.rows[source].tokens[:length])
-        return len(self.rows[row].tokens)
+        self.states[row] = _Row(Pool(self.shape.guesses))
+        self._read(row, self.states[source].tokens[:length])
+        return len(self.states[row].tokens)
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
-        old = self.rows[row]
-        self.rows[row] = _Row(old.pool if cached_tokens else Pool(self.shape.guesses), old.tokens[:cached_tokens])
+        old = self.states[row]
+        self.states[row] = _Row(old.pool if cached_tokens else Pool(self.shape.guesses), old.tokens[:cached_tokens])
 
     def end(self, row: int) -> None:
-        self.rows[row] = _Row(Pool(self.shape.guesses))
+        self.states[row] = _Row(Pool(self.shape.guesses))
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self._read(row, tokens_T.tolist())
 
     def _read(self, row: int, tokens: Sequence[int]) -> None:
-        known, N = self.rows[row], self.shape.ngram
+        known, N = self.states[row], self.shape.ngram
         begin = max(0, len(known.tokens) - N + 1)
         known.tokens += tokens
         if self.shape.prompt:
@@ -166,8 +166,8 @@ class Session(DraftSession):
     def draft(self, cycle_input: CycleInput) -> Draft:
         self.cycle, self._active = cycle_input, cycle_input.active_B.tolist()
         shape, size, device = self.shape, self.shape.nodes, cycle_input.tokens_B.device
-        parents, tokens, candidates = list[list[int]](), list[list[int]](), list[list[bool]]()
-        for row, root, active in zip(self.rows, cycle_input.tokens_B.tolist(), self._active, strict=True):
+        parents, tokens, acceptable = list[list[int]](), list[list[int]](), list[list[bool]]()
+        for row, root, active in zip(self.states, cycle_input.tokens_B.tolist(), self._active, strict=True):
             branch = build_trie(row.pool.after(root) if active else [])
             if active:
                 row.levels[0][0] = root
@@ -176,18 +176,18 @@ class Session(DraftSession):
             below = [shape.window + parent if parent >= 0 else 0 for parent in branch[0]]
             parents.append([*self._window_parents, *below, *[0] * spare])
             tokens.append([*window, *branch[1], *[0] * spare])
-            candidates.append([n == 0 or shape.window <= n < size - spare for n in range(size)])
+            acceptable.append([n == 0 or shape.window <= n < size - spare for n in range(size)])
         tree = Tree.build(
-            torch.tensor(parents, device=device), shape.max_depth, torch.tensor(candidates, device=device)
+            torch.tensor(parents, device=device), shape.max_depth, torch.tensor(acceptable, device=device)
         )
         return Draft(tree, torch.tensor(tokens, device=device))
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         """The target's tokens at the lowest level complete n-grams and become the new lowest level."""
-        scouted_BW = self._scout_tokens(draft, output)
-        host = torch.cat([verdict.length_B[:, None], scouted_BW, verdict.tokens_BP], 1).tolist()
+        drawn_BW = self._drawn_tokens(draft, output)
+        host = torch.cat([verdict.length_B[:, None], drawn_BW, verdict.tokens_BP], 1).tolist()
         W = self.shape.width
-        for row, active, (length, *rest) in zip(self.rows, self._active, host, strict=True):
+        for row, active, (length, *rest) in zip(self.states, self._active, host, strict=True):
             if not active:
                 continue
             levels = [*row.levels, rest[:W]]
@@ -196,8 +196,8 @@ class Session(DraftSession):
             row.levels = levels[1:]
             row.tokens += rest[W : W + length]
 
-    def _scout_tokens(self, draft: Draft, output: TargetOutput) -> Tensor:
-        """int64 [B, W]: the target's draw at every scout of the lowest level."""
+    def _drawn_tokens(self, draft: Draft, output: TargetOutput) -> Tensor:
+        """int64 [B, W]: the target's draw at every window node of the lowest level."""
         cycle_input, shape = self.cycle, self.shape
         assert cycle_input is not None
         lowest = slice(shape.window - shape.width, shape.window)
@@ -226,6 +226,6 @@ class Method(Drafter):
             "kind": "lookahead",
             "nodes": shape.nodes,
             "depth": shape.ngram - 1,
-            "scouts": shape.window - 1,
+            "scouts": shape.window - 1,  # the key in records: window nodes below the root
             **asdict(shape),
         }

@@ -1,4 +1,4 @@
-"""medusa: Medusa-1 (Cai et al. 2024, arXiv 2401.10774): more heads beside the target's own, each
+"""medusa: Medusa-1 (Cai et al. 2024, arXiv 2401.10774): more heads besides the target's own, each
 for a token further ahead.
 
 Head k (0, 1, ...) reads the target's final feature of the newest committed token t. The target's own head
@@ -7,9 +7,9 @@ predicts token t+1 from it, which is the root; head k predicts token t+2+k:
     feature of t  ->  blocks: x + SiLU(W x + b)  ->  lm_head of its own (or the target's)  ->  q of token t+2+k
 
 A head does not know the tokens in between, so the children of all nodes of a level are the same
-best tokens, and the tree is a product of ranked lists. The likely part of it is kept: a fixed part
-(section 2.3.3), or in each cycle the paths with the largest products of probabilities. Children are
-chosen, not sampled: at any temperature the tokens are those of plain decoding with the same seed.
+best tokens, and the tree is a product of ranked lists. The likely part of it is kept: a static part
+(section 2.3.3), or in each cycle the paths with the largest products of probabilities. Trees are
+deterministic: at any temperature the tokens are those of plain decoding with the same seed.
 With coupled noise (`_grow`) they are ranked by what this run will draw. The paper's typical
 acceptance is lossy and not here.
 
@@ -85,7 +85,7 @@ class HeadTreeOptions(StaticTree):
         check_choice("tree.noise", self.noise, NOISES)
 
     def dynamic(self, depth: int) -> DynamicTree | None:
-        """The shape of a dynamic tree; None for a fixed tree."""
+        """The options of a dynamic tree; None for a static tree."""
         return (
             DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH, noise=self.noise)
             if self.choices == "dynamic"
@@ -93,7 +93,7 @@ class HeadTreeOptions(StaticTree):
         )
 
     def for_heads(self, heads: int, vocab_size: int) -> Choices:
-        """The paths of a fixed tree; OptionError when it is deeper or wider than heads and
+        """The paths of a static tree; OptionError when it is deeper or wider than heads and
         vocabulary allow."""
         if self.choices == "reference":
             return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
@@ -148,7 +148,7 @@ class Net(nn.Module):
     """The heads."""
 
     def __init__(self, hidden_size: int, vocab_size: int | None, heads: int, blocks: int) -> None:
-        """vocab_size: of the heads' own lm_heads; None: they use the target's."""
+        """vocab_size: outputs of the heads' own lm_heads; None: they use the target's."""
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(hidden_size, hidden_size) for _ in range(blocks))) for _ in range(heads)
@@ -264,8 +264,8 @@ class Method(Drafter):
 
     def grow(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
         """The tree below the roots: at level k, the best tokens of head k."""
-        fixed, logits_BKV = self.tree.fixed, self.logits(feature_BD, self.tree.depth)
-        if fixed is None:
+        static, logits_BKV = self.tree.static, self.logits(feature_BD, self.tree.depth)
+        if static is None:
             assert self.tree.dynamic is not None
 
             def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
@@ -274,9 +274,11 @@ class Method(Drafter):
             return grow_dynamic(
                 DraftNetSteps(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle_input, self.tree.dynamic
             )
-        level_K = torch.arange(fixed.depth, device=feature_BD.device)
-        tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, fixed.width)
-        return fixed.draft(cycle_input, tokens_BKW.flatten(1)[:, fixed.flat_M], score_BKW.flatten(1)[:, fixed.flat_M])
+        level_K = torch.arange(static.depth, device=feature_BD.device)
+        tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, static.width)
+        return static.draft(
+            cycle_input, tokens_BKW.flatten(1)[:, static.flat_M], score_BKW.flatten(1)[:, static.flat_M]
+        )
 
     def chain(self, depth: int) -> Method:
         """At most as deep as there are heads."""

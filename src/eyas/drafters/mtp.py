@@ -12,7 +12,7 @@ with a new one where there is none. A module that predicted one token while the 
 learns here to read its own outputs, by EAGLE-3's training-time test.
 
 Letters: N packed tokens, M slots from which a counted token is predicted, K predictions of all steps,
-U tokens that count, D hidden.
+U target positions (tokens that count), D hidden.
 """
 
 from __future__ import annotations
@@ -147,10 +147,6 @@ class Method(DynamicEagle):
 
     # --- drafting
 
-    @property
-    def any_weight(self) -> Tensor:
-        return next(self.net.parameters())
-
     @cached_property
     def decoding_net(self) -> Any:
         """The module by eyas' own layer, where the target's runner has kernels for that; else the
@@ -190,8 +186,8 @@ class Method(DynamicEagle):
         outputs = self.net.training_time_test(features_ND, embed, predictions.rows_M, batch.documents, test.steps)
         losses = draft_losses(
             torch.stack(outputs)[step_K, predictions.row_K], FrozenHead(self.head, self.target.vocab_size),
-            predictions.answer_K, test.decay**step_K, len(predictions.before_U),
-            predictions.teacher(batch.features_NF, self.target), objective=test.objective,
+            predictions.position_K, test.decay**step_K, len(predictions.before_U),
+            predictions.target_logits(batch.features_NF, self.target), objective=test.objective,
         )  # fmt: skip
         return Loss(losses.total, (step_K == 0).sum(), predictions.figures(losses, test.steps))
 

@@ -1,13 +1,14 @@
 """peagle: P-EAGLE (arXiv 2602.01469): EAGLE-3's net, mostly with several layers, drafts all levels
 of the tree in one pass.
 
-    slot 0       [ norm(embedding of the root)   ; norm(fused features of the token before) ]  -> layers -> q of the token behind the root
+    slot 0       [ norm(embedding of the root)   ; norm(fused features of the token before) ]  -> layers -> q of the token after the root
     slot j > 0   [ norm(embedding of the mask)   ; norm(fc(mask_hidden)) ]                     -> layers -> q of the token j further
 
-Slot j stands j positions behind slot 0 and attends to the committed pairs and to the slots before
+Slot j has the position of slot 0 plus j and attends to the committed pairs and to the slots before
 it. It knows no drafted token, so all nodes of a level have the same q, as with DFlash; the mask's
-features are learned. The tree is EAGLE-2's, grown from these distributions without a further pass; children
-are chosen. When drafted tokens are accepted, their pairs are read again with the target's features.
+features are learned. The tree is EAGLE-2's, grown from these distributions without a further pass,
+and deterministic. When drafted tokens are accepted, their pairs are read again with the target's
+features.
 
 Training (section 3): every slot of the text begins such a row of masks, and each of its slots
 learns the target's distribution. The authors leave out a random part of the deeper masks, to save
@@ -61,7 +62,7 @@ class NewHead(eagle3.NewHead):
     """The architecture of a head whose training begins. A trained head brings its own."""
 
     depth: Annotated[int, NEW_HEADS] = 4
-    """Decoder layers of the net; those behind the first read hidden states only."""
+    """Decoder layers of the net; those after the first read hidden states only."""
     levels: Annotated[int, NEW_HEADS] = 8
     """Slots that are trained: most tokens drafted in a pass."""
     mask_token: Annotated[int | None, NEW_HEADS] = None
@@ -95,7 +96,7 @@ class Method(eagle3.Method):
     net_class = ParallelNet
     net: ParallelNet
     mask_token: int
-    levels: int | None  # that the head was trained for; None: not known
+    levels: int | None  # levels that the head was trained for; None: unknown
 
     def _with_masks(self, token: int, levels: int | None) -> Self:
         """Set the mask's token and the levels, below which no tree reaches."""
@@ -112,7 +113,7 @@ class Method(eagle3.Method):
         method = super().load(weights, target, options)
         assert weights is not None
         token, table = weights.config["mask_token"], method.embed_tokens
-        rows = target.embed_rows if table is None else len(table)
+        rows = target.num_embeddings if table is None else len(table)
         if token >= rows:
             raise CheckpointError(f"{weights.source} has the mask token {token}; there are {rows} embeddings")
         return method._with_masks(token, weights.config["levels"])
@@ -162,16 +163,17 @@ class Method(eagle3.Method):
 
 
 class ParallelSession(EagleSession):
-    """A session whose net reads the pending pairs and the masks in one pass. The masks stand in the
-    slots behind the pending pairs, and are overwritten in the next cycle.
+    """A session whose net reads the pending pairs and the masks in one pass. The masks are in the
+    slots after the pending pairs, and are overwritten in the next cycle.
 
-    Letters, beside those of `_eagle`: S levels, N = P + S - 1 inputs of the pass, v draft vocabulary.
+    Letters, besides those of `_eagle`: S levels, N = P + S - 1 inputs of the pass, v draft
+    vocabulary.
     """
 
     drafter: Method
 
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
-        """The functions that grow the tree of this cycle from the laws of its levels."""
+        """The functions that grow the tree of this cycle from the distributions of its levels."""
         levels: int = self.drafter.options.tree.depth
         if cycle_input.tree_size is not None:
             levels = min(levels, cycle_input.tree_size.depth)
@@ -183,7 +185,7 @@ class ParallelSession(EagleSession):
         return DraftNetSteps(lambda: logits_BSv[:, 0], lambda logits: logits, expand, self.drafter.draft_ids_v)
 
     def _read_levels(self, cycle_input: CycleInput, levels: int) -> Tensor:
-        """Read the pending pairs and the masks behind them; returns the net's output [B, S, D] at
+        """Read the pending pairs and the masks after them; returns the net's output [B, S, D] at
         the newest pair and at each mask."""
         net: ParallelNet = self.drafter.decoding_net
         P, masks = self.pending_BPF.shape[1], levels - 1

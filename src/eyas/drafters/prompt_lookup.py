@@ -1,5 +1,5 @@
-"""prompt_lookup: what followed these last tokens when they stood in the text before (Prompt Lookup
-Decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487)?
+"""prompt_lookup: drafts what followed the last tokens where they occurred earlier in the text
+(Prompt Lookup Decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487).
 
 The last n tokens, the longest n first, are looked up in the row's own prompt and output; what
 followed them there is proposed as a chain. Several matches make a trie of chains. A match so near
@@ -27,7 +27,7 @@ PICKS = ("newest", "oldest")
 
 @dataclass(frozen=True)
 class Lookup:
-    """The length of what is looked up, and the size of what is proposed."""
+    """The length of what is looked up, and the size of the draft tree."""
 
     longest: int = 3
     """Most tokens that are looked up."""
@@ -36,7 +36,7 @@ class Lookup:
     depth: int = 10
     """Draft tokens that a match proposes."""
     matches: int = 1
-    """At most that many matches are proposed, as a trie."""
+    """Most matches that are proposed, as a trie."""
     pick: Literal["newest", "oldest"] = "newest"
     """Which matches, of several."""
 
@@ -55,7 +55,7 @@ class Options:
 
 
 class NgramIndex(Index):
-    """The places behind every n-gram of the text, in order."""
+    """The places after every n-gram of the text, in order."""
 
     def __init__(self, options: Lookup) -> None:
         self.options, self.tokens = options, list[int]()

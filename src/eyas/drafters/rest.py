@@ -1,10 +1,11 @@
-"""rest: what followed the end of this text in a datastore of other texts (REST, He et al. 2023,
+"""rest: drafts the continuations that the end of the text has in a datastore (REST, He et al. 2023,
 arXiv 2311.08252).
 
-The longest end of the row's text that stands in the datastore is found there; its continuations
-make a trie, a node weighing as much as continuations pass through it; the heaviest `nodes` are
-verified (section 3.2 of the paper). Where a match has more continuations than `samples`, evenly
-chosen ones stand for all. A node's probability is its share of its parent's weight.
+The longest end of the row's text that occurs in the datastore is found there; its continuations
+make a trie; a node's weight is the number of continuations that pass through it; the heaviest
+`nodes` are verified (section 3.2 of the paper). Where a match has more continuations than
+`samples`, an even sample of them is counted. A node's probability is its share of its parent's
+weight.
 
 `eyas datastore build` makes a datastore. This module reads no other text than that, and knows no net.
 
@@ -35,7 +36,7 @@ RANDOM_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Retrieval:
-    """The length of what is looked up, and the size of what is proposed."""
+    """The length of what is looked up, and the size of the draft tree."""
 
     longest: int = 16
     """Most tokens that are looked up."""
@@ -87,7 +88,7 @@ def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[
     depth_M, row_M = np.divmod(start_M, S)
     ended_SD = np.logical_or.accumulate(following_SD == separator, axis=1)
     weight_M = np.where(ended_SD[row_M, depth_M], 0, weight_M)
-    lightness_M = (S - weight_M).astype(np.min_scalar_type(S))  # of few bits: numpy sorts those by radix
+    lightness_M = (S - weight_M).astype(np.min_scalar_type(S))  # a small dtype, which numpy sorts by radix
     heaviest = np.sort(np.argsort(lightness_M, kind="stable")[:most])
     heaviest = heaviest[weight_M[heaviest] > 0]
     parent = np.where(depth_M[heaviest] > 0, number_DS[depth_M[heaviest] - 1, row_M[heaviest]], -1)
@@ -97,7 +98,7 @@ def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[
     return [Guess(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-class Reader(Index):
+class DatastoreIndex(Index):
     """A row's text, looked up at its end."""
 
     def __init__(self, datastore: Datastore, options: Retrieval) -> None:
@@ -110,11 +111,13 @@ class Reader(Index):
         del self.tokens[length:]
 
     def guesses(self) -> list[Guess]:
-        o = self.options
-        matches = self.datastore.look_up(self.tokens[-o.longest :], o.shortest, o.longest, o.depth, o.samples)
-        return (
-            [] if matches is None or o.nodes == 1 else trie(matches.following_SD, self.datastore.separator, o.nodes - 1)
+        options, datastore = self.options, self.datastore
+        matches = datastore.look_up(
+            self.tokens[-options.longest :], options.shortest, options.longest, options.depth, options.samples
         )
+        if matches is None or options.nodes == 1:
+            return []
+        return trie(matches.following_SD, datastore.separator, options.nodes - 1)
 
 
 class Method(Drafter):
@@ -160,7 +163,9 @@ class Method(Drafter):
 
     def open(self, rows: int) -> DraftSession:
         options: Retrieval = self.options.rest
-        return TextSession(rows, lambda: Reader(self.datastore, options), options.nodes, options.depth, scored=True)
+        return TextSession(
+            rows, lambda: DatastoreIndex(self.datastore, options), options.nodes, options.depth, scored=True
+        )
 
     def describe(self) -> dict[str, Any]:
         options: Retrieval = self.options.rest

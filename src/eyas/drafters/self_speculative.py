@@ -28,7 +28,7 @@ from eyas.checkpoints import Weights
 from eyas.core.drafter import Drafter
 from eyas.core.target import Target
 from eyas.drafters import small_model
-from eyas.drafters._skip import Found, own_text, parse_parts, search, without
+from eyas.drafters._skip import TEXT_LENGTH, TEXT_ROWS, Found, own_text, parse_parts, search, without
 from eyas.errors import OptionError
 from eyas.files import parse_json, user_cache, write_atomically
 
@@ -36,7 +36,7 @@ __all__ = ["Method", "Options", "remembered_search"]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
-SEARCHED = "greedy 2, own text 4 x 64"  # what a remembered result was found by
+SEARCHED = f"greedy 2, own text {TEXT_ROWS} x {TEXT_LENGTH}"  # version of the search, part of the cache key
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Method(small_model.Method):
 
     def __init__(self, target: Target, options: Any, draft: Target) -> None:
         super().__init__(target, options, draft)
-        self.net = None  # nothing beside the target's own weights
+        self.net = None  # no weights besides the target's own
 
     def for_target(self, target: Target) -> Drafter:
         other = super().for_target(target)

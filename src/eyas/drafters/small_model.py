@@ -8,12 +8,12 @@ static one whose siblings are sampled without replacement, or EAGLE-2's dynamic 
 
     committed, read      ... a b c          the target has emitted d (the root) after accepting c
     catch up               [b c d]          one pass over the unread tokens, padded to the longest path
-    draft                       [e] [f]     level by level, in slots behind; forgotten when the cycle ends
+    draft                       [e] [f]     level by level, in the slots after; forgotten when the cycle ends
 
 It can be trained: a small LLaMA of the target's vocabulary learns the target's distribution
 (distillation as in DistillSpec, Zhou et al. 2023, with the target's distributions on given text).
-Beyond the model's own context its positions stand still: it drafts worse, and the text stays the
-same.
+Beyond the model's own context positions are clamped to its last one: it drafts worse, and the text
+stays the same.
 
 Letters: B rows, P nodes on the longest path, Q nodes of a level of T, N packed tokens, M of them that
 count, R documents, V vocabulary.
@@ -57,8 +57,8 @@ class Chain(StaticTree):
     """A static tree, by default a chain."""
 
     choices: str | Choices = "chain"
-    """"chain" (of --depth tokens), "reference" (25 nodes), "chain-N", or a JSON file: a list of
-    lists of ranks."""
+    """"chain" (of --depth tokens), "reference" (25 draft tokens), "chain-N", or a JSON file: a list
+    of lists of ranks."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Dynamic:
     """EAGLE-2's tree, when `nodes` is given."""
 
     nodes: int | None = None
-    """A dynamic tree of --depth, with so many nodes verified per cycle, the root included; none:
+    """A dynamic tree of --depth, with this many nodes verified per cycle, the root included; none:
     the static tree."""
     branch: int = 4
     """Nodes of the dynamic tree that are expanded per level, and children of each."""
@@ -89,7 +89,7 @@ class DraftOptions:
     depth: int | None = None
     """Draft tokens of the chain, or most on a path of the dynamic tree; none: 5."""
     confidence: float = 0.0
-    """Nothing is drafted behind a token that the draft gives less probability."""
+    """Nothing is drafted after a token to which the draft gives less probability."""
     verification: str = "token"
     """Sampling, of a sampled chain: token by token, or as a block (Sun et al. 2024: accepts more)."""
     tree: Chain = field(default_factory=Chain)
@@ -107,13 +107,13 @@ class DraftOptions:
         check_choice("verification", self.verification, VERIFICATIONS)
         if self.dynamic.is_used and (self.dynamic.nodes is None or self.tree != Chain()):
             raise OptionError(
-                "a dynamic tree needs dynamic.nodes, and is none of tree.*: give dynamic.nodes, or leave dynamic.* out"
+                "a dynamic tree needs dynamic.nodes and excludes tree.*: give dynamic.nodes, or leave dynamic.* out"
             )
         if self.depth is not None and self.tree.choices != "chain":
             raise OptionError("tree.choices says how deep its tree is: leave depth out")
 
     def dynamic_tree(self) -> DynamicTree | None:
-        """OptionError when its numbers are bad."""
+        """The dynamic tree; None without `dynamic.nodes`. OptionError for bad numbers."""
         dynamic = self.dynamic
         return (
             None
@@ -193,7 +193,7 @@ class Method(Drafter):
 
     @property
     def max_tree(self) -> TreeSize | None:
-        return None if self.dynamic is None else self.dynamic.shape
+        return None if self.dynamic is None else self.dynamic.size
 
     @property
     def samples_children(self) -> bool:
@@ -238,7 +238,7 @@ class Method(Drafter):
         if weights.method != cls.head_format:
             raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not a whole language model")
         config = AutoConfig.for_model(**{name: value for name, value in weights.config.items() if name != "eyas"})
-        build: Any = AutoModelForCausalLM  # whose methods have no types
+        build: Any = AutoModelForCausalLM  # untyped
         model = build.from_config(config, dtype=target.dtype)
         state = model.state_dict()
         saved = {state[name].data_ptr() for name in weights.tensors if name in state}
@@ -332,7 +332,7 @@ class LanguageModelSession(DraftSession):
         self.drafter = drafter
         self.rows = rows
         self.model = drafter.draft_model.open(rows)
-        self.embed_rows: int = drafter.draft_model.embed_rows
+        self.num_embeddings: int = drafter.draft_model.num_embeddings
         self.pending_BP = torch.zeros(rows, drafter.depth + 1, dtype=torch.long, device=device)
         self.pending_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.active_B = torch.zeros(rows, dtype=torch.bool, device=device)  # in the current cycle
@@ -364,9 +364,9 @@ class LanguageModelSession(DraftSession):
         return self.drafter.grow(self.net_steps(cycle_input), cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        # without the old root; the next `draft` puts the new one behind them
+        # without the old root; the next `draft` puts the new one after them
         self.pending_BP = verdict.tokens_BP.roll(-1, dims=1)
-        # a row of a finished request may have more
+        # a row whose request has ended may still have several pending tokens
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
@@ -388,8 +388,8 @@ class LanguageModelSession(DraftSession):
         return DraftNetSteps(lambda: root_BV, lambda logits: logits, expand)
 
     def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
-        """Read the pending tokens, padded to the longest path so that shapes stay fixed; the logits
-        [B, V] behind the root."""
+        """Read the pending tokens, padded to the longest path so that shapes do not depend on
+        values; returns the logits [B, V] after the root."""
         P = self.pending_BP.shape[1]
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
         tokens_BP = self._known_ids(self.pending_BP.scatter(1, last_B1, cycle_input.tokens_B[:, None]))
@@ -404,8 +404,8 @@ class LanguageModelSession(DraftSession):
         return self._target_logits(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
 
     def _confident(self, tokens_BQ: Tensor, parent_BQV: Tensor) -> Tensor | None:
-        """bool [B, Q]: nodes behind which drafting goes on; None without a threshold. False behind
-        a node that has stopped (q is NaN)."""
+        """bool [B, Q]: nodes after which drafting goes on; None without a threshold. False after a
+        node that has stopped (q is NaN)."""
         if not self.drafter.options.confidence:
             return None
         q_BQ1 = parent_BQV.float().softmax(-1).gather(-1, tokens_BQ[..., None])
@@ -413,7 +413,7 @@ class LanguageModelSession(DraftSession):
 
     def _known_ids(self, tokens: Tensor) -> Tensor:
         """Target tokens beyond the model's embedding table are read as its last one."""
-        return tokens.clamp(max=self.embed_rows - 1)
+        return tokens.clamp(max=self.num_embeddings - 1)
 
     def _target_logits(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary; a token that only one of the two models has is never
@@ -434,8 +434,9 @@ def check_vocabulary(draft: Target, target: Target) -> None:
     if target_tokens is None or draft_tokens is None:
         if draft.vocab_size != target.vocab_size:
             raise CheckpointError(
-                f"{name} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size}, and without both tokenizers "
-                "nobody knows whether they agree: name a draft model with the target's vocabulary, or put the tokenizers beside the weights"
+                f"{name} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size}, and without both "
+                "tokenizers it cannot be checked whether they agree: name a draft model with the target's vocabulary, or put the "
+                "tokenizers beside the weights"
             )
         return
     both = target_tokens.keys() & draft_tokens.keys()

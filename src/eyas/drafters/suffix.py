@@ -1,6 +1,5 @@
-"""suffix: the longest end of the text that stood in it before, however long, and what followed it
-(SAM-Decoding, Hu et al. 2024, arXiv 2411.10666; SuffixDecoding, Oliaro et al. 2024, arXiv
-2411.04975).
+"""suffix: drafts what followed the longest earlier occurrence of the end of the text (SAM-Decoding,
+Hu et al. 2024, arXiv 2411.10666; SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
 A suffix automaton of the row's own prompt and output is built token by token (Blumer et al. 1985).
 Its suffix link from the end of the text *is* the longest earlier match. From there the most
@@ -11,8 +10,7 @@ probable continuations are expanded, best first, until the tree is full. The est
                          + escape * P(token | next shorter match)             for tokens that never followed the longer one
     escape            =  how often a match of this length was followed by something new, in this text so far; 1 / (length + 1) to begin with
 
-so a long match proposes one long continuation and a short one many short ones: the length of what
-is proposed grows with the match.
+so a long match proposes one long continuation and a short one many short ones.
 
 It has no other text than the row's own.
 """
@@ -32,16 +30,16 @@ from eyas.drafters._options import check_whole
 
 __all__ = ["Method", "SuffixAutomaton", "SuffixOptions"]
 
-# of the matches that end at a token, so many are counted, the longest first: a bound for texts that
-# repeat themselves
+# how many of the matches ending at a token are counted, longest first; bounds the work on
+# repetitive texts
 COUNTED = 32
 LONGEST = 32  # longer matches escape alike
-PRIOR = 4.0  # what the first guess of an escape weighs, in matches
+PRIOR = 4.0  # weight of the prior escape estimate, in matches
 
 
 @dataclass(frozen=True)
 class SuffixOptions:
-    """The size of what is proposed."""
+    """The size of the draft tree."""
 
     nodes: int = 16
     """Verified per cycle, the root included."""
@@ -62,13 +60,14 @@ class Options:
 
 
 class _Match(NamedTuple):
-    """An end of the text and of a node's path that stands in the text, for what followed it there."""
+    """An end of the text and of a node's path that occurs earlier in the text, from where it may go
+    on."""
 
     node: int
     state: int
     length: int  # the state may hold longer substrings
-    logp: float  # that nothing in `known` follows, given the node
-    known: Mapping[int, int] = {}  # what followed longer matches
+    logp: float  # log-probability that none of `known` follows the node
+    known: Mapping[int, int] = {}  # tokens that followed longer matches
 
 
 class _Child(NamedTuple):
@@ -78,7 +77,7 @@ class _Child(NamedTuple):
     token: int
     state: int
     length: int
-    logp: float  # given its parent
+    logp: float  # log-probability given its parent
 
 
 class SuffixAutomaton(Index):
@@ -107,11 +106,11 @@ class SuffixAutomaton(Index):
     def append(self, token: int) -> None:
         self._score(token)
         self.tokens.append(token)
-        new = self._state({}, 0, self.length[self.last] + 1)
+        new = self._add_state({}, 0, self.length[self.last] + 1)
         state = self._redirect(self.last, token, None, new)
         if state >= 0:
             match = self.next[state][token]
-            # of the substrings of that state only the shorter ones end here too
+            # only the shorter substrings of that state end here too
             if self.length[state] + 1 != self.length[match]:
                 match = self._split(state, token, match)
             self.link[new] = match
@@ -122,7 +121,7 @@ class SuffixAutomaton(Index):
             if (new := self.link[new]) == 0:
                 break
 
-    def _state(self, following: dict[int, int], link: int, length: int) -> int:
+    def _add_state(self, following: dict[int, int], link: int, length: int) -> int:
         self.next.append(following)
         self.link.append(link)
         self.length.append(length)
@@ -139,7 +138,7 @@ class SuffixAutomaton(Index):
         return state
 
     def _split(self, state: int, token: int, longer: int) -> int:
-        short = self._state(dict(self.next[longer]), self.link[longer], self.length[state] + 1)
+        short = self._add_state(dict(self.next[longer]), self.link[longer], self.length[state] + 1)
         self.count[short], self.latest[short] = self.count[longer], self.latest[longer]
         self._redirect(state, token, longer, short)
         self.link[longer] = short

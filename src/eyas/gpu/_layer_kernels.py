@@ -1,4 +1,4 @@
-"""Triton kernels for what lies between the matrix products of a LLaMA layer. `_reference.py` says
+"""Triton kernels for what is between the matrix products of a LLaMA layer. `_reference.py` says
 what they compute.
 
 This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.

@@ -7,7 +7,7 @@ shares of the whole denominator:
     keys     0 ........... length . T nodes        part s:  out_s = softmax(scores_s) values_s,  lse_s = log2 sum 2^scores_s
              |-- part 0 --|-- part 1 --|           whole:   sum of out_s 2^(lse_s - lse),        lse = log2 sum 2^lse_s
 
-Letters: R rows, Q new nodes, T nodes in slots behind the committed ones, the new ones last, H
+Letters: R rows, Q new nodes, T nodes in slots after the committed ones, the new ones last, H
 heads, K key-value heads, h head size, S parts, W slots, D hidden, I width of the MLP.
 """
 
@@ -34,7 +34,7 @@ def attention_parts(
     denominators [S, R, Q, H].
 
     A query sees the committed slots (with a window: those whose position, which is the slot, is
-    less than `window` before its own, and the first `sink` ones), and of the nodes behind them
+    less than `window` before its own, and the first `sink` ones), and of the nodes after them
     those that are visible.
 
     Args:
@@ -110,7 +110,8 @@ def rotate_and_store(
     first: int, key_RKWh: Tensor, value_RKWh: Tensor, q_norm_h: Tensor | None, k_norm_h: Tensor | None, eps: float,
     unrotated_RKWh: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Rotate queries and keys; store keys and values in the slots `length_R + first` and those behind.
+    """Rotate queries and keys; store keys and values in the slots `length_R + first` and those
+    after.
 
     Args:
         q_RQX, k_RQY, v_RQY: heads side by side.

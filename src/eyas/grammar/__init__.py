@@ -36,7 +36,7 @@ class Grammars:
     """The structures of one tokenizer, compiled once and kept while they are in use.
 
     Args:
-        vocab_size: of the model; ids that the tokenizer does not have are never allowed.
+        vocab_size: the model's; ids that the tokenizer does not have are never allowed.
         library: "auto": xgrammar where it is installed and follows the whole structure, else llguidance.
     """
 

@@ -76,7 +76,8 @@ def _unusable(structure: Structure, message: str) -> InputError:
 
 
 class _Tokens:
-    """The vocabulary as `LLTokenizer` asks for it. Ids without a text get bytes that stand in no text."""
+    """The vocabulary as `LLTokenizer` asks for it. Ids without a text get bytes that occur in no
+    text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.end

@@ -1,4 +1,5 @@
-"""Which texts an answer may have, as callers write it: `Structure`, and how keywords become one.
+"""The texts that an answer may have, as callers write it: `Structure`, and its making from
+keywords.
 
     response_format={"type": "json_object"}                                   a JSON object
     response_format={"type": "json_schema", "json_schema": {"schema": ...}}   JSON of this schema (OpenAI's form)
@@ -22,9 +23,10 @@ __all__ = ["JSON_OPTIONS", "KEYWORDS", "Structure", "structure_of"]
 
 KEYWORDS = ("response_format", "regex", "grammar", "choice")
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is spaced: as Python writes it. A schema inside a grammar says so under the key "x-guidance"."""
+"""The spaces in JSON: as Python writes it. A schema inside a grammar says so under the key
+"x-guidance"."""
 FORMATS = ("text", "json_object", "json_schema")
-MAX_CHARACTERS = 128 * 1024  # of a schema, an expression, a grammar, or all choices together
+MAX_CHARACTERS = 128 * 1024  # limit for a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 1000
 SPECIAL_IN_REGEX = frozenset(r"\.+*?()|[]{}^$")
 

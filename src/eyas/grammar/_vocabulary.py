@@ -4,7 +4,7 @@ Both libraries get the same table, so both know the same tokenizers: byte-level 
 a model's vocabulary that is larger than the tokenizer's. Special tokens and ids that the tokenizer does
 not have are no text, and are never allowed.
 
-One id more than the model has, `end`, stands for the end of the text. So one table serves requests with
+One more id than the model has, `end`, means the end of the text. So one table serves requests with
 any end-of-sequence ids, and none.
 """
 
@@ -31,8 +31,9 @@ class Vocabulary:
     """The bytes of `size` tokens.
 
     Attributes:
-        texts: of each token, with `end` as the last one; None for tokens that are no text.
-        end: the id that stands for the end of the text.
+        texts: the bytes of each token, with `end` as the last one; None for tokens that are no
+            text.
+        end: the id that means the end of the text.
         words: int32 numbers that hold one bit for each token and for `end`.
     """
 
@@ -53,15 +54,15 @@ class Vocabulary:
         """(bool [N, V], bool [N]): the tokens among masks of bits, and whether the text may end.
 
         Args:
-            bits_NW: int32; bit k of word w stands for token 32 w + k.
+            bits_NW: int32; bit k of word w is for token 32 w + k.
         """
         bytes_NX = bits_NW.view(torch.uint8).numpy()
         bool_NV = torch.from_numpy(np.unpackbits(bytes_NX, axis=-1, bitorder="little")).view(torch.bool)
         return bool_NV[:, : self.size], bool_NV[:, self.end]
 
     def split(self, text: bytes) -> list[int]:
-        """The tokens of a text that stands in the middle of another one; none where the tokenizer
-        has none that join to it."""
+        """The tokens of a text in the middle of another one; none if the tokenizer has none that
+        join to it."""
         try:
             decoded = text.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
 """A request's constraint: a grammar's matcher, walked over draft trees.
 
-The matcher stands at the accepted text. `mask` walks the tree depth first and leaves the matcher where
-it was; nodes whose token their parent forbids are not visited, nor are nodes behind the end of the text.
+The matcher is at the end of the accepted text. `mask` walks the tree depth first and leaves the
+matcher where it was; nodes whose token their parent forbids are not visited, nor are nodes after
+the end of the text.
 
 This module knows no library. Letters: N nodes, V vocabulary, W words of 32 bits.
 """
@@ -21,7 +22,7 @@ __all__ = ["GrammarConstraint", "Matcher"]
 
 
 class Matcher(Protocol):
-    """A library's matcher, which stands behind an accepted text."""
+    """A library's matcher, at the end of an accepted text."""
 
     def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:
         """Write the mask of every node that can be reached into its row of `bits_NW`; the other
@@ -29,7 +30,7 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token: int) -> bool:
-        """Go on behind this token; False where the grammar forbids it."""
+        """Go on after this token; False where the grammar forbids it."""
         ...
 
     def forced(self) -> bytes:
@@ -53,7 +54,7 @@ class GrammarConstraint:
         self._vocabulary = vocabulary
         self._eos = sorted(token for token in eos if token < vocabulary.size and not vocabulary.texts[token])
         self._ended = False
-        # what may follow the accepted text: bool [V], and whether it may end
+        # the tokens that may follow the accepted text (bool [V]), and whether it may end
         self._root: tuple[Tensor, bool] | None = None
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
@@ -69,7 +70,7 @@ class GrammarConstraint:
         return self._with_eos(allowed_1V, ends_1)
 
     def _with_eos(self, allowed_NV: Tensor, ends_N: Tensor) -> Tensor:
-        """The masks with the end-of-sequence ids; rows that would be empty, behind the end of the
+        """The masks with the end-of-sequence ids; rows that would be empty, after the end of the
         text, are all True."""
         if self._eos:
             allowed_NV[:, self._eos] |= ends_N[:, None]
@@ -133,7 +134,7 @@ class GrammarConstraint:
 
 
 def _unreached(children: Sequence[Sequence[int]], tokens: Sequence[int], allowed_NV: Tensor) -> list[int]:
-    """The nodes that are forbidden, lie below such a node, or stand for no text."""
+    """The nodes that are forbidden, are below such a node, or have no text."""
     pairs = [(parent, child) for parent, below in enumerate(children) for child in below]
     if not pairs:
         return list(range(1, len(children)))

@@ -6,8 +6,8 @@
 
 custom.py      what transformers calls instead of its own loop      attachment.py `attach` and `detach`
 sampling.py    its processors as the engine's sampling              folder.py     `custom_generate/` in a head's folder
-inputs.py      its padded batches as prompts                        models.py     what is kept for each model
-loop.py        tokens of all rows in step, as criteria and streamers are told
+inputs.py      its padded batches as prompts                        models.py     the LLMs and the lock of each model
+loop.py        tokens of all rows in step, for criteria and streamers
 refusals.py    what cannot be kept, by name                         caller.py     arguments that transformers drops
 
 transformers prepares everything as always: the generation config, the processors, the stopping

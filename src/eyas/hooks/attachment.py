@@ -11,7 +11,7 @@ import copy
 import inspect
 from functools import wraps
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
@@ -45,18 +45,15 @@ def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None,
     custom = hf(draft, method, **options)
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"eyas attaches to a causal language model of transformers, not to {type(model).__name__}")
+    kind: Any = type(model)
     before = model.__dict__.get("generate")
-    if (
-        before is not None
-        and _custom(before) is None
-        and getattr(before, "__func__", None) is not _class_of(model).generate
-    ):
+    if before is not None and _custom(before) is None and getattr(before, "__func__", None) is not kind.generate:
         raise ModelError(
             "the model has a generate of its own already (a custom_generate of its repository, or another library's)"
         )
     with lock_of(model):
         llm_for(model, custom.settings)
-    model.__dict__["generate"] = MethodType(_generate_by(custom, type(model)), model)
+    model.__dict__["generate"] = MethodType(_generate_by(custom, kind), model)
     return Attachment(model, custom, before)
 
 
@@ -71,8 +68,8 @@ def detach(model: PreTrainedModel) -> None:
 
 
 class Attachment:
-    """The result of `attach`: a context manager that gives the model, and undoes the attachment at
-    its end."""
+    """The result of `attach`: a context manager that returns the model, and undoes the attachment
+    at its end."""
 
     def __init__(self, model: PreTrainedModel, custom: CustomGenerate, before: Any) -> None:
         self.model, self._custom, self._before = model, custom, before
@@ -100,13 +97,8 @@ class Attachment:
             self.model.__dict__["generate"] = self._before
 
 
-def _class_of(model: PreTrainedModel) -> Any:
-    """Its class, which has the `generate` of transformers."""
-    return type(model)
-
-
 def _custom(method: Any) -> CustomGenerate | None:
-    """The CustomGenerate behind a `generate` of ours; None for any other."""
+    """The CustomGenerate of a `generate` that eyas has set; None for any other."""
     return getattr(getattr(method, "__func__", None), MARK, None)
 
 
@@ -131,9 +123,9 @@ def generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dic
     """Call the model's `generate` with these arguments, decoded by `custom`; returns its result."""
     if arguments.get("cache_implementation") == "paged":
         raise refused("cache_implementation='paged'", "it decodes by generate_batch of transformers")
-    one = custom.with_arguments(_carried(model, arguments))
+    one, kind = custom.with_arguments(_carried(model, arguments)), cast(Any, type(model))
     try:
-        return _class_of(model).generate(model, **{**arguments, "custom_generate": one})
+        return kind.generate(model, **{**arguments, "custom_generate": one})
     finally:
         custom.stats = one.stats
 

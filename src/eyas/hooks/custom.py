@@ -49,16 +49,17 @@ def hf(
         draft: folder or hub id of a draft head, or the name of a method that needs none. None:
             `suffix`, which drafts from the text.
         method: as for `eyas.load`.
-        streamer: of transformers; generate's own `streamer` works, too.
-        tokenizer: for `stop_strings`.
+        streamer: a streamer of transformers; generate's own `streamer` works, too.
+        tokenizer: the one that `stop_strings` need.
         stop_strings: given here with the tokenizer, as transformers does not hand its own `tokenizer` on.
         batch_size: rows that are decoded together. None: 1 on a CPU, all of them elsewhere, or
-            where criteria or a streamer look on.
+            where criteria or a streamer look at the rows.
         options: the other options of `eyas.load`: those of the method, `draft_with`, `kernels`,
             `weights`, ...
 
     Raises:
-        OptionError: an option that is the model's. Others, and the head, are checked by the first call.
+        OptionError: an option that belongs to the model. Others, and the head, are checked by the
+            first call.
     """
     if isinstance(draft, PreTrainedModel):
         raise OptionError("eyas.hf makes what generate calls: write custom_generate=eyas.hf(), with its parentheses")
@@ -106,16 +107,16 @@ class CustomGenerate:
         )
         with lock_of(model):
             llm = llm_for(model, self.settings)
-            law = Distribution.of(batch, generation_config, logits_processor, criteria)
-            told = self._streamer(streamer or given.get("streamer"), input_ids)
-            lockstep = Lockstep(law, generation_config, logits_processor, criteria, told)
+            distribution = Distribution.of(batch, generation_config, logits_processor, criteria)
+            streamer = self._streamer(streamer or given.get("streamer"), input_ids)
+            lockstep = Lockstep(distribution, generation_config, logits_processor, criteria, streamer)
             rows = len(batch.prompts)
-            together = (
+            batch_size = (
                 rows if lockstep.needs_all_rows else self.batch_size or (1 if llm.target.device.type == "cpu" else rows)
             )
-            self.stats = decode(llm, law, lockstep, together)
-        if told is not None:
-            told.end()
+            self.stats = decode(llm, distribution, lockstep, batch_size)
+        if streamer is not None:
+            streamer.end()
         return _output(lockstep, generation_config)
 
     def _criteria(self, prepared: StoppingCriteriaList) -> StoppingCriteriaList:
@@ -126,7 +127,7 @@ class CustomGenerate:
         return StoppingCriteriaList([*prepared, StopStringCriteria(self.tokenizer, strings)])
 
     def _streamer(self, given: Any, input_ids: Tensor) -> Any:
-        """The streamer; it has the prompt already, as transformers hands that to its own."""
+        """The streamer. Show the prompt to our own one, as transformers does to its streamer."""
         if given is not None and self.streamer is not None:
             raise OptionError("there are two streamers: give one, to generate or to eyas.hf")
         if self.streamer is not None:
@@ -134,7 +135,7 @@ class CustomGenerate:
         return given if given is not None else self.streamer
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> CustomGenerate:
-        """The same settings for one call with a streamer, a tokenizer, stop strings of its own."""
+        """These settings for one call, which has its own streamer, tokenizer or stop strings."""
         return replace(self, stats=(), **arguments)
 
 

@@ -34,7 +34,7 @@ def generate(model, **arguments):
     return generate_by_folder(model, **arguments)
 '''
 REQUIREMENTS = f"eyas>={__version__}\n"
-OPTIONS = ("batch_size", "draft_with", "kernels", "method", "tree")  # of eyas, which generate does not know
+OPTIONS = ("batch_size", "draft_with", "kernels", "method", "tree")  # options of eyas, which generate does not have
 
 
 def write_custom_generate(folder: str | Path) -> Path:

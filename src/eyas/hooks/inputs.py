@@ -20,7 +20,7 @@ class Batch:
     ids_BT: Tensor  # int64, with the padding
     padding: tuple[int, ...]  # tokens on the left of each row that are no part of its prompt
     prompts: tuple[tuple[int, ...], ...]  # without padding
-    media: Mapping[str, Any] | None = None  # see `Request.media`; of the only row
+    media: Mapping[str, Any] | None = None  # see `Request.media`; the batch has one row then
 
     @property
     def width(self) -> int:
@@ -38,8 +38,8 @@ class Batch:
         """
         Args:
             mask_BT: 0 for padding; None: there is none.
-            positions: position_ids [B or 1, T], checked to be those of the mask; beside media they
-                are the model's own affair.
+            positions: position_ids [B or 1, T], checked to be those of the mask; with media they
+                are not checked.
             media: inputs of the model's forward that describe images.
 
         Raises:
@@ -52,18 +52,18 @@ class Batch:
             mask = (mask_BT != 0).long()
             padding = (width - mask.sum(-1)).tolist()
             if mask.shape != ids_BT.shape or not all(
-                bool(row[hidden:].all()) for row, hidden in zip(mask, padding, strict=True)
+                bool(row[count:].all()) for row, count in zip(mask, padding, strict=True)
             ):
                 raise InputError(
                     "attention_mask hides tokens on the right or inside of a prompt: pad on the left (padding_side='left')"
                 )
-        if any(hidden == width for hidden in padding):
+        if any(count == width for count in padding):
             raise InputError("a prompt is empty: give at least one token that the attention mask shows")
         if media and (rows > 1 or padding[0]):
             raise InputError(f"{min(media)}: prompts with images are read one by one, without padding")
         if positions is not None and not media:
             _check_positions(positions, padding, rows, width)
-        prompts = tuple(tuple(row[hidden:]) for row, hidden in zip(ids_BT.tolist(), padding, strict=True))
+        prompts = tuple(tuple(row[count:]) for row, count in zip(ids_BT.tolist(), padding, strict=True))
         return cls(ids_BT, tuple(padding), prompts, media or None)
 
 
@@ -71,8 +71,8 @@ def _check_positions(positions: Tensor, padding: list[int], rows: int, width: in
     """InputError unless the prompts' tokens are counted from 0."""
     listed = positions.tolist() if positions.ndim == 2 else [[]]
     listed = listed * rows if len(listed) == 1 else listed
-    expected = [list(range(width - hidden)) for hidden in padding]
-    if [row[hidden:] for row, hidden in zip(listed, padding, strict=False)] != expected:
+    expected = [list(range(width - count)) for count in padding]
+    if [row[count:] for row, count in zip(listed, padding, strict=False)] != expected:
         raise InputError(
             "position_ids: eyas counts the tokens of a prompt from 0, as generate does by itself: leave them out"
         )

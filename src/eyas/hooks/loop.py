@@ -2,8 +2,8 @@
 
 The engine's rows advance at different speeds, several tokens at a time. Here token t of every row
 is looked at together, as soon as all rows have it: first the criteria are called with the texts of
-the whole batch up to token t, then the streamer is told the tokens. Where that ends a row, what it
-has decoded beyond is dropped.
+the whole batch up to token t, then the streamer gets the tokens. Where that ends a row, what it has
+decoded beyond is dropped.
 
 This module knows no model. Letters: B rows, T tokens of the widest prompt, V vocabulary.
 """
@@ -29,20 +29,23 @@ class Lockstep:
     """The texts of a batch, token by token.
 
     Attributes:
-        columns: the tokens of all rows, [B] each; those of rows that have ended are padding.
-        scores, logits: float32 [B, V] for each column: processed, and raw; zeros in rows that have ended.
+        columns: the tokens of all rows, [B] each; rows that have ended have padding there, if `pad`
+            is set.
+        scores, logits: float32 [B, V] for each column: processed, and raw; zeros in rows that have
+            ended, if `pad` is set.
+        pad: the padding token; None: rows that have ended are decoded until all have.
         finished: no row goes on.
     """
 
     def __init__(
         self,
-        law: Distribution,
+        distribution: Distribution,
         config: GenerationConfig,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         streamer: Any,
     ) -> None:
-        self.law, self.processors, self.criteria, self.streamer = law, processors, criteria, streamer
+        self.distribution, self.processors, self.criteria, self.streamer = distribution, processors, criteria, streamer
         wanted = bool(config.return_dict_in_generate)
         self.wants_scores, self.wants_logits = (
             wanted and bool(config.output_scores),
@@ -50,16 +53,16 @@ class Lockstep:
         )
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         pad: Tensor | None = getattr(config, "_pad_token_tensor", None)
-        self.pad = int(pad) if pads and pad is not None else None  # None: rows that have ended go on until all have
-        ids_BT = law.batch.ids_BT
+        self.pad = int(pad) if pads and pad is not None else None
+        ids_BT = distribution.batch.ids_BT
         self.ended = [False] * len(ids_BT)
         self.columns: list[list[int]] = []
         self.scores: tuple[Tensor, ...] = ()
         self.logits: tuple[Tensor, ...] = ()
-        self._waiting = [deque[tuple[int, Tensor | None]]() for _ in self.ended]
+        self._undelivered = [deque[tuple[int, Tensor | None]]() for _ in self.ended]
         room = (
-            ids_BT.new_empty(len(ids_BT), law.max_new_tokens)
-            if law.custom_criteria or self.wants_scores
+            ids_BT.new_empty(len(ids_BT), distribution.max_new_tokens)
+            if distribution.custom_criteria or self.wants_scores
             else ids_BT[:, :0]
         )
         self._texts = torch.cat([ids_BT, room], 1)
@@ -75,18 +78,20 @@ class Lockstep:
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether all rows are decoded together, as somebody looks at them on the way."""
-        return self.law.custom_criteria or self.streamer is not None
+        """Whether all rows are decoded together, because criteria or a streamer look at them."""
+        return self.distribution.custom_criteria or self.streamer is not None
 
     def feed(self, row: int, step: Step) -> None:
-        """The engine has decoded these tokens of the row."""
-        rows = [None] * len(step.tokens) if step.logits is None else list(step.logits.clone())
-        self._waiting[row].extend(zip(step.tokens, rows, strict=True))
+        """Take in the tokens that the engine has decoded for the row."""
+        logits = [None] * len(step.tokens) if step.logits is None else list(step.logits.clone())
+        self._undelivered[row].extend(zip(step.tokens, logits, strict=True))
 
     def advance(self) -> list[int]:
         """Look at all columns that are complete; returns the rows that need no further tokens."""
         before = list(self.ended)
-        while not self.finished and all(self._waiting[row] or self._is_padded(row) for row in range(len(self.ended))):
+        while not self.finished and all(
+            self._undelivered[row] or self._is_padded(row) for row in range(len(self.ended))
+        ):
             self._column()
         stopped = [row for row, ended in enumerate(self.ended) if ended and not before[row]]
         return stopped if self.pad is not None or self.finished else []
@@ -96,7 +101,7 @@ class Lockstep:
 
     def _column(self) -> None:
         taken = [
-            (self.pad or 0, None) if self._is_padded(row) else self._waiting[row].popleft()
+            (self.pad or 0, None) if self._is_padded(row) else self._undelivered[row].popleft()
             for row in range(len(self.ended))
         ]
         tokens = [token for token, _ in taken]
@@ -104,8 +109,8 @@ class Lockstep:
             self._keep_scores([logits_V for _, logits_V in taken])
         column = torch.tensor(tokens, device=self._texts.device)
         self.columns.append(tokens)
-        if self._texts.shape[1] > self.law.batch.width:
-            self._texts[:, self.law.batch.width + len(self.columns) - 1] = column
+        if self._texts.shape[1] > self.distribution.batch.width:
+            self._texts[:, self.distribution.batch.width + len(self.columns) - 1] = column
         self.ended = [done or ends for done, ends in zip(self.ended, self._ends(tokens), strict=True)]
         if self.streamer is not None:
             self.streamer.put(column.cpu())
@@ -113,46 +118,48 @@ class Lockstep:
     @property
     def _seen(self) -> Tensor:
         """The texts up to the newest column, [B, T + columns]."""
-        return self._texts[:, : self.law.batch.width + len(self.columns)]
+        return self._texts[:, : self.distribution.batch.width + len(self.columns)]
 
-    def _keep_scores(self, rows: list[Tensor | None]) -> None:
+    def _keep_scores(self, logits: list[Tensor | None]) -> None:
         device = self._texts.device
-        empty_V = torch.zeros_like(next(logits_V for logits_V in rows if logits_V is not None), device=device)
-        logits_BV = torch.stack([empty_V if logits_V is None else logits_V.to(device) for logits_V in rows])
+        empty_V = torch.zeros_like(next(logits_V for logits_V in logits if logits_V is not None), device=device)
+        logits_BV = torch.stack([empty_V if logits_V is None else logits_V.to(device) for logits_V in logits])
         if self.wants_logits:
             self.logits += (logits_BV,)
         if self.wants_scores:
             self.scores += (self.processors(self._seen, logits_BV.clone()),)  # type: ignore[arg-type]
 
     def _ends(self, tokens: list[int]) -> list[bool]:
-        """Which rows end with the newest column."""
-        if self.law.custom_criteria:
+        """For each row, whether it ends with the newest column."""
+        if self.distribution.custom_criteria:
             ends: list[bool] = self.criteria(self._seen, self.scores if self.wants_scores else None).tolist()
             return ends
-        full = len(self.columns) >= self.law.max_new_tokens
-        return [full or token in self.law.eos for token in tokens]
+        full = len(self.columns) >= self.distribution.max_new_tokens
+        return [full or token in self.distribution.eos for token in tokens]
 
     def sequences(self) -> Tensor:
         """int64 [B, T + columns]: prompts with their padding, and what was decoded."""
         new = torch.tensor(self.columns, device=self._texts.device).T.reshape(len(self.ended), -1)
-        return torch.cat([self.law.batch.ids_BT, new.to(self._texts.dtype)], 1)
+        return torch.cat([self.distribution.batch.ids_BT, new.to(self._texts.dtype)], 1)
 
 
-def decode(llm: LLM, law: Distribution, lockstep: Lockstep, rows: int) -> tuple[Stats, ...]:
+def decode(llm: LLM, distribution: Distribution, lockstep: Lockstep, rows: int) -> tuple[Stats, ...]:
     """Decode a batch, at most `rows` of its rows at a time; the figures of each row."""
-    shared = len(set(law.batch.prompts)) < len(law.batch.prompts)  # a prompt that stands there twice is read once
-    decoder, give_back = llm.take_decoder(min(rows, len(law.batch.prompts)), shared)
-    requests = [law.request(row, lockstep.needs_logits) for row in range(len(law.batch.prompts))]
-    tickets = [decoder.add(request) for request in requests]
-    totals = [StepTotals() for _ in tickets]
+    prompts = distribution.batch.prompts
+    shared = len(set(prompts)) < len(prompts)  # a prompt that occurs twice is read once
+    decoder, give_back = llm.take_decoder(min(rows, len(prompts)), shared)
+    requests = [distribution.request(row, lockstep.needs_logits) for row in range(len(prompts))]
+    request_ids = [decoder.add(request) for request in requests]
+    totals = [StepTotals() for _ in request_ids]
     while not lockstep.finished:
         assert not decoder.finished, "a row that is still wanted has no tokens left"
         for step in check_steps(decoder.step()):
-            row = tickets.index(step.request_id)
+            row = request_ids.index(step.request_id)
             totals[row].add(step)
             lockstep.feed(row, step)
         for row in lockstep.advance():
-            decoder.cancel(tickets[row])
+            decoder.cancel(request_ids[row])
+    # a decoder that reuses prefixes must not be kept: the weights may change before the next call
     if not shared:
-        give_back()  # else its texts would be those of weights that may have changed by the next call
+        give_back()
     return tuple(Stats.of(total, request.processors) for total, request in zip(totals, requests, strict=True))

@@ -1,8 +1,7 @@
-"""This module keeps two things for each model: the LLMs that were made for it, and a lock.
+"""For each model eyas keeps its LLMs and a lock, in the model's attribute `_eyas`: they refer to
+the model, so they are freed together with it.
 
-They are kept by the model itself, in the attribute `_eyas`, because they refer to it: so both are
-freed together. Copies of the model (deepcopy, pickle) begin without them. Nothing else of a model
-is touched.
+Copies of the model (deepcopy, pickle) begin without them. Nothing else of a model is touched.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from eyas.errors import ModelError, OptionError
 __all__ = ["Settings", "forget", "llm_for", "lock_of"]
 
 ATTRIBUTE = "_eyas"
-MOST = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
-OF_THE_MODEL = (
+MAX_LLMS = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
+# options of `eyas.load` that describe the target, which is loaded already
+TARGET_OPTIONS = (
     "target",
     "gguf_file",
     "tokenizer",
@@ -40,14 +40,14 @@ OF_THE_MODEL = (
 
 @dataclass(frozen=True)
 class Settings:
-    """How drafts are made: parameters of `eyas.load`, without the target's."""
+    """Settings of the drafts: parameters of `eyas.load`, without the target's."""
 
     draft: Any = None
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in OF_THE_MODEL:
+        for name in TARGET_OPTIONS:
             if name in self.options:
                 raise OptionError(f"{name} is the model's, which is loaded already: leave it out")
 
@@ -58,15 +58,16 @@ class Settings:
         return draft, self.method, repr(sorted(self.options.items()))
 
 
-class _Kept:
-    """The LLMs of one model, the one that served last at the end, and the lock that its calls take."""
+class _ModelState:
+    """The LLMs of one model, the one used last at the end, and the lock that its calls take."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.llms: OrderedDict[tuple[Hashable, Hashable], api.LLM] = OrderedDict()  # by settings and weights
+        # LLMs by settings and version of the weights
+        self.llms: OrderedDict[tuple[Hashable, Hashable], api.LLM] = OrderedDict()
 
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: Any) -> _ModelState:
+        return _ModelState()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, ()  # so that a saved model does not ask for eyas when it is loaded
@@ -75,22 +76,23 @@ class _Kept:
 _creation = threading.Lock()
 
 
-def _kept(model: PreTrainedModel) -> _Kept:
+def _state_of(model: PreTrainedModel) -> _ModelState:
     with _creation:
-        kept = model.__dict__.get(ATTRIBUTE)
-        if not isinstance(kept, _Kept):
-            kept = model.__dict__[ATTRIBUTE] = _Kept()
-        return kept
+        state = model.__dict__.get(ATTRIBUTE)
+        if not isinstance(state, _ModelState):
+            state = model.__dict__[ATTRIBUTE] = _ModelState()
+        return state
 
 
 def lock_of(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """Calls for one model take turns: its forward reads features by hooks, which would see other
     calls' forwards, too."""
-    return _kept(model).lock
+    return _state_of(model).lock
 
 
 def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
-    """The LLM of this model with these settings; made anew if the model's weights have changed since.
+    """The LLM of this model with these settings; made again if the model's weights have changed
+    since.
 
     Raises:
         ModelError, CheckpointError, OptionError: as `eyas.load`.
@@ -99,13 +101,13 @@ def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
         raise ModelError(f"eyas drafts for causal language models of transformers, not for {type(model).__name__}")
     if model.training:
         raise ModelError("the model is in training mode: call model.eval() first")
-    llms = _kept(model).llms
-    key = settings.key, _weights(model)
+    llms = _state_of(model).llms
+    key = settings.key, _weights_version(model)
     if key not in llms:
         for old in [old for old in llms if old[0] == settings.key]:
             del llms[old]
         llms[key] = api.load(model, settings.draft, settings.method, tokenizer=False, **settings.options)
-        while len(llms) > MOST:
+        while len(llms) > MAX_LLMS:
             llms.popitem(last=False)
     llms.move_to_end(key)
     return llms[key]
@@ -117,9 +119,9 @@ def forget(model: PreTrainedModel) -> None:
         model.__dict__.pop(ATTRIBUTE, None)
 
 
-def _weights(model: PreTrainedModel) -> Hashable:
-    """Changes with the model's parameters: others, moved, of another dtype, or written to (in
-    place, except through `.data`)."""
+def _weights_version(model: PreTrainedModel) -> Hashable:
+    """A key that changes when parameters are replaced, moved, cast or written to in place (except
+    through `.data`)."""
     attention = getattr(model.config, "_attn_implementation", None)
     return attention, tuple(_version(parameter) for parameter in model.parameters())
 

@@ -14,7 +14,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTraine
 
 from eyas.errors import ModelError, OptionError
 
-__all__ = ["check_call", "media_of", "refused"]
+__all__ = ["check_call", "check_processors", "media_of", "refused"]
 
 WAY_OUT = "leave it out, or call generate without eyas (eyas.detach(model))"
 MODES = {
@@ -28,7 +28,7 @@ SETTINGS = {
     "output_hidden_states": "eyas keeps no hidden states of every layer",
     "token_healing": "the prompt would be changed before eyas sees it",
 }
-ROUNDED_CACHES = ("quantized", "offloaded", "paged")
+REFUSED_CACHES = ("quantized", "offloaded", "paged")
 # Keyword arguments of the model's forward that generate prepares itself, and those that eyas reads.
 PREPARED = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values", "position_ids",
@@ -37,7 +37,7 @@ PREPARED = frozenset(
 
 
 ENCODED = "mm_encoder_outputs"  # generate has encoded the images already
-TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})  # of text alone they say nothing
+TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})  # for prompts of text alone these carry no information
 
 
 def refused(name: str, why: str) -> OptionError:
@@ -64,13 +64,13 @@ def check_call(
     for name, why in SETTINGS.items():
         if getattr(config, name, None):
             raise refused(name, why)
-    if config.cache_implementation in ROUNDED_CACHES:
+    if config.cache_implementation in REFUSED_CACHES:
         raise refused(
             f"cache_implementation={config.cache_implementation!r}",
-            "it keeps exact keys and values on the model's device",
+            "eyas keeps exact keys and values on the model's device",
         )
     if given.get("synced_gpus"):
-        raise refused("synced_gpus", "the model must lie whole on one device")
+        raise refused("synced_gpus", "the whole model must be on one device")
     _check_inputs(model_kwargs)
     _check_cache(model_kwargs.get("past_key_values"), given)
 
@@ -81,17 +81,17 @@ def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     if not given.keys() - TOKEN_TYPES:
         return {}
     positions = model_kwargs.get("position_ids")
-    # 3: counted by images
+    # [3, B, T]: positions that count images
     return {**given, "position_ids": positions} if positions is not None and positions.ndim == 3 else given
 
 
 def _check_inputs(model_kwargs: Mapping[str, Any]) -> None:
     """OptionError for inputs that eyas does not read."""
     if model_kwargs.get("inputs_embeds") is not None:
-        raise refused("inputs_embeds", "it reads token ids")
+        raise refused("inputs_embeds", "eyas reads token ids")
     media = media_of(model_kwargs)
     if wrong := [name for name, value in media.items() if not isinstance(value, Tensor) and name != ENCODED]:
-        raise refused(wrong[0], "it reads token ids, an attention mask, and tensors of images")
+        raise refused(wrong[0], "eyas reads token ids, an attention mask, and tensors of images")
     mask = model_kwargs.get("attention_mask")
     if media and mask is not None and len(mask) > 1:
         raise refused(

@@ -8,7 +8,7 @@ are plain:
 
 What the engine does itself costs nothing; a processor runs once for each node, with the node's own
 text. Whatever does not fit this order (`typical_p`, which comes after `top_p`) makes the end part
-of the middle, so the law is transformers' in every case.
+of the middle, so the distribution is transformers' in every case.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from eyas.hooks.refusals import check_processors
 
 __all__ = ["Distribution"]
 
-SEEDS = 2**63 - 1
+MAX_SEED = 2**63 - 1  # seeds are below it
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How each row of a batch draws its tokens, and when it ends at the latest."""
+    """The distribution of each row's tokens, and the limits of its length."""
 
     batch: Batch
     max_new_tokens: int
@@ -57,25 +57,26 @@ class Distribution:
     custom_criteria: bool  # whether there are stopping criteria other than EOS and the length
     sampling: Sampling  # without a seed
     min_tokens: int
-    processors: tuple[Any, ...]  # of transformers, in order
-    seeds: tuple[int, ...] = field(repr=False)  # of the rows; none where nothing is drawn
+    processors: tuple[Any, ...]  # processors of transformers, in order
+    seeds: tuple[int, ...] = field(repr=False)  # one for each row; none where nothing is drawn
 
     @classmethod
     def of(
         cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
     ) -> Distribution:
-        """The law of a call; draws the seeds from torch's generator, so `torch.manual_seed` decides
-        what is sampled."""
+        """The distribution of a call. Seeds are drawn from torch's generator, so
+        `torch.manual_seed` decides what is sampled."""
         check_processors(processors)
-        length, eos, others = _ends(criteria)
+        length, eos, others = _stopping_rules(criteria)
         new = length - batch.width
-        left = [p for p in processors if type(p) is not LogitNormalization]  # the last one; it changes no law
+        # LogitNormalization comes last and changes no distribution
+        left = [p for p in processors if type(p) is not LogitNormalization]
         settings: dict[str, Any] = {}
-        left, min_tokens = _beginning(left, batch, eos, settings)
+        left, min_tokens = _take_leading(left, batch, eos, settings)
         if config.do_sample:
             settings["temperature"] = 1.0
-            left = _end(left, settings)
-        seeds = torch.randint(SEEDS, (len(batch.prompts),)).tolist() if config.do_sample else ()
+            left = _take_trailing(left, settings)
+        seeds = torch.randint(MAX_SEED, (len(batch.prompts),)).tolist() if config.do_sample else ()
         for processor in left:
             check_processor(processor)
         sampling = Sampling(**settings)
@@ -101,14 +102,14 @@ class Distribution:
             allowed = processor._prefix_allowed_tokens_fn
             processor = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)
         rows = len(self.batch.prompts) if _may_know_rows(processor) else 1
-        hidden = self.batch.padding[row]
-        if rows == 1 and not hidden:
+        padding = self.batch.padding[row]
+        if rows == 1 and not padding:
             return processor  # type: ignore[no-any-return]
-        return _InBatch(processor, self.batch.ids_BT[row : row + 1, :hidden], rows, row)
+        return _InBatch(processor, self.batch.ids_BT[row : row + 1, :padding], rows, row)
 
 
 class _InBatch:
-    """A processor that sees a row's text behind the row's padding; and, where it may tell rows
+    """A processor that sees a row's text after the row's padding; and, where it may tell rows
     apart, as that row of a batch whose rows all hold this text."""
 
     def __init__(self, processor: Any, padding_1T: Tensor, rows: int, row: int) -> None:
@@ -132,7 +133,7 @@ def _may_know_rows(processor: Any) -> bool:
     return own_row or not kind.__module__.startswith("transformers.")
 
 
-def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:
+def _stopping_rules(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:
     """(the most tokens of a row, padding and prompt included; token ids that end it; whether there
     are other criteria)."""
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
@@ -141,10 +142,10 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:
     return min(lengths), eos, len(lengths) + len(ends) < len(criteria)
 
 
-def _beginning(
+def _take_leading(
     processors: Sequence[Any], batch: Batch, eos: frozenset[int], settings: dict[str, Any]
 ) -> tuple[list[Any], int]:
-    """(the processors behind those that the engine does first, its min_tokens); writes into
+    """(the processors after those that the engine does first, its min_tokens); writes into
     `settings`."""
     left, min_tokens = list(processors), 0
     if (
@@ -166,15 +167,19 @@ def _beginning(
     return left, min_tokens
 
 
-def _hides_padding(hidden: Any, batch: Batch) -> bool:
+def _hides_padding(ignored: Any, batch: Batch) -> bool:
     """Whether a repetition penalty leaves out the padding of every row and nothing else, as the
-    engine does."""
-    if isinstance(hidden, Tensor):
-        return tuple(hidden.tolist()) == batch.padding
-    return hidden is None and not any(batch.padding)
+    engine does.
+
+    Args:
+        ignored: number of leading tokens of each row that the penalty leaves out.
+    """
+    if isinstance(ignored, Tensor):
+        return tuple(ignored.tolist()) == batch.padding
+    return ignored is None and not any(batch.padding)
 
 
-def _end(processors: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
+def _take_trailing(processors: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
     """The processors before those that the engine does last; writes into `settings`."""
     left = list(processors)
     for kind, name in ((MinPLogitsWarper, "min_p"), (TopPLogitsWarper, "top_p"), (TopKLogitsWarper, "top_k")):

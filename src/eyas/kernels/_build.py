@@ -34,6 +34,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from eyas.errors import one_line
 from eyas.files import remove_leftovers, sha256_of_file, user_cache, write_atomically
 
 __all__ = ["UnavailableError", "library", "outcome"]
@@ -81,7 +82,7 @@ def outcome() -> ctypes.CDLL | str:
         return str(error)
     except (UnavailableError, OSError) as error:
         log.warning("eyas runs slower, without its compiled kernels: %s", error)
-        return " ".join(str(error).split())
+        return one_line(error)
 
 
 class _KnownFailureError(UnavailableError):
@@ -226,7 +227,7 @@ def _build(compiler: str, path: Path) -> None:
     command = _parse(compiler)
     log.info("the CPU kernels are compiled for this machine, once: some seconds (EYAS_KERNELS=off goes without)")
     remove_leftovers(path.parent)
-    for killed in path.parent.glob("build-*"):  # of dead processes: whoever compiles holds the lock
+    for killed in path.parent.glob("build-*"):  # folders of dead processes: whoever compiles holds the lock
         shutil.rmtree(killed, ignore_errors=True)
     problems = []
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:

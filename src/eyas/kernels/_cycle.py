@@ -47,7 +47,7 @@ def follow(
 
 
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-    """Move the nodes of each row's path to the slots behind its committed ones, in a cache [E, B,
+    """Move the nodes of each row's path to the slots after its committed ones, in a cache [E, B,
     K, slots, h] of float32."""
     length_B, path_BP = length_B.contiguous(), path_BP.contiguous()
     library().eyas_commit(
@@ -97,11 +97,11 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw a token at every node by the largest score + Gumbel noise; the largest score in greedy rows.
 
-    The noise is that of `sampling.GumbelNoise` for the position behind the node. It is computed
+    The noise is that of `sampling.GumbelNoise` for the position after the node. It is computed
     only for tokens that can still win.
 
     Args:
-        depth_BN: the nodes' depths below their roots, which stand at `position_B`.
+        depth_BN: the nodes' depths below their roots, which are at `position_B`.
 
     Returns:
         int64 [B, N] tokens; bool [B]: rows with a NaN score.

@@ -116,7 +116,9 @@ class Pending:
     count_R: Tensor  # int64
 
 
-def grow(net: Net, layer: Layers, plan: TreeOptions, forward: Pass, pending: Pending, root_tokens_R: Tensor) -> Grown:
+def grow(
+    net: Net, layer: Layers, tree_options: TreeOptions, forward: Pass, pending: Pending, root_tokens_R: Tensor
+) -> Grown:
     """Draft EAGLE-2's tree with a one-layer net, which first reads what is pending.
 
     Args:
@@ -124,9 +126,9 @@ def grow(net: Net, layer: Layers, plan: TreeOptions, forward: Pass, pending: Pen
         root_tokens_R: int64, the roots' tokens.
     """
     R, P = pending.tokens_RP.shape
-    K = min(plan.branch, net.head.outputs)
-    drafted = K + (plan.depth - 1) * K * K
-    N = 1 + min(plan.nodes - 1, drafted if plan.rerank else plan.depth * K)
+    K = min(tree_options.branch, net.head.outputs)
+    drafted = K + (tree_options.depth - 1) * K * K
+    N = 1 + min(tree_options.nodes - 1, drafted if tree_options.rerank else tree_options.depth * K)
     tokens, parents, depth = (torch.empty(R, N, dtype=torch.long) for _ in range(3))
     grown = Grown(
         tokens_BN=tokens,
@@ -140,8 +142,15 @@ def grow(net: Net, layer: Layers, plan: TreeOptions, forward: Pass, pending: Pen
         drafted_value_BX=torch.empty(R, 1 + drafted),
     )
     rule = _records.TreeOptions(
-        *(plan.depth, plan.branch, plan.nodes, plan.by_confidence, plan.rerank, plan.log_stop),
-        *(plan.inverse_temperature, address(plan.noise_RLv), address(plan.temperature_R)),
+        tree_options.depth,
+        tree_options.branch,
+        tree_options.nodes,
+        tree_options.by_confidence,
+        tree_options.rerank,
+        tree_options.log_stop,
+        tree_options.inverse_temperature,
+        address(tree_options.noise_RLv),
+        address(tree_options.temperature_R),
     )
     out = _records.Grown(*(address(getattr(grown, field.name)) for field in fields(grown)))
     with layer.lock:

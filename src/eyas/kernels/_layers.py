@@ -70,7 +70,7 @@ class Pass:
     position_RQ: Tensor
     """int64."""
     visible_RQT: Tensor
-    """bool: the visible ones of the T nodes behind the committed slots; the new nodes are the last
+    """bool: the visible ones of the T nodes after the committed slots; the new nodes are the last
     Q of them."""
     visible_in_window_RQT: Tensor
     """The same for layers with a window."""
@@ -94,7 +94,7 @@ class Layers:
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))
         self._buffers: dict[str, Tensor] = {}
         self._addresses: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by tokens, threads, score stride
-        self.lock = threading.Lock()  # of the buffers: during a call other Python threads run
+        self.lock = threading.Lock()  # lock of the buffers, as other Python threads run during a call
 
     @property
     def bytes(self) -> int:

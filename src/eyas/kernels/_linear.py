@@ -50,7 +50,7 @@ class Matrix:
     bias_O: Tensor | None
     inputs: int
     outputs: int  # without the padding
-    limbs: int = 3  # of activations for int8_vnni and int4; parts of them for bfloat16
+    limbs: int = 3  # limbs of an activation for int8_vnni and int4; its parts for bfloat16
 
     @property
     def padded(self) -> int:
@@ -71,25 +71,28 @@ class Matrix:
 # --- packing -------------------------------------------------------------------------------------
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None = None, form: WeightFormat = EXACT) -> Matrix:
-    """Pack a matrix in the narrowest kind that holds it without loss, or in the one that `form` rounds to."""
+def pack(weight_OI: Tensor, bias_O: Tensor | None = None, weight_format: WeightFormat = EXACT) -> Matrix:
+    """Pack a matrix in the narrowest kind that holds it without loss, or in the one that
+    `weight_format` rounds to."""
     outputs, inputs = weight_OI.shape
     padding = -outputs % PANEL
     weight_OI = F.pad(weight_OI.detach().float(), (0, 0, 0, padding))
     bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding)).contiguous()
-    limbs = LIMBS.get(form.activations, 3)
-    if form.weights == "int4" and not inputs % GROUP_SIZE and has_vnni():
+    limbs = LIMBS.get(weight_format.activations, 3)
+    if weight_format.weights == "int4" and not inputs % GROUP_SIZE and has_vnni():
         return Matrix("int4", _int4_panels(weight_OI), None, bias_O, inputs, outputs, limbs)
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     integer_OI = (weight_OI / scale_O[:, None]).round()
-    if form.weights in ("int8", "int4") or (form.weights == "exact" and _is_int8(weight_OI, integer_OI, scale_O)):
+    if weight_format.weights in ("int8", "int4") or (
+        weight_format.weights == "exact" and _is_int8(weight_OI, integer_OI, scale_O)
+    ):
         if inputs % LANES or not has_vnni():
             return Matrix("int8", _panels(integer_OI.to(torch.int8)), scale_O.contiguous(), bias_O, inputs, outputs)
         data = _panels((integer_OI + 128).to(torch.uint8), 4)
         return Matrix("int8_vnni", data, scale_O.contiguous(), bias_O, inputs, outputs, limbs)
     bf16_OI = weight_OI.bfloat16()
-    if not inputs % 2 and (form.weights == "bfloat16" or torch.equal(bf16_OI.float(), weight_OI)):
-        rounds_inputs = form.activations == "bfloat16" and not inputs % LANES and has_avx512_bf16()
+    if not inputs % 2 and (weight_format.weights == "bfloat16" or torch.equal(bf16_OI.float(), weight_OI)):
+        rounds_inputs = weight_format.activations == "bfloat16" and not inputs % LANES and has_avx512_bf16()
         return Matrix("bfloat16", _panels(bf16_OI, 2), None, bias_O, inputs, outputs, 1 if rounds_inputs else 3)
     return Matrix("float32", _panels(weight_OI), None, bias_O, inputs, outputs)
 
@@ -101,7 +104,7 @@ def _is_int8(weight_OI: Tensor, integer_OI: Tensor, scale_O: Tensor) -> bool:
 
 
 def pack_gated(
-    gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, form: WeightFormat = EXACT
+    gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, weight_format: WeightFormat = EXACT
 ) -> Matrix:
     """Pack both matrices of a gated MLP as one: every panel holds 16 gates, then their 16 ups. O: a
     multiple of 16."""
@@ -110,7 +113,7 @@ def pack_gated(
         parts = [part.reshape(-1, LANES, *part.shape[1:]) for part in (gate, up)]
         return torch.stack(parts, 1).flatten(0, 2)
 
-    return pack(interleaved(gate_OI, up_OI), None if bias_O is None else interleaved(*bias_O), form)
+    return pack(interleaved(gate_OI, up_OI), None if bias_O is None else interleaved(*bias_O), weight_format)
 
 
 def _int4_panels(weight_OI: Tensor) -> Tensor:

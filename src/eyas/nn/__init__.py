@@ -15,7 +15,7 @@ from eyas.nn._layers import (
     DecoderLayer,
     DraftCache,
     DraftSlots,
-    Keys,
+    KeysValues,
     LayerShape,
     RMSNorm,
     SwiGLU,
@@ -24,7 +24,7 @@ from eyas.nn._layers import (
     rope,
     rope_frequencies,
 )  # fmt: skip
-from eyas.nn._matrices import Fp8Matrices, Matrices
+from eyas.nn._matrices import JoinedFp8Linears, JoinedLinears
 from eyas.nn._packed import Documents, QueryRows, packed_attention
 
 __all__ = [
@@ -39,12 +39,12 @@ __all__ = [
     "DraftCache",
     "DraftSlots",
     "Fp8Linear",
-    "Fp8Matrices",
     "GpuLayer",
+    "JoinedFp8Linears",
+    "JoinedLinears",
     "KernelLinear",
-    "Keys",
+    "KeysValues",
     "LayerShape",
-    "Matrices",
     "QueryRows",
     "RMSNorm",
     "SwiGLU",

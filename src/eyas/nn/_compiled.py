@@ -14,7 +14,7 @@ __all__ = ["Backend", "Compiled"]
 Backend = str | Callable[..., Any]
 """A backend of torch.compile."""
 
-MAX_RECOMPILES = 64  # of one function, for different kinds of shapes; TORCH_LOGS=recompiles shows them
+MAX_RECOMPILES = 64  # limit per function, for different kinds of shapes; TORCH_LOGS=recompiles shows them
 
 
 class Compiled:

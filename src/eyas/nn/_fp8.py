@@ -1,5 +1,5 @@
-"""Linear layers in fp8 on GPUs that support it: half the bytes of bfloat16, which bound the time of
-a draft's levels.
+"""Linear layers in fp8 on GPUs that support it: half the bytes of bfloat16; reading weights
+dominates the time of a draft level.
 
 Weights are rounded to e4m3 with a scale per output, activations with a scale per row at every call.
 For draft nets only: it changes what is drafted, never the output text.
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from eyas.nn._matrices import Fp8Matrices
+from eyas.nn._matrices import JoinedFp8Linears
 
 __all__ = ["FP8_CAPABILITY", "Fp8Linear", "fp8"]
 
@@ -28,7 +28,7 @@ class Fp8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias  # unrounded, for readers of the module
-        self.matrix = Fp8Matrices([linear])
+        self.matrix = JoinedFp8Linears([linear])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matrix(x)[0]
@@ -40,6 +40,6 @@ def fp8(net: Net) -> Net:
     other = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())})
     for module in list(other.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and Fp8Matrices.suits([child]):
+            if type(child) is nn.Linear and JoinedFp8Linears.suits([child]):
                 setattr(module, name, Fp8Linear(child))
     return other

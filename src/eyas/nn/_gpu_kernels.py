@@ -2,7 +2,8 @@
 launches fifty.
 
 The copy shares the net's parameters. Matrices with one input become views of a common one
-(`Matrices`), or are rounded to fp8. A net in training is never converted. Not yet run on a GPU.
+(`JoinedLinears`), or are rounded to fp8. A net in training is never converted. Not yet run on a
+GPU.
 Letters: R rows, N nodes, D hidden, X inputs of attention, K key-value heads, W slots, h head size.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from eyas.gpu import RotaryTables, attention, rms_norm, rotate_and_store, swiglu
 from eyas.nn._fp8 import Fp8Linear
 from eyas.nn._layers import DecoderLayer, DraftCache, RMSNorm
-from eyas.nn._matrices import Fp8Matrices, Matrices
+from eyas.nn._matrices import JoinedFp8Linears, JoinedLinears
 
 __all__ = ["GpuLayer", "with_gpu_kernels"]
 
@@ -28,12 +29,16 @@ MOST_POSITIONS = 2**30  # tables grow with the text
 class GpuLayer:
     """A draft net's decoder layer by GPU kernels."""
 
-    def __init__(self, layer: DecoderLayer, rounds: bool) -> None:
+    def __init__(self, layer: DecoderLayer, fp8: bool) -> None:
         attention, mlp = layer.attention, layer.mlp
         self.shape = attention.shape
 
-        def matrices(*linears: nn.Linear) -> Matrices | Fp8Matrices:
-            return Fp8Matrices(linears) if rounds and Fp8Matrices.suits(linears) else Matrices(linears, joined=True)
+        def matrices(*linears: nn.Linear) -> JoinedLinears | JoinedFp8Linears:
+            return (
+                JoinedFp8Linears(linears)
+                if fp8 and JoinedFp8Linears.suits(linears)
+                else JoinedLinears(linears, joined=True)
+            )
 
         self.qkv, self.output = matrices(attention.q, attention.k, attention.v), matrices(attention.o)
         self.gate_up, self.down = matrices(mlp.gate, mlp.up), matrices(mlp.down)
@@ -49,7 +54,7 @@ class GpuLayer:
         self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
     ) -> Tensor | None:
         """The layer's output [R, N, D]; None for a cache that does not show its slots."""
-        if (slots := cache.slots_for_kernels()) is None:
+        if (slots := cache.gpu_kernel_view()) is None:
             return None
         N, T, h = position_RN.shape[1], slots.visible_RNT.shape[2], self.shape.head_dim
         q_RNHh = rotate_and_store(
@@ -71,13 +76,13 @@ def with_gpu_kernels(net: Net, draft_weights: str) -> Net:
     Args:
         draft_weights: "exact", or "fp8": rounded, which changes what is drafted, never the output text.
     """
-    copy, rounds = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())}), draft_weights == "fp8"
+    copy, fp8 = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())}), draft_weights == "fp8"
     for module in list(copy.modules()):
         if isinstance(module, RMSNorm):
             module.by_kernel = rms_norm
         if isinstance(module, DecoderLayer):
-            module.fused = GpuLayer(module, rounds)
+            module.fused = GpuLayer(module, fp8)
         for name, child in list(module.named_children()):
-            if rounds and type(child) is nn.Linear and Fp8Matrices.suits([child]):
+            if fp8 and type(child) is nn.Linear and JoinedFp8Linears.suits([child]):
                 setattr(module, name, Fp8Linear(child))
     return copy

@@ -1,10 +1,10 @@
 """The building blocks of LLaMA layers for draft nets.
 
 RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of
-the net. Attention reads a cache during decoding (`forward`) and a packed row of documents during
-training (`attend_packed`).
-Letters: R rows, N nodes or tokens, M tokens of a packed row, D hidden size, H heads, K key-value
-heads, h head size, W slots of the cache. This module knows no method and no target.
+the net. Attention reads a cache during decoding (`forward`) and a packed sequence of documents
+during training (`attend_packed`).
+Letters: R rows, N nodes or tokens, M tokens of a packed sequence, D hidden size, H heads, K
+key-value heads, h head size, W slots of the cache. This module knows no method and no target.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
     "Attention",
+    "CacheContents",
     "CpuLayer",
     "DecoderLayer",
     "DraftCache",
     "DraftSlots",
-    "Keys",
+    "KeysValues",
     "LayerShape",
     "RMSNorm",
     "SwiGLU",
@@ -55,14 +56,14 @@ class LayerShape:
     qkv_bias: bool = False
 
 
-Keys = tuple[Tensor, Tensor]  # keys and values
+KeysValues = tuple[Tensor, Tensor]  # keys and values
 
 
 class CacheContents(NamedTuple):
     """A draft net's cache as the CPU kernels see it."""
 
     length_R: Tensor  # int64; slots in use before the next nodes
-    visible_RNT: Tensor  # bool; which of the T nodes behind them each next node attends to
+    visible_RNT: Tensor  # bool; which of the T nodes after them each next node attends to
     store: Tensor  # [2, B, K, slots, h]: keys, values
     rows: Sequence[int]  # the R rows, in the store
 
@@ -71,7 +72,8 @@ class DraftSlots(NamedTuple):
     """A draft net's cache as the GPU kernels see it."""
 
     length_R: Tensor  # int64; slots in use before the next nodes
-    # bool; which of the T nodes behind them each next node attends to; the next nodes are the last of the T
+    # bool; which of the T nodes after them each next node attends to; the next nodes are the last
+    # of the T
     visible_RNT: Tensor
     key_RKWh: Tensor
     value_RKWh: Tensor
@@ -91,16 +93,16 @@ class DraftCache(Protocol):
         """The number of leading slots that the next nodes may attend to."""
         ...
 
-    def contents(self) -> CacheContents | None:
+    def cpu_kernel_view(self) -> CacheContents | None:
         """The cache's tensors for the CPU kernels, which store keys and values themselves; None for
         a cache that they cannot use."""
         ...
 
-    def slots_for_kernels(self) -> DraftSlots | None:
+    def gpu_kernel_view(self) -> DraftSlots | None:
         """The cache's tensors for the GPU kernels; None for a cache that they cannot use."""
         ...
 
-    def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Keys:
+    def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> KeysValues:
         """Store keys, not yet rotated, and values. Returns all visible ones, rotated, [R, K, W, h] each."""
         ...
 
@@ -228,18 +230,18 @@ class Attention(nn.Module):
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def attend_packed(
-        self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: Keys, later: Sequence[Keys] = ()
+        self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: KeysValues, later: Sequence[KeysValues] = ()
     ) -> Tensor:
-        """For training: attention of the query rows to a packed row's keys, and to those of later
-        steps at the same rows."""
+        """For training: attention of the query rows to a packed sequence's keys, and to those of
+        later steps at the same rows."""
         pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
         out_MHh = packed_attention(self.query(x_MD, position_M), *keys, queries, pair)
         return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
 
-    def keys(self, x_MD: Tensor, position_M: Tensor) -> Keys:
-        """For training: rotated keys and values [M, K, h] of a packed row."""
-        k_MKh, v_MKh = self.key_value(x_MD)
-        return rope(k_MKh, position_M, self.frequency(x_MD.device)), v_MKh
+    def rotated_key_value(self, x: Tensor, position: Tensor) -> KeysValues:
+        """Rotated keys and values [..., K, h]."""
+        k, v = self.key_value(x)
+        return rope(k, position, self.frequency(x.device)), v
 
 
 class SwiGLU(nn.Module):
@@ -268,15 +270,17 @@ class KernelLayer(Protocol):
 class CpuLayer:
     """A decoder layer computed by the CPU kernels, with a packed copy of its weights."""
 
-    def __init__(self, layer: DecoderLayer, form: kernels.WeightFormat, threads: kernels.ThreadCount = None) -> None:
+    def __init__(
+        self, layer: DecoderLayer, weight_format: kernels.WeightFormat, threads: kernels.ThreadCount = None
+    ) -> None:
         attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
         qkv = (attention.q, attention.k, attention.v)
         bias = torch.cat([m.bias for m in qkv]) if shape.qkv_bias else None
-        pack = partial(kernels.pack, form=form)
+        pack = partial(kernels.pack, weight_format=weight_format)
         packed = kernels.Layer(
             qkv=pack(torch.cat([m.weight for m in qkv]), bias),
             o=pack(attention.o.weight),
-            gate_up=kernels.pack_gated(mlp.gate.weight, mlp.up.weight, form=form),
+            gate_up=kernels.pack_gated(mlp.gate.weight, mlp.up.weight, weight_format=weight_format),
             down=pack(mlp.down.weight),
             norm=None,
             mlp_norm=layer.mlp_norm.weight.detach().clone(),
@@ -303,7 +307,7 @@ class CpuLayer:
         self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
     ) -> Tensor | None:
         """The layer's output; None for a cache that the kernels cannot use."""
-        contents = cache.contents()
+        contents = cache.cpu_kernel_view()
         if contents is None:
             return None
         x_RND = residual_RND.clone(memory_format=torch.contiguous_format)

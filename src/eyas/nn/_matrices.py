@@ -1,4 +1,4 @@
-"""Linear layers with one input, multiplied as one matrix.
+"""Linear layers that read the same input, multiplied as one matrix.
 
 Letters: D inputs, X outputs of all of them, M rows.
 """
@@ -14,14 +14,14 @@ from torch.nn.functional import ScalingType
 
 from eyas.gpu import quantise
 
-__all__ = ["Fp8Matrices", "Matrices"]
+__all__ = ["JoinedFp8Linears", "JoinedLinears"]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 
 
-class Matrices:
-    """Linear layers with one input.
+class JoinedLinears:
+    """Linear layers that read the same input.
 
     Args:
         joined: their weights become views of one matrix, which is multiplied at once.
@@ -47,9 +47,9 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-class Fp8Matrices:
-    """The same with weights in fp8: each output has its scale, each row of the input gets one in
-    every call. D is a multiple of 16."""
+class JoinedFp8Linears:
+    """`JoinedLinears` with weights in fp8; each output has its scale, each row of the input gets
+    one in every call. D is a multiple of 16."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]

@@ -1,16 +1,16 @@
 """Attention for training: documents end to end without padding, and the diagonals of the
 training-time test.
 
-A batch is one long row of N tokens, document after document; a token sees itself and the earlier
-tokens of its document. At step i of the training-time test (EAGLE-3, section 3.2) row t also sees
-the later steps' keys at its own index:
+A batch is one packed sequence of N tokens, document after document; a token attends to itself and
+the earlier tokens of its document. At step i of the training-time test (EAGLE-3, section 3.2) token
+t also attends to the later steps' keys at its own index:
 
     step 0 keys, causal         k0[begin of document] .. k0[t]
     step 1..i keys, diagonal    k1[t] .. ki[t]                        one softmax over both
 
-Only the rows whose loss counts are queries; other rows cost keys and values only. Scores exist for
-one block of queries at a time, in the forward and, recomputed, in the backward, so memory grows
-with N and never with N x N.
+Only the tokens whose loss counts are queries ("query rows"); the others cost keys and values only.
+Scores exist for one block of queries at a time, in the forward and, recomputed, in the backward, so
+memory grows with N and never with N x N.
 
 This module knows no net.
 Letters: N tokens, M query rows, H heads, K key-value heads, g query heads per key-value head, h
@@ -36,7 +36,7 @@ BLOCK = 128  # query rows at a time
 
 @dataclass(frozen=True)
 class Documents:
-    """The lengths of the documents of a packed row, in tokens."""
+    """The lengths of the documents of a packed sequence, in tokens."""
 
     lengths: tuple[int, ...]
 
@@ -50,7 +50,7 @@ class Documents:
         return begins.repeat_interleave(torch.tensor(self.lengths)).to(device)
 
     def end_N(self, device: torch.device | None = None) -> Tensor:
-        """int64: the index behind the last token of each token's document."""
+        """int64: the index after the last token of each token's document."""
         return torch.tensor(list(accumulate(self.lengths))).repeat_interleave(torch.tensor(self.lengths)).to(device)
 
     def position_N(self, device: torch.device | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The query rows of a packed batch; the same for all steps."""
+    """The query rows of a packed sequence; the same for all steps."""
 
     rows_M: Tensor
     begin_M: Tensor  # the first token of the row's document

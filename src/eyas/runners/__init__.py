@@ -1,9 +1,9 @@
 """Runners: ways to run the target's forward. `with_fastest_runner` chooses one for a target and a machine.
 
-cpu.py         compiled C++ kernels for the model types that they support; cpu_ops.py and cpu_grow.py: the rest of the cycle by kernels
-graphs.py      the model's own forward, or whole cycles, as CUDA graphs; recording.py: which part of a cycle is recorded
+cpu.py         compiled C++ kernels for some model types; cpu_ops.py, cpu_grow.py: the rest of the cycle
+graphs.py      the model's forward, or whole cycles, as CUDA graphs; recording.py: the recorded part of a cycle
 fused.py       layers of the LLaMA shape by few kernels, inside CUDA graphs
-gpu_ops.py     the rest of the cycle by GPU kernels; gpu_grow.py: dynamic trees; gpu_proof.py tries all of them before they are used
+gpu_ops.py     the rest of the cycle by GPU kernels; gpu_grow.py: dynamic trees; gpu_proof.py: tries all of them first
 warm_up.py     decodes a little before the first answer, for whatever is compiled
 compiled.py    other layers by torch.compile, inside CUDA graphs
 attention.py   grouped-query attention over trees without copies of keys and values
@@ -28,7 +28,7 @@ from eyas.gpu import available as has_gpu_kernels
 from eyas.kernels import WeightFormat, available, has_vnni
 from eyas.nn import FP8_CAPABILITY
 from eyas.runners.compiled import CompiledLayers
-from eyas.runners.cpu import UnsuitedError, runner
+from eyas.runners.cpu import UnsuitedError, make_cpu_runner
 from eyas.runners.cpu_ops import CpuCycleOps
 from eyas.runners.fused import fused_layers
 from eyas.runners.gpu_ops import GpuOps
@@ -36,7 +36,7 @@ from eyas.runners.gpu_proof import fault_of_kernels, fault_of_runner
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.warm_up import warm_up
 
-__all__ = ["UnsuitedError", "runner", "warm_up", "with_fastest_runner"]
+__all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 
 log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "compile", "off")
@@ -65,8 +65,9 @@ def with_fastest_runner(
             is then the rounded model's (`formats.WeightFormat`). With "int4" the lm_head is int8.
         activations: "exact", or rounded to "bfloat16" (for bfloat16 weights), "int16" or "int8" (for
             int8 and int4 weights); the output is then that of the model with rounded activations.
-        draft_weights: of draft nets, which changes guesses and never the text. "fp8": on GPUs with fp8
-            matrix products. "int4": by kernels, which otherwise round a draft's weights to int8.
+        draft_weights: format of draft nets, which changes guesses and never the text. "fp8": on
+            GPUs with fp8 matrix products. "int4": by kernels, which otherwise round a draft's
+            weights to int8.
 
     Raises:
         OptionError: an unknown value; rounded weights or activations that no kernel here supports.
@@ -80,11 +81,11 @@ def with_fastest_runner(
     if draft_weights == "fp8" and not _multiplies_fp8(target.device):
         least = ".".join(map(str, FP8_CAPABILITY))
         raise OptionError(
-            f"draft weights fp8 need a GPU of compute capability {least} or more; the target lies on {target.device}"
+            f"draft weights fp8 need a GPU of compute capability {least} or more; the target is on {target.device}"
         )
-    _without_cudnn_attention(target.device)
+    _disable_cudnn_attention(target.device)
     _warn_about_mixing(target)
-    made = copy(_run_by(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
+    made = copy(_with_runner(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
     if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_vnni()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
         raise OptionError(
@@ -94,7 +95,7 @@ def with_fastest_runner(
     return made
 
 
-def _run_by(target: Target, kernels: str, own: bool, weight_format: WeightFormat) -> Target:
+def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightFormat) -> Target:
     if target.adapters is not None:  # kernels and graphs would keep the weights of one adapter, or of none
         if not weight_format.exact:
             raise OptionError(
@@ -113,9 +114,9 @@ def _run_by(target: Target, kernels: str, own: bool, weight_format: WeightFormat
             else f"activations {weight_format.activations}"
         )
         if kernels == "off":
-            raise OptionError(f"{asked} are for the compiled kernels: leave kernels off out")
+            raise OptionError(f"{asked} are for the compiled kernels: remove kernels='off'")
         try:
-            return target.run_with(runner(target, weight_format))
+            return target.run_with(make_cpu_runner(target, weight_format))
         except UnsuitedError as why:
             raise OptionError(
                 f"{asked} are for the compiled kernels, and there are none for this model: {why}"
@@ -124,18 +125,19 @@ def _run_by(target: Target, kernels: str, own: bool, weight_format: WeightFormat
         return target
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
-    if target.device.type == "cuda" and target.quantised_by:  # not tried there
+    # CUDA graphs have not been tested with quantised layers
+    if target.device.type == "cuda" and target.quantised_by:
         if kernels != "auto":
             warnings.warn(
                 f"the model runs by its own forward: its layers are computed by {target.quantised_by}", stacklevel=4
             )
         return target
     if target.device.type == "cuda":
-        return _by_graphs(target, kernels, own)
+        return _with_graphs(target, kernels, own)
     if kernels == "compile":
-        raise OptionError(f"kernels compile is for GPUs, and the target lies on {target.device}: leave it out")
+        raise OptionError(f"kernels compile is for GPUs, and the target is on {target.device}: leave it out")
     try:
-        return target.run_with(runner(target))
+        return target.run_with(make_cpu_runner(target))
     except UnsuitedError as why:
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)
@@ -165,7 +167,7 @@ def _with_cycle_kernels(target: Target) -> Target:
     return target.run_with(ModelRunner(CpuCycleOps()))
 
 
-def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
+def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
     """The target by CUDA graphs, once its kernels and a graph have given the numbers of the model's
     own forward; else as it is."""
     if rope := _growing_rope(target):
@@ -178,7 +180,7 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
     if target.has_several_devices:
         if kernels != "auto":
             warnings.warn(
-                "no CUDA graphs: the model's layers lie on several devices, and a graph belongs to one", stacklevel=5
+                "no CUDA graphs: the model's layers are on several devices, and a graph belongs to one", stacklevel=5
             )
         return target
     if has_offloaded_weights(target.model) or is_tensor_parallel(target.model):
@@ -199,7 +201,7 @@ def _by_graphs(target: Target, kernels: str, own: bool) -> Target:
         "GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)"
     )
     ops = _ops_for(target.device)
-    fused = None if ops is REFERENCE else fused_layers(target, joins=own)
+    fused = None if ops is REFERENCE else fused_layers(target, join_weights=own)
     compiled = CompiledLayers(target.family.layers) if kernels == "compile" else None
     made = GraphRunner(target, compiled=compiled, fused=fused, ops=ops)
     if fault := fault_of_runner(target, made):
@@ -219,8 +221,8 @@ def _ops_for(device: torch.device) -> Ops:
     return ops
 
 
-def _without_cudnn_attention(device: torch.device) -> None:
-    """Switch torch's cuDNN attention off, for this process, where a target lies on a GPU.
+def _disable_cudnn_attention(device: torch.device) -> None:
+    """Switch torch's cuDNN attention off, for this process, if the target is on a GPU.
 
     It makes a plan for every new shape, and the shapes of growing texts are always new; and with
     fewer than 8 key-value heads cuDNN 9.19 has returned wrong numbers (pytorch issue 193893, on

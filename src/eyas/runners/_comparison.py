@@ -10,9 +10,7 @@ from eyas.core.tree import TargetOutput, Tree
 
 __all__ = ["UnsuitedError", "compare", "output_pairs"]
 
-TOLERANCE = {
-    torch.float32: 1e-4
-}  # tolerance, relative to the norm of all numbers; other orders of summation change less
+TOLERANCE = {torch.float32: 1e-4}  # relative to the norm of all numbers; other orders of summation change less
 CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
 
 

@@ -20,14 +20,14 @@ __all__ = ["Threads"]
 
 SLOW = 3.0  # a forward is slow if it takes this many times the usual time
 # slow forwards after which one thread is used; each usual forward between them takes back a quarter of one
-STRIKES = 3.0
+SLOW_LIMIT = 3.0
 # With every forward the usual time, which is the shortest one, is multiplied by this: texts become
 # longer, and clocks slower.
 FORGET = 1.01
-REST, LONGEST_REST = 2.0, 60.0  # seconds on one thread: at first, and at most
-EVERY = 32  # every so many forwards one tries twice the threads
+SINGLE_THREAD_SECONDS, MAX_SINGLE_THREAD_SECONDS = 2.0, 60.0  # time on one thread: at first, and at most
+TRIAL_INTERVAL = 32  # forwards from one that tries twice the threads to the next
 # the number is doubled after this many trials in a row that took less than this share of the usual time
-FASTER, WINS = 0.9, 3
+FASTER, WINS_TO_DOUBLE = 0.9, 3
 
 
 class Threads:
@@ -40,7 +40,7 @@ class Threads:
 
     def __init__(self, most: int, ceiling: int = 0) -> None:
         self.most, self.ceiling = most, max(most, ceiling)
-        self.strikes, self.rest = 0.0, REST
+        self.strikes, self.rest = 0.0, SINGLE_THREAD_SECONDS
         self.until = -1.0  # the time until which one thread is used
         self._usual: dict[Hashable, float] = {}
         self._passes, self._wins = 0, 0
@@ -55,7 +55,7 @@ class Threads:
         return min(2 * self.most, self.ceiling) if self._tries(clock) else self.now(clock)
 
     def _tries(self, began: float) -> bool:
-        return began >= self.until and self.most < self.ceiling and self._passes % EVERY == 0
+        return began >= self.until and self.most < self.ceiling and self._passes % TRIAL_INTERVAL == 0
 
     def learn(self, kind: Hashable, began: float, ended: float) -> None:
         """Learn from a forward, for which `next` was called when it began. `kind`: forwards of one
@@ -65,7 +65,7 @@ class Threads:
             return
         if self._tries(began):
             self._wins = self._wins + 1 if usual is not None and took < FASTER * usual else 0
-            if self._wins >= WINS:
+            if self._wins >= WINS_TO_DOUBLE:
                 self.most, self._wins = min(2 * self.most, self.ceiling), 0
                 self._usual.clear()
             return
@@ -75,9 +75,9 @@ class Threads:
         if usual is None or took < SLOW * usual:
             self.strikes = max(0.0, self.strikes - 0.25)
             if not self.strikes:
-                self.rest = max(REST, self.rest / 1.001)
+                self.rest = max(SINGLE_THREAD_SECONDS, self.rest / 1.001)
             return
         self.strikes += 1
-        if self.strikes >= STRIKES:
+        if self.strikes >= SLOW_LIMIT:
             self.strikes, self.until = 0.0, ended + self.rest
-            self.rest = min(2 * self.rest, LONGEST_REST)
+            self.rest = min(2 * self.rest, MAX_SINGLE_THREAD_SECONDS)

@@ -3,7 +3,8 @@
 With a mask and more than one query token, transformers' sdpa repeats keys and values for every
 query head: with four query heads for each key-value head, every layer of every forward reads and
 writes four times the cache. This attention reads keys and values in place (`nn.grouped_attention`).
-It is registered with transformers under NAME; within `packed`, models with sdpa attention use it.
+It is registered with transformers under NAME; within `grouped_attention_enabled`, models with sdpa
+attention use it.
 
 Letters: B rows, K key-value heads, G query heads that share one, N new nodes, W slots, h width of a head.
 """
@@ -21,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from eyas.nn import grouped_attention
 
-__all__ = ["NAME", "attend", "packed"]
+__all__ = ["NAME", "attend", "grouped_attention_enabled"]
 
 NAME = "eyas_packed"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # keyword arguments of other kinds of attention
@@ -55,7 +56,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 @contextmanager
-def packed(layers: nn.ModuleList) -> Iterator[None]:
+def grouped_attention_enabled(layers: nn.ModuleList) -> Iterator[None]:
     """Within this context, layers with sdpa attention use `attend`."""
     all_configs: list[Any] = [getattr(module, "config", None) for module in layers.modules()]
     configs = {id(config): config for config in all_configs if getattr(config, "_attn_implementation", None) == "sdpa"}

@@ -34,7 +34,7 @@ class CompiledLayers:
     def storing_in(self, cache: KVCache) -> Iterator[None]:
         """Within this context the model's forwards run the compiled layers and store keys and
         values in `cache`."""
-        # others have a forward that somebody else replaced
+        # layers whose forward was already replaced are left alone
         layers = [layer for layer in self.layers if "forward" not in layer.__dict__]
         for layer in layers:
             layer.__dict__["forward"] = self._forward(layer, self.numbers[layer], cache)
@@ -48,9 +48,9 @@ class CompiledLayers:
         compiled = self._by_type[type(layer)]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            layer_cache = cache.layer_view(number) if cache.stores_of(number) else cache
-            args = tuple(layer_cache if x is cache else x for x in args)
-            return compiled(layer, *args, **{name: layer_cache if x is cache else x for name, x in kwargs.items()})
+            layer_view = cache.layer_view(number) if cache.stores_of(number) else cache
+            args = tuple(layer_view if x is cache else x for x in args)
+            return compiled(layer, *args, **{name: layer_view if x is cache else x for name, x in kwargs.items()})
 
         return forward
 

@@ -29,25 +29,26 @@ from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
 from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat
 from eyas.runners._comparison import UnsuitedError, output_pairs
+from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import CpuOps
 
-__all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "runner"]
+__all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
 
 # Model types whose decoder layers are: norm, attention with RoPE (norms of heads and biases are
 # optional), norm, gated MLP.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
-TOLERANCE = 1e-4  # tolerance, relative to the largest logit: another order of summation changes less
+TOLERANCE = 1e-4  # relative to the largest logit; another order of summation changes less
 
 
-def runner(target: Target, weight_format: WeightFormat = EXACT) -> CpuRunner:
-    """A runner for the target.
+def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT) -> CpuRunner:
+    """The target's runner by compiled kernels.
 
     Args:
-        weight_format: the number format of its linear layers. A rounded format makes another target: plain
-            decoding and trees both use it.
+        weight_format: the number format of its linear layers. A rounded format makes another
+            target: plain decoding and trees both use it.
 
     Raises:
         UnsuitedError: the kernels cannot run this target, or this machine lacks what the format needs.
@@ -57,7 +58,7 @@ def runner(target: Target, weight_format: WeightFormat = EXACT) -> CpuRunner:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     made = CpuRunner(target)
     made.check()
-    made.check_form(weight_format)
+    made.check_weight_format(weight_format)
     made = made if weight_format.exact else CpuRunner(target, weight_format)
     made.choose_threads()
     return made
@@ -75,23 +76,20 @@ class CpuRunner:
         _refuse(target)
         self.target = target
         self.weight_format = weight_format
-        config, family = target.model.config, target.family
+        family = target.family
         layers: Any = family.layers
         first = layers[0].self_attn
         head_dim = int(first.head_dim)
         self.shape = LayerSizes(
             target.hidden_size, first.q_proj.out_features // head_dim, first.k_proj.out_features // head_dim, head_dim,
-            layers[0].mlp.gate_proj.out_features, _eps(layers[0].input_layernorm), float(first.scaling),
+            layers[0].mlp.gate_proj.out_features, norm_eps(layers[0].input_layernorm), float(first.scaling),
         )  # fmt: skip
-        kinds = getattr(config, "layer_types", None) or [
-            "sliding_attention" if family.window else "full_attention"
-        ] * len(layers)
-        windows = [(family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
+        windows = layer_windows(target)
         self.layers = Layers(
             self.shape, [_layer(layer, window, weight_format) for layer, window in zip(layers, windows, strict=True)]
         )
         base: Any = family.base
-        self.norm_D, self.eps = base.norm.weight.detach().float(), _eps(base.norm)
+        self.norm_D, self.eps = base.norm.weight.detach().float(), norm_eps(base.norm)
         head: Any = family.head
         self.output = kernels.pack(
             head.weight,
@@ -100,18 +98,18 @@ class CpuRunner:
         )
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
-        self.pace = Threads(torch.get_num_threads())
+        self.thread_chooser = Threads(torch.get_num_threads())
         self.ops: Ops = CpuOps(self.current_threads, self.output)
 
     @property
     def threads(self) -> int | None:
         """The number of threads of a pass while no other process takes the cores."""
-        return self.pace.most
+        return self.thread_chooser.most
 
     @property
     def current_threads(self) -> ThreadCount:
         """The number of threads at the moment, for kernels outside of the forward."""
-        return lambda: self.pace.now(time.perf_counter())
+        return lambda: self.thread_chooser.now(time.perf_counter())
 
     @torch.inference_mode()
     def choose_threads(self) -> None:
@@ -123,13 +121,13 @@ class CpuRunner:
         tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long), Tree.chain(1, 4)
         for turn in range(TURNS):
             for count in counts:
-                self.pace = Threads(count)
+                self.thread_chooser = Threads(count)
                 began = time.perf_counter()
                 session.forward(tokens_1N, tree)
                 if turn:  # the first is the warm-up
                     took[count].append(time.perf_counter() - began)
-        self.pace = Threads(min(counts, key=lambda count: sum(took[count])), most)
-        self.layers.threads = self.pace.most
+        self.thread_chooser = Threads(min(counts, key=lambda count: sum(took[count])), most)
+        self.layers.threads = self.thread_chooser.most
 
     @property
     def bytes(self) -> int:
@@ -138,10 +136,10 @@ class CpuRunner:
 
     def __call__(self, inputs: ForwardInput) -> TargetOutput:
         began, (R, Q) = time.perf_counter(), inputs.tokens_RQ.shape
-        self.layers.threads = self.pace.next(began)
-        seen = self._run(inputs)
-        self.pace.learn((R * Q, inputs.width // 512), began, time.perf_counter())
-        return seen
+        self.layers.threads = self.thread_chooser.next(began)
+        output = self._run(inputs)
+        self.thread_chooser.learn((R * Q, inputs.width // 512), began, time.perf_counter())
+        return output
 
     def _run(self, inputs: ForwardInput) -> TargetOutput:
         R, Q = inputs.tokens_RQ.shape
@@ -151,7 +149,7 @@ class CpuRunner:
         inner = sorted({k for k in inputs.feature_layers if k < target.num_layers})
         in_order = list(inputs.feature_layers) == inner or list(inputs.feature_layers) == [*inner, target.num_layers]
         taps_MF = features_MF if in_order else torch.empty(R * Q, D * len(inner))
-        self.layers(x_MD, self._where(inputs), inner, taps_MF)
+        self.layers(x_MD, self._attention_pass(inputs), inner, taps_MF)
         last_MD = (
             features_MF[:, D * len(inner) :]
             if in_order and target.num_layers in inputs.feature_layers
@@ -171,7 +169,7 @@ class CpuRunner:
             made = CpuRunner(other, kernels.draft_format(draft_weights))
         except UnsuitedError:
             return other
-        made.pace = self.pace
+        made.thread_chooser = self.thread_chooser
         return other.run_with(made)
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
@@ -188,7 +186,7 @@ class CpuRunner:
         kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD, self.layers.threads)
         return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:], self.layers.threads)
 
-    def _where(self, inputs: ForwardInput) -> Pass:
+    def _attention_pass(self, inputs: ForwardInput) -> Pass:
         if inputs.width > len(self._cosine):
             self._extend(inputs.width)
         visible_RQT = near_RQT = inputs.visible_RQT.contiguous()
@@ -207,17 +205,17 @@ class CpuRunner:
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
-    def check_form(self, weight_format: WeightFormat) -> None:
+    def check_weight_format(self, weight_format: WeightFormat) -> None:
         """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if
         its activations would change nothing, as weights are kept otherwise."""
-        halves = weight_format.activations == "bfloat16"
+        bfloat16_activations = weight_format.activations == "bfloat16"
         if (
-            not halves
+            not bfloat16_activations
             and (weight_format.weights == "int4" or weight_format.activations != "exact")
             and not kernels.has_vnni()
         ):
             raise UnsuitedError("this CPU has no int8 dot-product instructions (AVX-512 VNNI)")
-        if halves and not kernels.has_avx512_bf16():
+        if bfloat16_activations and not kernels.has_avx512_bf16():
             raise UnsuitedError("this CPU has no bfloat16 dot-product instructions (AVX-512 BF16)")
         if weight_format.activations == "exact":
             return
@@ -226,7 +224,7 @@ class CpuRunner:
             layers = self.layers.layers
             matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
             kinds = ["int8" if m.kind == "int8_vnni" else m.kind for m in matrices]
-        suited = ("bfloat16",) if halves else ("int8", "int4")
+        suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
         if other := next((kind for kind in kinds if kind not in suited), None):
             instead = {
                 "bfloat16": ", or activations bfloat16",
@@ -285,10 +283,6 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError("the kernels need widths that are multiples of 32, the same in every layer")
     if getattr(config, "hidden_act", "silu") != "silu" or family.softcap is not None or family.logit_scale != 1.0:
         raise UnsuitedError("the kernels know silu, and no softcap or scale of logits")
-
-
-def _eps(norm: Any) -> float:
-    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
 
 
 def _layer(layer: Any, window: int, weight_format: WeightFormat) -> kernels.Layer:

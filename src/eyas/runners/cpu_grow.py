@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from eyas.core.cache import DraftKVCache
     from eyas.core.target import Target
 
-__all__ = ["CpuTreeBuilder", "grower_of"]
+__all__ = ["CpuTreeBuilder", "tree_builder_of"]
 
 
-def grower_of(
+def tree_builder_of(
     target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix
 ) -> CpuTreeBuilder | None:
-    """The fused_tree_builder of an EAGLE net that runs by kernels; None when the kernels cannot grow trees with it.
+    """The tree builder of an EAGLE net that runs by kernels; None if the kernels cannot grow trees
+    with it.
 
     Args:
         own_table: [V, D] embeddings, if they are not the target's.
@@ -74,8 +75,8 @@ def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.
             hidden_norm_D=net.layer.hidden_norm.weight.detach(),
             norm_D=net.norm.weight.detach(),
             ids_v=ids_v,
-            residual_normed=net.plan.norm_before_residual,
-            norm_output=net.plan.norm_output,
+            residual_normed=net.architecture.norm_before_residual,
+            norm_output=net.architecture.norm_output,
         )
     return None
 
@@ -86,18 +87,14 @@ def _fusing_matrix(net: Any) -> kernels.Matrix | None:
     return net.fc.matrix if fc_only and not net.fc.matrix.inputs % 16 else None
 
 
-def _temperature_only(sampling: Sampling) -> bool:
-    """Whether the row's distribution is softmax(logits / temperature), or the argmax."""
-    return (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
-
-
 @lru_cache(maxsize=64)
 def _temperatures(sampling: tuple[Sampling, ...]) -> Tensor:
     return torch.tensor([0.0 if s.greedy else s.temperature for s in sampling], dtype=torch.float32)
 
 
 @cache
-def _one_node(rows: int) -> Tensor:
+def _one_node_mask(rows: int) -> Tensor:
+    """The tree mask of one node in each row."""
     return torch.ones(rows, 1, 1, dtype=torch.bool)
 
 
@@ -109,7 +106,7 @@ class CpuTreeBuilder:
 
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
-        return cycle_input.adjustments is None and all(_temperature_only(sampling) for sampling in cycle_input.sampling)
+        return cycle_input.adjustments is None and not any(sampling.has_filters for sampling in cycle_input.sampling)
 
     @property
     def fuses_features(self) -> bool:
@@ -123,17 +120,17 @@ class CpuTreeBuilder:
         rows: Sequence[int] = cycle_input.active_rows or range(len(length_B))
         row_R = None if len(rows) == len(length_B) else torch.tensor(rows)
 
-        def of(x_BX: Tensor) -> Tensor:
-            """Without empty rows."""
+        def active(x_BX: Tensor) -> Tensor:
+            """The tensor without empty rows."""
             return x_BX if row_R is None else x_BX[row_R]
 
-        pending = kernels.Pending(of(features_BPF).contiguous(), of(tokens_BP), of(count_B))
+        pending = kernels.Pending(active(features_BPF).contiguous(), active(tokens_BP), active(count_B))
         noise_RLv = None
         if tree.noise == "coupled" and not cycle_input.noise.all_greedy:
             vocab = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
             depth_L = torch.arange(1, tree.depth + 1)
-            noise_RLv = of(cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, vocab))
-        plan = kernels.TreeOptions(
+            noise_RLv = active(cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, vocab))
+        tree_options = kernels.TreeOptions(
             depth=tree.depth,
             branch=tree.branch,
             nodes=tree.nodes,
@@ -141,17 +138,19 @@ class CpuTreeBuilder:
             rerank=tree.rerank,
             log_stop=tree.log_stop,
             inverse_temperature=1 / tree.confidence_temperature,
-            temperature_R=of(_temperatures(cycle_input.sampling)),
+            temperature_R=active(_temperatures(cycle_input.sampling)),
             noise_RLv=noise_RLv,
         )
-        length_R = of(length_B)
+        length_R = active(length_B)
         position_R1 = length_R[:, None]
         cache.prepare(rows, lambda: position_R1, width)
-        cache.set_mask(length_R, _one_node(len(rows)))
-        contents = cache.contents()
+        cache.set_mask(length_R, _one_node_mask(len(rows)))
+        contents = cache.cpu_kernel_view()
         assert contents is not None, "the kernels do not support a window"
         attention_pass = self.layer.attention_pass(contents, position_R1, width)
-        grown = kernels.grow(self.net, self.layer.layer, plan, attention_pass, pending, of(cycle_input.tokens_B))
+        grown = kernels.grow(
+            self.net, self.layer.layer, tree_options, attention_pass, pending, active(cycle_input.tokens_B)
+        )
         grown = grown if row_R is None else grown.spread(row_R, cycle_input.tokens_B)
         drafted_tree = Tree(grown.parents_BN, grown.acceptable_BN, grown.depth_BN, grown.mask_BNN, tree.depth)
         drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if tree.rerank else None

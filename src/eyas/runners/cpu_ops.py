@@ -14,7 +14,7 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.nn import with_cpu_kernels
-from eyas.runners.cpu_grow import grower_of
+from eyas.runners.cpu_grow import tree_builder_of
 
 __all__ = ["CpuCycleOps", "CpuNoise", "CpuOps"]
 
@@ -27,7 +27,7 @@ class CpuNoise(GumbelNoise):
 
 
 class CpuCycleOps(Ops):
-    """Draws, paths and commits by kernels, whatever runs the model's forward."""
+    """Draws, paths and commits by kernels, with any runner of the model's forward."""
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         return CpuNoise.of(sampling, device)
@@ -59,7 +59,7 @@ class CpuOps(CpuCycleOps):
         lm_head: the target's lm_head, packed for the kernels.
     """
 
-    draft_formats = ("exact", "int4")
+    draft_formats = ("exact", "int4")  # "exact" is int8 here (`kernels.draft_format`)
 
     def __init__(self, threads: kernels.ThreadCount, lm_head: kernels.Matrix) -> None:
         self.threads, self.lm_head = threads, lm_head
@@ -70,4 +70,4 @@ class CpuOps(CpuCycleOps):
     def fused_tree_builder(
         self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
     ) -> FusedTreeBuilder | None:
-        return grower_of(target, net, embeddings, draft_ids_v, self.lm_head)
+        return tree_builder_of(target, net, embeddings, draft_ids_v, self.lm_head)

@@ -33,8 +33,9 @@ from eyas.core import families
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.gpu import RotaryTables, add_norm, attention, available, rotate_and_store, swiglu
-from eyas.nn import Matrices
+from eyas.nn import JoinedLinears
 from eyas.runners._comparison import UnsuitedError, compare
+from eyas.runners._layer_settings import layer_windows, norm_eps
 
 __all__ = ["FusedRunner", "GpuModelLayers", "check", "fused_layers"]
 
@@ -46,17 +47,17 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 @dataclass(frozen=True)
 class _Layer:
-    number: int  # in the cache
-    window: int  # positions that it sees; 0: all
-    scale: float  # of scores
+    number: int  # its index in the cache
+    window: int  # positions that it attends to; 0: all
+    scale: float  # attention scale
     norm_D: Tensor
     mlp_norm_D: Tensor
     eps: float
-    qkv: Matrices
+    qkv: JoinedLinears
     q_norm_h: Tensor | None
     k_norm_h: Tensor | None
     output: nn.Linear
-    gate_up: Matrices | None  # None: `mlp` is called as a whole
+    gate_up: JoinedLinears | None  # None: `mlp` is called as a whole
     mlp: Any
 
 
@@ -64,22 +65,23 @@ class GpuModelLayers:
     """The layers of one target, run by eyas' own loop.
 
     Args:
-        joins: whether matrices with one input are joined: for models that nobody else uses.
+        join_weights: whether matrices with the same input are joined: for models that nobody else
+            uses.
 
     Raises:
-        UnsuitedError: the layers have another shape. Whether they compute something else is seen by
-            `check`.
+        UnsuitedError: the layers have another shape. `check` finds out whether they compute
+            something else.
     """
 
-    def __init__(self, target: Target, joins: bool) -> None:
+    def __init__(self, target: Target, join_weights: bool) -> None:
         _refuse(target)
         base: Any = target.family.base
-        kinds = getattr(target.model.config, "layer_types", None)
-        kinds = kinds or ["sliding_attention" if target.family.window else "full_attention"] * target.num_layers
-        windows = [(target.family.window or 0) if kind == "sliding_attention" else 0 for kind in kinds]
+        windows = layer_windows(target)
         self.target = target
-        self.norm_D, self.eps = base.norm.weight.detach(), _eps(base.norm)
-        self.layers = [_layer(layer, place, windows[place], joins) for place, layer in enumerate(target.family.layers)]
+        self.norm_D, self.eps = base.norm.weight.detach(), norm_eps(base.norm)
+        self.layers = [
+            _layer(layer, place, windows[place], join_weights) for place, layer in enumerate(target.family.layers)
+        ]
         self._rotary: nn.Module = base.rotary_emb
         self.tables = RotaryTables(self._cosines, target.context)
 
@@ -102,8 +104,8 @@ class GpuModelLayers:
             update, residual = _mlp(layer, normed), hidden
         features[target.num_layers] = last = add_norm(update, residual, self.norm_D, self.eps)[1]
         logits = families.head(target.family, last[:, -1:] if inputs.last_only else last)
-        chosen = [features[k] for k in inputs.feature_layers] or [last[..., :0]]
-        return TargetOutput(logits, torch.cat(chosen, dim=-1) if len(chosen) > 1 else chosen[0])
+        read = [features[k] for k in inputs.feature_layers] or [last[..., :0]]
+        return TargetOutput(logits, torch.cat(read, dim=-1) if len(read) > 1 else read[0])
 
     def _attend(self, layer: _Layer, normed: Tensor, inputs: ForwardInput, tables: tuple[Tensor, Tensor]) -> Tensor:
         """The heads' outputs [R, Q, heads x h], before the output matrix."""
@@ -114,7 +116,7 @@ class GpuModelLayers:
             layer.q_norm_h, layer.k_norm_h, layer.eps, None,
         )  # fmt: skip
         visible_RQT = inputs.visible_RQT
-        if 0 < layer.window < T:  # else no two nodes are that far apart
+        if 0 < layer.window < T:  # else no two nodes are farther apart than the window
             visible_RQT = visible_RQT & (inputs.depth_RT[:, T - Q :, None] - inputs.depth_RT[:, None] < layer.window)
         seen = slice(0, inputs.width)
         return attention(
@@ -128,7 +130,7 @@ def _mlp(layer: _Layer, x: Tensor) -> Tensor:
     return layer.mlp.down_proj(swiglu(*layer.gate_up(x)))  # type: ignore[no-any-return]
 
 
-def _layer(layer: Any, place: int, window: int, joins: bool) -> _Layer:
+def _layer(layer: Any, place: int, window: int, join_weights: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     gated = all(type(getattr(mlp, name, None)) is nn.Linear for name in ("gate_proj", "up_proj", "down_proj"))
     return _Layer(
@@ -137,12 +139,12 @@ def _layer(layer: Any, place: int, window: int, joins: bool) -> _Layer:
         scale=float(attention.scaling),
         norm_D=layer.input_layernorm.weight.detach(),
         mlp_norm_D=layer.post_attention_layernorm.weight.detach(),
-        eps=_eps(layer.input_layernorm),
-        qkv=Matrices((attention.q_proj, attention.k_proj, attention.v_proj), joins),
+        eps=norm_eps(layer.input_layernorm),
+        qkv=JoinedLinears((attention.q_proj, attention.k_proj, attention.v_proj), join_weights),
         q_norm_h=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
         k_norm_h=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
         output=attention.o_proj,
-        gate_up=Matrices((mlp.gate_proj, mlp.up_proj), joins) if gated else None,
+        gate_up=JoinedLinears((mlp.gate_proj, mlp.up_proj), join_weights) if gated else None,
         mlp=mlp,
     )
 
@@ -161,17 +163,17 @@ class FusedRunner(ModelRunner):
         return self.fused(inputs)
 
 
-def fused_layers(target: Target, joins: bool) -> GpuModelLayers | None:
+def fused_layers(target: Target, join_weights: bool) -> GpuModelLayers | None:
     """The layers of the target by kernels, compared with its own; None where there are no kernels
     or other layers."""
     if not available(target.device):
         return None
     try:
-        check(fused := GpuModelLayers(target, joins=False))
+        check(fused := GpuModelLayers(target, join_weights=False))
     except UnsuitedError as why:
         log.info("layers run by the model's own code: %s", why)
         return None
-    return GpuModelLayers(target, joins=True) if joins else fused
+    return GpuModelLayers(target, join_weights=True) if join_weights else fused
 
 
 def check(fused: GpuModelLayers) -> None:
@@ -195,7 +197,7 @@ def _refuse(target: Target) -> None:
 
 
 def _fault(layer: Any) -> str:
-    """Why a layer has not the shape; "" if it has."""
+    """The reason for which a layer does not have this shape; "" if it has."""
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return "its modules are not a norm, attention, a norm and an MLP"
     attention = layer.self_attn
@@ -213,7 +215,3 @@ def _fault(layer: Any) -> str:
     ):
         return "somebody else has hooks in it, or has replaced its forward"
     return ""
-
-
-def _eps(norm: Any) -> float:
-    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))

@@ -12,7 +12,7 @@ the root, M kept nodes, D hidden, v draft vocabulary, T nodes in slots.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eyas import gpu
 from eyas.core.drafter import CycleInput
+from eyas.core.sampling import equal_but_for_seeds
 from eyas.core.tree import Draft, FullDraft, Tree
 from eyas.drafters._grow import DynamicTree
 
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from eyas.core.cache import DraftKVCache
     from eyas.core.target import Target
 
-__all__ = ["GpuTreeBuilder", "grower_of"]
+__all__ = ["GpuTreeBuilder", "tree_builder_of"]
 
 
-def grower_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> GpuTreeBuilder | None:
-    """The fused_tree_builder of an EAGLE net whose layer runs by kernels; None for other nets.
+def tree_builder_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> GpuTreeBuilder | None:
+    """The tree builder of an EAGLE net whose layer runs by kernels; None for other nets.
 
     Args:
         own_table: [V, D] embeddings, if they are not the target's.
@@ -92,9 +93,7 @@ class GpuTreeBuilder:
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
         """Whether all rows share a Sampling, and their scores do not depend on the text."""
-        first = cycle_input.sampling[0]
-        alike = all(replace(sampling, seed=first.seed) == first for sampling in cycle_input.sampling)
-        return alike and cycle_input.adjustments is None
+        return equal_but_for_seeds(cycle_input.sampling) and cycle_input.adjustments is None
 
     def __call__(
         self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: DraftKVCache,

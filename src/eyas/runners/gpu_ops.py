@@ -1,7 +1,7 @@
 """The operations of a cycle by the GPU kernels: the results of `core.ops.Ops`, which is the reference.
 
 Draws: the reference adds score and noise in float32 after a log softmax, the kernel adds the same
-float32 noise to the score in float64. So the ids are equal unless two tokens lie closer than the
+float32 noise to the score in float64. So the ids are equal unless two tokens are closer than the
 reference rounds, about one in a million draws. On one device every draw depends on the node's own
 logits alone, as the text of a seed requires. Not yet run on a GPU.
 """
@@ -9,7 +9,7 @@ logits alone, as the text of a seed requires. Not yet run on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from eyas import gpu
 from eyas.core.adjustments import Adjustments
 from eyas.core.ops import FusedTreeBuilder, Ops
-from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.sampling import GumbelNoise, Sampling, equal_but_for_seeds
 from eyas.core.tree import Draft, Tree, Verdict, unpack_verdict
 from eyas.nn import with_gpu_kernels
-from eyas.runners.gpu_grow import grower_of
+from eyas.runners.gpu_grow import tree_builder_of
 
 if TYPE_CHECKING:
     from eyas.core.target import Target
@@ -46,9 +46,8 @@ class GpuOps(Ops):
     def scores(self, logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None) -> Tensor:
         if not self._suits(logits_BNV) or adjustments is not None:
             return super().scores(logits_BNV, sampling, adjustments)
-        first = sampling[0]
-        if all(replace(each, seed=first.seed) == first for each in sampling):
-            return _scores(logits_BNV, first)
+        if equal_but_for_seeds(sampling):
+            return _scores(logits_BNV, sampling[0])
         return torch.cat([_scores(logits_BNV[b : b + 1], each).float() for b, each in enumerate(sampling)])
 
     def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
@@ -86,7 +85,7 @@ class GpuOps(Ops):
     ) -> FusedTreeBuilder | None:
         if not self.on_cpu and target.device.type == "cpu":
             return None
-        return grower_of(target, net, embeddings, draft_ids_v)
+        return tree_builder_of(target, net, embeddings, draft_ids_v)
 
 
 def _scores(logits_BNV: Tensor, sampling: Sampling) -> Tensor:

@@ -20,7 +20,7 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Runner, Target
 from eyas.core.tree import Draft, Tree
-from eyas.errors import EyasError
+from eyas.errors import EyasError, one_line
 from eyas.nn import grouped_attention, rope
 from eyas.runners._comparison import compare
 
@@ -50,13 +50,13 @@ def fault_of_kernels(device: torch.device, ops: Ops) -> str:
                 if name := trial(device):
                     return f"{name} gives other numbers"
             except Exception as error:  # whatever a compiler or a driver raises
-                return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                return f"{type(error).__name__}: {one_line(error, 200)}"
     return ""
 
 
 def fault_of_runner(target: Target, runner: Runner) -> str:
-    """How a runner fails: it raises something, or gives other numbers than the model's own forward;
-    "" if it does neither."""
+    """The failure of a runner: it raises something, or gives other numbers than the model's own
+    forward; "" if it does neither."""
     try:
         compare(target, runner)
     except EyasError:
@@ -143,9 +143,11 @@ def _draws(device: torch.device, ops: Ops) -> str:
     )
     names = ("path_BP", "tokens_BP", "length_B", "bonus_B")
     paths = _same("a path", *((getattr(found, name), getattr(expected, name)) for name in names))
-    law = (Sampling(0.7, top_k=40, top_p=0.8, min_p=0.01),) * 2
+    sampling = (Sampling(0.7, top_k=40, top_p=0.8, min_p=0.01),) * 2
     kinds = scores[..., :300], scores.to(torch.bfloat16)
-    filtered = [(_kept(ops.scores(logits, law, None)), _kept(REFERENCE.scores(logits, law, None))) for logits in kinds]
+    filtered = [
+        (_kept(ops.scores(logits, sampling, None)), _kept(REFERENCE.scores(logits, sampling, None))) for logits in kinds
+    ]
     return _same("a draw", *pairs) or paths or _same("top-k, top-p or min-p", *filtered)
 
 
@@ -165,12 +167,14 @@ def _commits(device: torch.device, ops: Ops) -> str:
 
 def _children(device: torch.device) -> str:
     """The best children of nodes, by log q and confidence."""
-    logits, no, flags = (
+    logits, zeros, flags = (
         _random(device, 2, 3, 2500),
         torch.zeros(2, dtype=torch.long, device=device),
         torch.ones(2, device=device),
     )
-    index, log_q, log_confidence = gpu.best_children(logits, None, no, flags.bool(), no, 0, 1.0, 0.5, False, True, 4)
+    index, log_q, log_confidence = gpu.best_children(
+        logits, None, zeros, flags.bool(), zeros, 0, 1.0, 0.5, False, True, 4
+    )
     expected = logits.topk(4).indices
     all_log_q, all_log_confidence = logits.log_softmax(-1), (logits / 0.5).log_softmax(-1)
     return _same(

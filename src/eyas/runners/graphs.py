@@ -35,7 +35,7 @@ from eyas.core.tree import TargetOutput
 from eyas.gpu import available
 from eyas.kernels import EXACT
 from eyas.nn import Backend
-from eyas.runners.attention import packed
+from eyas.runners.attention import grouped_attention_enabled
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.fused import GpuModelLayers, fused_layers
 from eyas.runners.gpu_ops import GpuOps
@@ -123,7 +123,7 @@ class CycleRecorder:
         self._recorded: OrderedDict[Hashable, tuple[dict[str, Tensor], Cycle, Callable[[], None]] | None] = (
             OrderedDict()
         )
-        self._inputs: dict[Hashable, dict[str, Tensor]] = {}  # of the last replay of each recording
+        self._inputs: dict[Hashable, dict[str, Tensor]] = {}  # the inputs of the last replay of each recording
         self._state: dict[tuple[int, str], Tensor] = {}  # the recordings' tensors of sessions' attributes
 
     def __call__(
@@ -142,7 +142,8 @@ class CycleRecorder:
         recorded_inputs, cycle, replay = recording
         last = self._inputs.setdefault(key, {})
         for name, tensor in inputs.items():
-            if last.get(name) is not tensor:  # what belongs to the rows stays the same tensor from cycle to cycle
+            # tensors of RowSettings stay the same objects from cycle to cycle, so they need no copy
+            if last.get(name) is not tensor:
                 recorded_inputs[name].copy_(tensor)
         self._inputs[key] = dict(inputs)
         replay()
@@ -264,7 +265,7 @@ class GraphRunner:
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
         layers = None if self.compiled is None else CompiledLayers(other.family.layers, self.compiled.backend)
-        return other.run_with(GraphRunner(other, self.capture, layers, fused_layers(other, joins=False)))
+        return other.run_with(GraphRunner(other, self.capture, layers, fused_layers(other, join_weights=False)))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self.model_runner.head(target, hidden)
@@ -315,7 +316,7 @@ class GraphRunner:
             lambda: inputs.length_R[:, None] + torch.arange(T - Q, T, device=inputs.length_R.device),
             inputs.width,
         )
-        with packed(self.target.family.layers):
+        with grouped_attention_enabled(self.target.family.layers):
             if self.compiled is None:
                 return self.model_runner(inputs)
             with self.compiled.storing_in(inputs.cache):

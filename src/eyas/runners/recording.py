@@ -12,8 +12,8 @@ recording's own tensors, and the state that a session keeps from cycle to cycle 
 recording's tensors. The host reads the result in one transfer (`Cycle.host_result_BX`).
 
 A cycle that is recorded with its draft may run ahead (core/engine.py): all that it reads is on the
-device, unless a policy decides about every cycle. What the host reads of the last cycle is copied
-before the next one overwrites it.
+device, unless a policy decides about every cycle. The tensors that the host reads of the last cycle
+are copied before the next one overwrites them.
 
 A `Recorder` makes the recordings (graphs.py); this module knows no device.
 """
@@ -44,7 +44,7 @@ class State:
     """An attribute of a session that holds a tensor, which a cycle reads and replaces by a new one."""
 
     holder: object  # the session
-    name: str  # of the attribute
+    name: str  # name of the attribute
     shape: tuple[int, ...]  # the full shape; the new tensor may be shorter
 
 
@@ -70,27 +70,29 @@ class Recorder(Protocol):
         ...
 
     def to_host(self, host_result_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-        """A copy on the host, and what waits until it has arrived (None: it is there). What is
-        launched later is not waited for."""
+        """A copy on the host, and a function that waits until it has arrived (None: it is there).
+        The function does not wait for work that is launched later."""
         ...
 
 
 class CycleReplay(CycleRunner):
-    """Runs the cycles of a decoder by recordings; those that cannot be recorded run as without them."""
+    """Runs the cycles of a decoder by recordings; cycles that cannot be recorded run normally."""
 
     extra_slots = BUCKET
+    records = True
 
-    def __init__(self, cycle: CycleRunner, recorder: Recorder, runs_ahead: bool = True) -> None:
+    def __init__(self, cycle: CycleRunner, recorder: Recorder) -> None:
         super().__init__(cycle.target_session, cycle.draft_session, cycle.verify)
-        self.recorder, self.runs_ahead = recorder, runs_ahead
-        self._runs_ahead = False  # whether the last cycle was recorded with its draft, and no policy decided about it
+        self.recorder = recorder
+        self.runs_ahead = True  # whether a cycle may run before the host has read the last one's result
+        self._can_run_ahead = False  # whether the last cycle was recorded with its draft, without a policy
 
     def __call__(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle:
-        self._runs_ahead = False
+        self._can_run_ahead = False
         if not self._on_device(cycle_input):
             return super().__call__(cycle_input, timer)
         with timer.stage("draft"):
-            room, capturable = self._room(cycle_input)
+            context, capturable = self._recording_context(cycle_input)
             # drafters keep the input until `commit`; by then the recording has changed the lengths in place
             if capturable is None:
                 cycle_input = replace(cycle_input, position_B=cycle_input.position_B.clone())
@@ -98,33 +100,33 @@ class CycleReplay(CycleRunner):
         if draft is not None and draft.q_BNV is not None:  # the verification of sampled trees reads values on the host
             return self._committed(self.run(cycle_input, timer, None, draft), draft)
         with timer.stage("target"):
-            cycle = self._replayed(cycle_input, room, capturable, draft)
+            cycle = self._replayed(cycle_input, context, capturable, draft)
         if draft is not None:
             return self._committed(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
         if cycle is None:
             return self.run(cycle_input, timer, self.draft_session)
-        self._runs_ahead = capturable is not None and capturable.runs_ahead
+        self._can_run_ahead = capturable is not None and capturable.runs_ahead
         return self._copied(cycle)
 
-    def ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
+    def launch_ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
         if (
-            not (self.runs_ahead and self._runs_ahead and self._on_device(cycle_input))
+            not (self.runs_ahead and self._can_run_ahead and self._on_device(cycle_input))
             or cycle_input.logprobs is not None
         ):
             return None
         with timer.stage("target"):
-            room, capturable = self._room(cycle_input)
-            cycle = None if capturable is None else self._replayed(cycle_input, room, capturable, None)
+            context, capturable = self._recording_context(cycle_input)
+            cycle = None if capturable is None else self._replayed(cycle_input, context, capturable, None)
         return cycle and self._copied(cycle)
 
-    def _room(self, cycle_input: CycleInput) -> tuple[int, Capturable | None]:
+    def _recording_context(self, cycle_input: CycleInput) -> tuple[int, Capturable | None]:
         """The length of context that the cycle's recording is made for, and how its draft is recorded."""
-        room = -(-(cycle_input.max_position + 1) // BUCKET) * BUCKET
-        self.target_session.cache.reserve(room + BUCKET)
-        return room, self.draft_session.capturable(replace(cycle_input, max_position=room))
+        context = -(-(cycle_input.max_position + 1) // BUCKET) * BUCKET
+        self.target_session.cache.reserve(context + BUCKET)
+        return context, self.draft_session.capturable(replace(cycle_input, max_position=context))
 
     def _replayed(
-        self, cycle_input: CycleInput, room: int, capturable: Capturable | None, draft: Draft | None
+        self, cycle_input: CycleInput, context: int, capturable: Capturable | None, draft: Draft | None
     ) -> Cycle | None:
         """The cycle by a recording, in tensors that the next replay overwrites; None: it cannot be
         recorded, and nothing was run."""
@@ -150,10 +152,10 @@ class CycleReplay(CycleRunner):
                 tokens_B=tensors["tokens"],
                 active_B=tensors["active"],
                 position_B=self.target_session.length_B,
-                max_position=room,
+                max_position=context,
                 noise=GumbelNoise(tensors["seed"], tensors["greedy"], noise.all_greedy),
             )
-            lengths, self.target_session.lengths = self.target_session.lengths, [room] * len(cycle_input.sampling)
+            lengths, self.target_session.lengths = self.target_session.lengths, [context] * len(cycle_input.sampling)
             try:
                 if draft is not None:
                     return _without_scores(
@@ -167,7 +169,7 @@ class CycleReplay(CycleRunner):
         sampling = tuple(replace(s, seed=0) for s in cycle_input.sampling)
         drafted = None if draft is None else (draft.tree.nodes, draft.tree.max_depth, *_tensors(draft))
         addresses = self.target_session.cache.addresses, None if capturable is None else capturable.addresses
-        key = (room, sampling, noise.all_greedy, cycle_input.tree_size, drafted, addresses, cycle_input.logprobs)
+        key = (context, sampling, noise.all_greedy, cycle_input.tree_size, drafted, addresses, cycle_input.logprobs)
         inplace_state = () if capturable is None else capturable.inplace_state
         return self.recorder(key, inputs, state, inplace_state, work)
 

@@ -13,8 +13,9 @@ from eyas.timing import StageTimer
 __all__ = ["warm_up"]
 
 log = logging.getLogger(__name__)
-NEW = 4  # tokens
-TEXTS = ((8, Sampling()), (512, Sampling(1.0)), (100, Sampling(0.7, top_k=20, top_p=0.9)))  # prompts of so many tokens
+NEW = 4  # tokens of each answer
+# (length of the prompt, Sampling)
+TEXTS = ((8, Sampling()), (512, Sampling(1.0)), (100, Sampling(0.7, top_k=20, top_p=0.9)))
 
 
 def warm_up(drafter: Drafter) -> None:

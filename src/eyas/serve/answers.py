@@ -68,15 +68,15 @@ class Answer:
             self._cancel(self)
 
     async def _wait(self, seconds: float | None) -> bool:
-        """Wait for Deltas; False when none came for so many seconds."""
+        """Wait for Deltas; False when none came for `seconds`."""
         if seconds is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._look, seconds)
         await self._news.wait()
         return bool(self._arrived)
 
     def _look(self, seconds: float) -> None:
-        """Wake the reader after so long a silence. One timer serves many Deltas: to set one for
-        each would cost more than to send it."""
+        """Wake the reader after `seconds` without a Delta. One timer serves many Deltas: to set one
+        for each would cost more than to send it."""
         loop = asyncio.get_running_loop()
         left = self._newest + seconds - loop.time()
         self._timer = loop.call_later(left, self._look, seconds) if left > 0 else None

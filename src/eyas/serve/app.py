@@ -1,4 +1,4 @@
-"""The routes of a server, and what stands in front of them."""
+"""The routes of a server, and the checks that come before them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_app(
 
     Args:
         keys: one of them is needed, if there are any.
-        origins: of web pages that may use the server from a browser.
+        origins: origins of web pages that may use the server from a browser.
         hosts: names by which the server answers; (): any.
     """
 

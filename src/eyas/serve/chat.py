@@ -76,7 +76,7 @@ class ChatCompletion(Dialect):
     new_reader: Callable[[], MessageReader]
     logprobs: int | None = None  # most probable tokens to list; None: no log-probabilities
 
-    _readers: dict[int, MessageReader] = field(default_factory=dict)  # of the sequences of a stream
+    _readers: dict[int, MessageReader] = field(default_factory=dict)  # readers of the sequences of a stream
 
     prefix = "chatcmpl"
     object = "chat.completion"

@@ -24,7 +24,7 @@ from eyas.serve.service import Service
 
 __all__ = ["complete"]
 
-DEFAULT_TOKENS = 16  # as OpenAI's
+DEFAULT_TOKENS = 16  # OpenAI's default
 
 
 async def complete(service: Service, request: Request, body: CompletionBody) -> Response:
@@ -71,7 +71,7 @@ class Completion(Dialect):
     logprobs: bool = False
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
     hides_answer: bool = False
-    prompt_logprobs: bool = False  # in the form of vLLM, beside OpenAI's
+    prompt_logprobs: bool = False  # in the form of vLLM, in addition to OpenAI's
     _sent: dict[int, int] = field(default_factory=dict)  # characters of tokens that a stream has sent, by sequence
 
     prefix = "cmpl"

@@ -52,7 +52,7 @@ class Sequence:
     answer: Answer
     maker: DeltaMaker
     times: SequenceTimes
-    decoder: Decoder | None = None  # that it is in
+    decoder: Decoder | None = None  # the Decoder that decodes it
     request_id: int = 0
 
 
@@ -74,7 +74,7 @@ class Engine:
         self._lock = threading.Lock()
         self._accepted = 0  # sequences that are waiting or in flight
         self._next_look = 0.0
-        self._cycle_seconds: dict[Decoder, float] = {}  # of each Decoder's last cycle, 0 while no row of it runs
+        self._cycle_seconds: dict[Decoder, float] = {}  # the last cycle of each Decoder, 0 while no row of it runs
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.watch(lambda: self.load, settings.rows)
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
@@ -300,7 +300,7 @@ class Engine:
 
 
 def _with_fields(request: Request, job: Job) -> Request:
-    """The request with what a job sets beside the keywords of `LLM.request`."""
+    """The request with the fields that a job sets in addition to the keywords of `LLM.request`."""
     return replace(
         request,
         eos=request.eos | job.stop_token_ids,

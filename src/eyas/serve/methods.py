@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 
 from eyas import checkpoints, drafters, tiny
-from eyas.adaptive import auto
+from eyas.adaptive import make_controller
 from eyas.api import LLM
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, build_options
@@ -24,7 +24,7 @@ class Methods:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.names = [llm.method, *(name for name in drafters.names() if name != llm.method and self._is_served(name))]
-        self._loaded: dict[tuple[str, str], tuple[Drafter, Policy | None]] = {}  # by method and adapter
+        self._loaded: dict[tuple[str, str], tuple[Drafter, Policy | None]] = {}  # drafters by method and adapter
         self._loaded[llm.method, llm.target.adapter] = llm.drafter, llm.policy
         self._lock = threading.Lock()
 
@@ -53,12 +53,12 @@ class Methods:
         if own not in self._loaded:
             self._loaded[own] = self._load(method)
         drafter = self._loaded[own][0].for_target(self.llm.target.with_adapter(adapter))
-        return drafter, None if self.llm.policy is None else auto(drafter)
+        return drafter, None if self.llm.policy is None else make_controller(drafter)
 
     def _load(self, method: str) -> tuple[Drafter, Policy | None]:
         kind = drafters.find(method)
         drafter = kind.from_pretrained(self._head(method), self.llm.target, build_options(kind.Options, {}))
-        return drafter, None if self.llm.policy is None else auto(drafter)
+        return drafter, None if self.llm.policy is None else make_controller(drafter)
 
     def _is_served(self, method: str) -> bool:
         kind = drafters.find(method)

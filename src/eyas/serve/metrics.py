@@ -122,7 +122,8 @@ class Metrics:
         return generate_latest(_WithoutTimes(self.registry))
 
     def seconds_until_free(self, sequences: int, rows: int) -> int:
-        """About how long a new sequence would wait behind so many, in whole seconds from 1 to 60."""
+        """About how long a new sequence would wait if there are `sequences` before it: whole
+        seconds from 1 to 60."""
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
 
     def rejected(self) -> None:

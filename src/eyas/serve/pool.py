@@ -22,7 +22,7 @@ from eyas.serve.methods import Methods
 __all__ = ["DecoderPool"]
 
 MOST_OPEN = 3  # rows of all Decoders, busy and idle, in multiples of the rows that may be in flight
-GROWTH = 4  # each size of Decoder has so many times the rows of the one before
+GROWTH = 4  # rows of each size of Decoder over those of the size before
 
 
 class DecoderPool:
@@ -38,7 +38,7 @@ class DecoderPool:
         self.rows = rows
         self.sizes = [rows] if methods.llm.target.runner.skips_rows else sizes(rows)
         self.prefill_budget = prefill_budget
-        # by (method, adapter) and rows, the least recently used first
+        # Decoders by (method, adapter) and rows, the least recently used first
         self._decoders: dict[tuple[tuple[str, str], int], Decoder] = {}
         self._taken = Counter[Decoder]()  # rows of each that are taken
 
@@ -51,7 +51,8 @@ class DecoderPool:
 
         Args:
             load: sequences in flight and waiting, the new one included.
-            adapter: of the target; each has Decoders, and so keys and values, of its own.
+            adapter: name of an adapter of the target; each has Decoders, and so keys and values, of
+                its own.
         """
         kind = method, adapter
         size = self._size(kind, load)

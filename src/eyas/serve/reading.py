@@ -36,7 +36,7 @@ class MessageReader(Protocol):
 
 
 def reader_for(llm: LLM, tools: Tools, prompt: Sequence[int], stops: bool) -> MessageReader:
-    """The reader of a sequence behind this prompt.
+    """The reader of a sequence after this prompt.
 
     Args:
         stops: the request has stop strings, which `Delta.text` is cut at.
@@ -135,7 +135,7 @@ class ParsedReader:
         self._parallel = parallel
         self._calls = 0
         self._broken = False
-        self._unread = ""  # of the region that is being read, which is content if the parser fails
+        self._unread = ""  # text of the region that is being read, which is content if the parser fails
 
     def read(self, delta: Delta) -> list[dict[str, Any]]:
         """See `MessageReader.read`."""

@@ -23,16 +23,16 @@ class Job:
     """A client's request for text: one sequence for each sample of each prompt."""
 
     prompts: tuple[tuple[int, ...], ...]
-    keywords: Mapping[str, Any]  # of `LLM.request`
+    keywords: Mapping[str, Any]  # keywords of `LLM.request`
     n: int = 1
     method: str | None = None  # a drafting method other than the server's own
-    draft: str | int = "auto"  # as `Request.draft`: "auto", "off", or at most so many draft tokens in a cycle
+    draft: str | int = "auto"  # as `Request.draft`: "auto", "off", or the most draft tokens of a cycle
     prediction: tuple[int, ...] = ()  # text that the answer probably repeats
     media: Mapping[str, Tensor] | None = None  # images of the only prompt, as in `Request`
     min_tokens: int = 0  # these and the next two as in `Request`
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()  # end a sequence, beside the model's own
+    stop_token_ids: frozenset[int] = frozenset()  # further tokens that end a sequence
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
 
@@ -41,18 +41,18 @@ class Job:
 class Delta:
     """The tokens that one cycle adds to one sequence. Several in a row of one sequence can be joined."""
 
-    index: int  # of the sequence: prompt number x n + sample number
+    index: int  # number of the sequence: prompt number x n + sample number
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finish: str | None = None  # "stop" | "length" | "error"
     stop_reason: str | int | None = None  # the stop string, or the one of `stop_token_ids`, that ended the text
     cycles: tuple[CycleFigures, ...] = ()  # empty for the prompt's own pass
     prefill: bool = False  # holds the first token, which comes from the prompt's own pass
-    cached_tokens: int = 0  # with the first token: prompt tokens that were not read again
+    cached_tokens: int = 0  # prompt tokens that were not read again; comes with the first token
     predicted: int = 0  # accepted tokens that the job's prediction proposed
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of `token_ids`, if the job asks for them
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first token
-    cycle: Mapping[str, Any] | None = None  # what happened in the cycle, if the job asks for it
+    logprobs: tuple[TokenLogprobs, ...] = ()  # those of `token_ids`, if the job asks for them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # come with the first token
+    cycle: Mapping[str, Any] | None = None  # the record of the cycle, if the job asks for it
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
@@ -78,7 +78,7 @@ class CycleFigures:
     accepted: int  # drafted tokens on the accepted path, before cutting
     drafted: int  # candidate nodes that were verified
     seconds: float
-    plan: str  # what drafted: `Step.drafted_by`
+    plan: str  # `Step.drafted_by`
 
 
 @dataclass

@@ -23,14 +23,14 @@ __all__ = ["Dialect", "collected", "reply", "usage_of"]
 
 @dataclass
 class Dialect(ABC):
-    """How one endpoint words its response."""
+    """The wording of one endpoint's response."""
 
     job: Job
     model: str
     identity: str  # the request's id
     created: int = field(init=False, default_factory=lambda: int(time.time()))
 
-    prefix = ""  # of the response's id
+    prefix = ""  # prefix of the response's id
     object = ""
     chunk_object = ""
 

@@ -70,7 +70,7 @@ class Writer:
         self.model = model
         self.identity = identity
         self.created = int(time.time())
-        self._number = -1  # of the last event
+        self._number = -1  # number of the last event
 
     def response(self, totals: Totals | None = None) -> dict[str, Any]:
         """The response object; without Totals, that of one which has just begun."""

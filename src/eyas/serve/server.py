@@ -104,7 +104,7 @@ def serve(
     """Serve until a signal ends it.
 
     Raises:
-        Exception: what ended the engine.
+        Exception: the error that ended the engine.
     """
     set_up_logs(json_logs)
     config = uvicorn.Config(

@@ -1,7 +1,8 @@
 """The service behind every endpoint that generates text: the model's name, prompts as token ids,
 jobs for the engine.
 
-Tokenizing and checking a request may take long, so it is done in one worker thread beside the event loop.
+Tokenizing and checking a request may take long, so it is done in one worker thread, not in the
+event loop.
 """
 
 from __future__ import annotations

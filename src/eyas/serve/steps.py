@@ -17,7 +17,7 @@ class DeltaMaker:
     """Turns the Steps of one sequence into Deltas, in order.
 
     Args:
-        index: of the sequence in its job.
+        index: number of the sequence in its job.
         stop_ids: tokens that end the sequence because the job says so.
         writer: says what happened in each cycle, if that is asked for.
     """
@@ -31,7 +31,7 @@ class DeltaMaker:
         self.writer = writer
 
     def make(self, step: Step, drafted: int) -> Delta:
-        """The Delta of one Step, in whose cycle so many nodes were drafted for this row."""
+        """The Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
         return Delta(
             self.index,
             text=self.reader.take(final=step.finish is not None),

@@ -43,7 +43,7 @@ class EventStream(Response):
     Args:
         events: encoded events and comments.
         close: called at the end, however it comes.
-        last: what follows the events.
+        last: sent after the events.
         failed: makes the event of an error.
     """
 

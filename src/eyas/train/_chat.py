@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from eyas.errors import InputError, near
+from eyas.errors import InputError, near, one_line
 from eyas.text import ROLES
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class ChatReader:
                 [list(messages)], chat_template=self.template, return_assistant_tokens_mask=marks, **names
             )
         except Exception as error:  # a template may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error) or type(error).__name__
             raise InputError(
                 f"the chat template refuses the conversation ({reason[:200]}); repair or drop the line"
             ) from error
@@ -175,7 +175,7 @@ class ChatReader:
 
     def _last_begin(self, messages: Sequence[dict[str, Any]], whole: str, opening: str) -> int:
         """The place where the last reply begins: after the opening, or after the part of it that
-        stands before a written reply.
+        comes before a written reply.
 
         (The openings of reasoning models end with <think>, which the text of a reply without
         reasoning lacks.)
@@ -201,7 +201,7 @@ class ChatReader:
             out = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except NotImplementedError as error:
             raise InputError(
-                "the tokenizer does not say where tokens stand in a text; give the target folder a tokenizer.json"
+                "the tokenizer does not say where tokens are in a text; give the target folder a tokenizer.json"
             ) from error
         return list(out["input_ids"]), [(int(begin), int(end)) for begin, end in out["offset_mapping"]]
 

@@ -56,7 +56,7 @@ class FeatureSettings:
     tokenizer: dict[str, str]  # SHA-256 of its vocabulary and of its chat template
     layers: tuple[int, ...]
     hidden_size: int
-    dtype: str  # of the features on disk
+    dtype: str  # dtype of the features on disk
     data: dict[str, Any]  # files, each with its SHA-256; sha256 of all of them
     max_length: int
     heldout: float
@@ -103,7 +103,7 @@ class Shard:
     examples: int
     tokens: int
     bytes: int  # without the file's header
-    # of those bytes; in the manifest once the store is complete, in the shard's header always
+    # hash of those bytes; in the manifest once the store is complete, in the shard's header always
     sha256: str | None = None
 
 
@@ -213,7 +213,7 @@ class StorePlan:
     """A store before anything is written."""
 
     manifest: Manifest
-    tensors: dict[str, Tensor]  # of all examples
+    tensors: dict[str, Tensor]  # tensors of all examples
 
     def write(self, folder: Path) -> None:
         """Write manifest and examples; from them the shards can be made anywhere. OSError when they

@@ -90,4 +90,4 @@ def batch_memory_errors(batches: Batches, batch: Sequence[int]) -> AbstractConte
 def check_finite(value: Tensor | float, step: int) -> None:
     """EyasError when the value is NaN or infinite; `step` counts from 1."""
     if not math.isfinite(value):
-        raise EyasError(f"the loss or its gradient became NaN or infinite at step {step}: start anew with a lower lr")
+        raise EyasError(f"the loss or its gradient became NaN or infinite at step {step}: start again with a lower lr")

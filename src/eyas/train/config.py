@@ -22,7 +22,7 @@ CHOICES = {
     "optimizer": ("adamw", "muon"),
     "parallel": ("fsdp", "ddp"),
 }
-MINIMA = {  # of the options that are whole numbers
+MINIMA = {  # least values of the options that are whole numbers
     "steps": 1,
     "tokens": 1,
     "warmup_steps": 0,
@@ -101,7 +101,7 @@ class TrainConfig:
     patience: int = 0
     """Evaluations without a better held-out loss after which the run ends; 0 = never."""
     log: str = ""
-    """Further logs beside log.jsonl: tensorboard, wandb, or both with a comma."""
+    """Logs in addition to log.jsonl: tensorboard, wandb, or both with a comma."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "weight_decay"):
@@ -163,7 +163,8 @@ class TrainConfig:
             )
 
     def total_steps(self, batches: Batches) -> int:
-        """The number of steps of a run with this data. OptionError when the warm-up would not end."""
+        """The number of steps of a run with this data. OptionError when the warm-up would not
+        end."""
         steps = (
             self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         )

@@ -125,7 +125,7 @@ class Data:
     train: Sequence[Example]
     heldout: Sequence[Example]
     report: Report
-    sha256: str  # of the files, see data_hash
+    sha256: str  # hash of the files, see data_hash
 
 
 def read(
@@ -373,7 +373,8 @@ class Batches:
             )
 
     def plan(self, epoch: int | None) -> list[list[int]]:
-        """The batches of an epoch, as indices of examples; None: sorted by length and not shuffled."""
+        """The batches of an epoch, as indices of examples; None: sorted by length and not
+        shuffled."""
         rng = random.Random(f"{self.seed}/{epoch}")
         noise = 0.0 if epoch is None else 0.1
         order = sorted(range(len(self.lengths)), key=lambda i: self.lengths[i] * (1 + noise * rng.uniform(-1, 1)))

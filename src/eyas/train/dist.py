@@ -26,14 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from eyas.core.drafter import Batch, Drafter, Loss
-from eyas.errors import OptionError
+from eyas.errors import OptionError, one_line
 
 __all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "join", "world_size"]
 
 T = TypeVar("T")
 LossFunction = Callable[[Batch, torch.Generator], Loss]
 TIMEOUT = timedelta(hours=1)  # the other processes wait while the first one decodes held-out prompts
-FSDP_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # of a module, to which fully_shard adds its own
+FSDP_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # hooks of a module, to which fully_shard adds its own
 CONNECTION_ERRORS = (
     "connection closed",
     "connection reset",
@@ -88,7 +91,8 @@ class SingleProcess:
 
     @contextmanager
     def full_weights(self, net: nn.Module) -> Iterator[None]:
-        """Inside, the net is an ordinary one with whole weights, in every process. May be nested."""
+        """Inside, the net is an ordinary one with whole weights, in every process. May be
+        nested."""
         yield
 
     def broadcast_weights(self, net: nn.Module) -> None:
@@ -146,7 +150,7 @@ class ProcessGroup(SingleProcess):
             try:
                 dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
             except (ValueError, RuntimeError) as error:
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error, 200)
                 raise OptionError(
                     f"WORLD_SIZE is {world_size()}, but the processes cannot meet ({reason}); start them with torchrun"
                 ) from error

@@ -62,7 +62,7 @@ class TrainResult:
     best_step: int
     heldout: Mapping[str, float]  # figures at best_step; empty when nothing was held out
     tokens: int  # read so far, without padding
-    seconds: float  # of training so far, all sessions together
+    seconds: float  # seconds of training so far, all sessions together
     interrupted: bool  # by Ctrl-C: the run is not at its end and can be resumed
 
 
@@ -88,7 +88,7 @@ def train(
         drafter: provides the first weights; its target provides the features and is not changed.
         heldout: examples for the held-out loss, which chooses the best head; when empty, the last
             weights are the head.
-        resume: continue from the state in the folder, if there is one; False starts anew and
+        resume: continue from the state in the folder, if there is one; False starts again and
             deletes it.
         evaluate: further held-out figures, like n-alpha from chain decoding; called at every
             evaluation, in the first process.
@@ -146,7 +146,7 @@ class Trainer:
                 self.optimizer.load(saved["optimizers"], setup.group.shard_like)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise InputError(
-                    f"{output.state_file} holds no state of this optimizer; delete it to start the training anew"
+                    f"{output.state_file} holds no state of this optimizer; delete it to start the training again"
                 ) from error
         self.reporter = Reporter(setup, self.state, output.folder, on_progress)
         if saved is not None:
@@ -250,7 +250,7 @@ def _restored(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) 
         setup.net.load_state_dict(saved["net"])
     except (RuntimeError, AttributeError) as error:
         raise OptionError(
-            f"{output.state_file} is of a net with other layers or sizes; choose another folder, or start anew"
+            f"{output.state_file} is of a net with other layers or sizes; choose another folder, or start again"
         ) from error
     return state
 

@@ -27,9 +27,9 @@ class Progress:
     step: int
     steps: int
     lr: float
-    tokens_per_second: float  # of this process, evaluations included; 0 before the first step
+    tokens_per_second: float  # tokens per second of this process, evaluations included; 0 before the first step
     figures: Mapping[str, float] = field(default_factory=dict)  # the training loss and its parts, smoothed
-    heldout: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation
+    heldout: Mapping[str, float] = field(default_factory=dict)  # figures of the last evaluation
     note: str = ""  # one line for the user; mostly empty
 
 

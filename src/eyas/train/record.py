@@ -1,5 +1,5 @@
-"""The record of a training beside its head: training.json for machines, README.md for people. Knows
-no method.
+"""The record of a training in the folder of its head: training.json for machines, README.md for
+people. Knows no method.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class GenerationSettings:
     """Settings of the generated replies."""
 
     sampling: Sampling = field(default_factory=Sampling)  # its seed goes into the seed of every reply
-    max_new_tokens: int = 1024  # of a reply; a longer one is cut there
+    max_new_tokens: int = 1024  # most tokens of a reply; a longer one is cut there
     last_only: bool = False  # replace only the last reply; the turns before it stay as they are
     drop_cut: bool = False  # leave out replies that were cut, and what follows them
 
@@ -61,7 +61,7 @@ class DataLine:
 
     @property
     def key(self) -> dict[str, str | int]:
-        """Identifies the line by a hash of its content, wherever it stands."""
+        """Identifies the line by a hash of its content, wherever it is."""
         return {"key": hashlib.sha256(self.raw).hexdigest()[:20]}
 
 
@@ -81,8 +81,8 @@ class Regenerated:
 
     conversation: Conversation
     messages: list[dict[str, Any]]
-    finish: tuple[str, ...]  # of each reply: "stop" | "length" (cut)
-    tokens: tuple[int, ...]  # of each reply
+    finish: tuple[str, ...]  # how each reply ended: "stop" | "length" (cut)
+    tokens: tuple[int, ...]  # number of tokens of each reply
     ended: str  # why the conversation ends before its last turn; mostly empty
     emitted: int  # tokens of draft cycles, without the prefill's token
     cycles: int
@@ -95,7 +95,7 @@ class Skipped:
     conversation: Conversation
     reason: str
     dropped: bool  # its first reply was generated, cut, and left out
-    tokens: int = 0  # of that reply
+    tokens: int = 0  # number of tokens of that reply
 
 
 # --- lines

@@ -43,7 +43,7 @@ class TrainSetup:
     batches: Batches
     heldout_batches: Batches
     total_steps: int
-    head_dtype: torch.dtype  # of the head that is published
+    head_dtype: torch.dtype  # dtype of the published head
     use_bf16: bool  # training steps run under bfloat16 autocast
     identity: Mapping[str, str]  # what a saved state must have been made with; the keys are those of IDENTITY_NAMES
 
@@ -56,12 +56,13 @@ class TrainSetup:
         return self.drafter.target.device
 
     def check_same_run(self, saved: Mapping[str, Any], path: Path) -> None:
-        """OptionError when a saved state is of a run with other settings; the message names them."""
+        """OptionError when a saved state is of a run with other settings; the message names
+        them."""
         differences = [f"other {name}" for key, name in IDENTITY_NAMES.items() if saved.get(key) != self.identity[key]]
         differences += self.config.differences(saved["config"])
         if differences:
             raise OptionError(
-                f"{path} is of a run with other settings: {'; '.join(differences)}; repeat the old ones, or start anew without resuming"
+                f"{path} is of a run with other settings: {'; '.join(differences)}; repeat the old ones, or start again without resuming"
             )
 
 

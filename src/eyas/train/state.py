@@ -1,7 +1,7 @@
 """The state of a training run, and its file `state.pt`, from which an interrupted run continues.
 
 `torch.save` writes a ZIP archive with a CRC-32 of every record, and `torch.load` does not compare
-them: `load_state` does. So a changed bit is either found, or stands where no value depends on it.
+them: `load_state` does. So a changed bit is either found, or is where no value depends on it.
 This module knows no method and no network.
 """
 
@@ -24,7 +24,7 @@ from eyas.files import write_atomically, write_errors
 __all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "save_state"]
 
 STATE_FILE = "state.pt"
-OLD_KEYS = {  # of earlier versions; read for one more release
+OLD_KEYS = {  # names in earlier versions; read for one more release
     "optimisers": "optimizers",
     "evaluated": "evaluated_step",
     "stale": "evaluations_without_improvement",
@@ -52,7 +52,7 @@ class BestHead:
     """The head with the lowest held-out loss so far."""
 
     step: int
-    figures: Mapping[str, float]  # of its evaluation
+    figures: Mapping[str, float]  # figures of its evaluation
     net: Mapping[str, Tensor] = field(default_factory=dict)  # its weights; in the first process only
 
 
@@ -136,9 +136,9 @@ class TrainState:
                 log_sums=_floats(saved["log_sums"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path} has values of the wrong types; delete it to start the training anew") from error
+            raise InputError(f"{path} has values of the wrong types; delete it to start the training again") from error
         if min(state.step, state.tokens, *state.position) < 0:
-            raise InputError(f"{path} has negative counts; delete it to start the training anew")
+            raise InputError(f"{path} has negative counts; delete it to start the training again")
         return state
 
 
@@ -163,17 +163,19 @@ def load_state(path: Path) -> dict[str, Any]:
             damaged_record = archive.testzip()
         saved = None if damaged_record else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged archive can fail in any part of the two libraries
-        raise InputError(f"{path} is damaged ({type(error).__name__}); delete it to start the training anew") from error
+        raise InputError(
+            f"{path} is damaged ({type(error).__name__}); delete it to start the training again"
+        ) from error
     if damaged_record:
-        raise InputError(f"{path} is damaged (checksum of {damaged_record}); delete it to start the training anew")
+        raise InputError(f"{path} is damaged (checksum of {damaged_record}); delete it to start the training again")
     if not isinstance(saved, dict) or "step" not in saved:
         raise InputError(f"{path} is no state of a training; delete it or choose another folder")
     saved = {OLD_KEYS.get(key, key): value for key, value in saved.items()}
     for key, types in KEY_TYPES.items():
         if key not in saved:
-            raise InputError(f"{path} has no {key!r}, so it is no whole state of a training; delete it to start anew")
+            raise InputError(f"{path} has no {key!r}, so it is no whole state of a training; delete it to start again")
         if not isinstance(saved[key], types) or isinstance(saved[key], bool):
             raise InputError(
-                f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start anew"
+                f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start again"
             )
     return saved

@@ -5,13 +5,13 @@ often as wanted.
            examples.safetensors      tokens, marks and lengths of all examples, the held-out ones last
            shard-00000.safetensors   "layer.K" [tokens, hidden] for each layer K, and "crc32" [examples, layers]
 
-Layer K is Hugging Face's hidden_states[K], the input of layer K; the number of layers stands for
+Layer K is Hugging Face's hidden_states[K], the input of layer K; the number of layers means
 the output of the final norm. Each layer is a tensor of its own, so a method that reads one of four
 reads a quarter of the bytes.
 
-Examples lie in the shards in a shuffled order: any part of the shards is a fair sample of the data,
+Examples are in the shards in a shuffled order: any part of the shards is a fair sample of the data,
 held-out examples included, and can be trained from. A shard is renamed into its place when it is
-whole, and carries the id of its store. Its header has the SHA-256 of all bytes behind it, which
+whole, and carries the id of its store. Its header has the SHA-256 of all bytes after it, which
 `verify` compares; `features` compares the CRC-32 of an example when it is first read.
 
 Files are memory-mapped. This module knows no model and no method.
@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.train._manifest import (
     DTYPES,
     EXAMPLES_FILE,
@@ -135,7 +135,7 @@ class FeatureStore:
         if size != end or end - begin != planned.bytes:
             return f"{path} has {size:,} bytes instead of {begin + planned.bytes:,}"
         if metadata.get("store") != self.id or planned.sha256 not in (None, metadata.get("sha256")):
-            return f"{path} belongs to other features than {MANIFEST_FILE} beside it"
+            return f"{path} belongs to other features than the {MANIFEST_FILE} in its folder"
         return ""
 
     def progress(self) -> str:
@@ -184,7 +184,7 @@ class FeatureStore:
                 self._files[shard] = file
             return self._files[shard].get_slice(f"layer.{layer}")
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{path} cannot be read ({' '.join(str(error).split())[:100]}); {REPAIR}") from error
+            raise InputError(f"{path} cannot be read ({one_line(error, 100)}); {REPAIR}") from error
 
     # --- for a training
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.errors import InputError, OptionError
+from eyas.errors import InputError, OptionError, one_line
 from eyas.files import write_text
 
 __all__ = ["Tracker", "check_trackers", "open_trackers"]
@@ -70,9 +70,7 @@ def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
             project=PROJECT, name=folder.name, id=id_file.read_text(), resume="allow", dir=str(folder), config=config
         )
     except Exception as error:  # its own classes, some of them of other packages
-        raise InputError(
-            f"W&B does not begin: {' '.join(str(error).split())[:200]}; WANDB_MODE=offline needs no account"
-        ) from error
+        raise InputError(f"W&B does not begin: {one_line(error, 200)}; WANDB_MODE=offline needs no account") from error
 
     def write(line: Mapping[str, Any] | None) -> None:
         if line is None:

@@ -43,13 +43,13 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     Args:
         spec: NAME (bundled, or from the hub) or NAME:PATH; NAME/PART takes one part of a set, such
             as spec_bench/rag.
-        limit: at most so many prompts, of every part and category in proportion.
+        limit: most prompts, of every part and category in proportion.
         seed: decides which prompts `limit` takes, and where the passages of `long` begin.
 
     Raises:
         OptionError: no such task, or an impossible limit. InputError: no line can be used; the
             message says why.
-        Lines that cannot be used beside usable ones are a warning each.
+        If some lines can be used, each one that cannot is a warning.
     """
     if limit is not None and limit < 1:
         raise OptionError(f"a limit of {limit} leaves no prompt: at least 1")
@@ -147,7 +147,7 @@ class _Reader:
                     continue
                 first = self.places.setdefault(found.prompt.id, where)
                 if first != where:
-                    raise InputError(f"the id {found.prompt.id} stands at {first} already: give each line its own")
+                    raise InputError(f"the id {found.prompt.id} is at {first} already: give each line its own")
                 self.found.append(found)
             except InputError as error:
                 self.problems.append(f"{where}: {error}")

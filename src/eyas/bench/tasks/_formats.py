@@ -36,7 +36,7 @@ class Prompt:
 
     id: str  # stable within its task, "mt_bench/81"
     task: str  # "mt_bench"; of a set of tasks "spec_bench/translation"
-    turns: tuple[str, ...]  # of the user; the second is asked after the model's own answer to the first
+    turns: tuple[str, ...]  # the user's turns; the second is asked after the model's own answer to the first
     system: str | None = None
     max_new_tokens: int | None = None  # where the task has a usual limit
     raw: bool = False  # plain continuation, without the chat template
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
     name: str | None  # its own id
     category: str  # "" where the format has none
-    fields: dict[str, Any]  # of Prompt
+    fields: dict[str, Any]  # fields of Prompt
 
 
 def asked(record: Any) -> Asked:

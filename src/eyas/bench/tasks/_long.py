@@ -6,7 +6,8 @@ to a word.
     the words of a book  |----------------------------------------------------------------|
     passages                  [=====]      [=====]      [=====]      [=====]    evenly spread; the seed says where the first begins
 
-A passage begins with a paragraph where there is one nearby. This module knows no tokenizer and no model.
+A passage begins with a paragraph where there is one nearby. This module knows no tokenizer and no
+model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from eyas.errors import InputError, OptionError
 __all__ = ["LENGTHS_WORDS", "PASSAGES", "passages", "split_lengths"]
 
 LENGTHS_WORDS = (1000,)
-PASSAGES = 8  # of each length
+PASSAGES = 8  # passages of each length
 ASK = "Summarize the following text in a few sentences.\n\n"
 ENDINGS = (".txt", ".md", ".txt.gz", ".md.gz")
 

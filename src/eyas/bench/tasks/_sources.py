@@ -25,7 +25,7 @@ class Task(NamedTuple):
     about: str
     file: str  # what PATH is
     hub: tuple[str, str | None, str] | None = None  # dataset, configuration, split
-    max_new_tokens: int | None = None  # of an answer, at most; --max-new-tokens may ask for fewer
+    max_new_tokens: int | None = None  # most new tokens of an answer; --max-new-tokens may ask for fewer
 
 
 # 1024 is what Spec-Bench's scripts allow (evaluation/inference_baseline.py), 512 what EAGLE's do in
@@ -47,7 +47,7 @@ TASKS = {
 
 
 def files_of(name: str, path: Path) -> list[Path]:
-    """The files of lines that a path stands for: itself; a folder's question.jsonl, its only file
+    """The files of lines that a path names: itself; a folder's question.jsonl, its only file
     of lines, or those of its folders."""
     if path.is_file():
         return [path]
@@ -66,7 +66,8 @@ def files_of(name: str, path: Path) -> list[Path]:
 
 
 def lines_of(file: Path) -> Iterator[tuple[str, Any]]:
-    """(where, record) of every line; the record of a line that is no JSON is the InputError that says so."""
+    """(where, record) of every line; the record of a line that is no JSON is the InputError that
+    says so."""
     for where, raw in chat_lines(file):
         try:
             yield where, parse_chat_line(raw)

@@ -1,12 +1,12 @@
-"""The page of the server, as files; and the same view as one file that needs nothing beside it
+"""The page of the server, as files; and the same view as one file that needs no other file
 (`eyas generate --view`).
 
 The files of this folder are served as they are: no build step, no library, nothing from the
 network. Texts of models and users enter the page as text nodes only, and the browser is told so:
 under `SERVED_POLICY` no inline script runs and no markup is parsed.
 
-`one_file` puts the same modules into one script. For this, an import stands on one line, and
-`export` before what it exports. This module knows no web framework.
+`one_file` puts the same modules into one script. For this, each import is on one line, and
+`export` comes before what it exports. This module knows no web framework.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a Content-Security-Policy names an inline script or style."""
+    """The name of an inline script or style in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """JSON that can stand in a script element: a text in it cannot end the element."""
+    """JSON for a script element: a text in it cannot end the element."""
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")

@@ -1,5 +1,5 @@
-"""The routes of the page: `/` and the files beside it. They need no API key, as they hold nothing
-but the page."""
+"""The routes of the page: `/` and the files that it loads. They need no API key, as they hold
+nothing but the page."""
 
 from __future__ import annotations
 

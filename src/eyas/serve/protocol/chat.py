@@ -50,7 +50,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template(self) -> dict[str, Any]:
-        """The keywords of `text.render` that these fields stand for."""
+        """The keywords of `text.render` that these fields mean."""
         return {
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": bool(self.continue_final_message),

@@ -20,8 +20,8 @@ MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
 
-# Fields of other servers that are refused unless they have one of the values behind them, which
-# change nothing here.
+# Fields of other servers, each with the values that change nothing here; any other value is
+# refused.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "audio": (None,),
@@ -76,7 +76,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """How a stream reports usage."""
+    """The report of usage in a stream."""
 
     model_config = ConfigDict(strict=True)
 

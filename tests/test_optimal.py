@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from eyas.core.tree import Choices, check_choices
-from eyas.drafters._optimal import count_ranks, measuring_choices, optimal_choices, rates_of, tree_value
 from eyas.errors import OptionError
+
+sys.path.append(str(Path(__file__).parents[1] / "runs"))
+from _optimal import count_ranks, measuring_choices, optimal_choices, rates_of, tree_value
 
 
 def every_tree(nodes: int, depth: int, ranks: int) -> Iterator[Choices]:

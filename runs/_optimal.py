@@ -1,8 +1,8 @@
 """The best static tree of a size, from measured acceptance (Sequoia: Chen et al. 2024, section 3.1).
 
 Assumption: whether the child of rank k of an accepted node at depth d is the accepted one is
-chance, with a rate that depends on (d, k) alone. A tree is then expected to yield, beside the
-bonus, the sum over its nodes of the product of the rates along their paths. The best tree is found
+chance, with a rate that depends on (d, k) alone. A tree is then expected to yield, besides
+the bonus token, the sum over its nodes of the product of the rates along their paths. The best tree is found
 by dynamic programming over subtrees: what a node's children of ranks k, k + 1, ... are worth at
 most with n nodes.
 
@@ -22,7 +22,7 @@ __all__ = ["Counts", "count_ranks", "measuring_choices", "optimal_choices", "rat
 
 # [depth of the parent][rank]; parents deeper than there are rows have the rates of the last row
 Rates = Sequence[Sequence[float]]
-# by depth of the parent: how often it was accepted; which rank of its children was, too
+# (how often a parent of each depth was accepted, which rank of its children was then accepted)
 Counts = tuple[list[int], list[list[int]]]
 
 
@@ -43,13 +43,14 @@ def optimal_choices(rates: Rates, nodes: int, depth: int) -> Choices:
         """(nodes placed, their worth, size of the first subtree): the children of ranks `rank`, ...
         of a node at depth d, with n nodes.
 
-        As many nodes as fit are placed: what was not measured to be accepted may still be.
+        As many nodes as fit are placed: a node that was never accepted when rates were measured may
+        be accepted later.
         """
         found: tuple[int, float, int] = (0, 0.0, 0)
-        if n and d < depth and rank < len(row_of(rates, d)):
+        if n and d < depth and rank < len(_rates_at(rates, d)):
             for size in range(1, n + 1):
                 inner, rest = best(d + 1, 0, size - 1), best(d, rank + 1, n - size)
-                placed, worth = 1 + inner[0] + rest[0], row_of(rates, d)[rank] * (1 + inner[1]) + rest[1]
+                placed, worth = 1 + inner[0] + rest[0], _rates_at(rates, d)[rank] * (1 + inner[1]) + rest[1]
                 if placed > found[0] or (placed == found[0] and worth > found[1] + 1e-12):
                     found = (placed, worth, size)
         return found
@@ -65,7 +66,8 @@ def optimal_choices(rates: Rates, nodes: int, depth: int) -> Choices:
     return check_choices(paths((), 0, nodes - 1))
 
 
-def row_of(rates: Rates, depth: int) -> Sequence[float]:
+def _rates_at(rates: Rates, depth: int) -> Sequence[float]:
+    """The rates of the children of a node at this depth, by rank."""
     return rates[min(depth, len(rates) - 1)]
 
 
@@ -73,7 +75,7 @@ def tree_value(choices: Choices, rates: Rates) -> float:
     """Accepted draft tokens that a tree is expected to yield per cycle: tau without the bonus."""
     worth: dict[tuple[int, ...], float] = {(): 1.0}
     for path in choices:
-        worth[path] = worth[path[:-1]] * row_of(rates, len(path) - 1)[path[-1]]
+        worth[path] = worth[path[:-1]] * _rates_at(rates, len(path) - 1)[path[-1]]
     return sum(worth.values()) - 1.0
 
 
@@ -81,7 +83,7 @@ def count_ranks(cycles: Iterable[tuple[Sequence[int], Sequence[int]]], depth: in
     """Counts over cycles, for parents above `depth` that had at least `ranks` children.
 
     Args:
-        cycles: of each the parents of all nodes, and the accepted path, root first.
+        cycles: the parents of all nodes of each cycle's tree, and the accepted path, root first.
     """
     reached, hits = [0] * depth, [[0] * ranks for _ in range(depth)]
     for parents, path in cycles:

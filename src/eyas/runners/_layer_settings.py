@@ -1,0 +1,23 @@
+"""Settings of a model's layers that several runners read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eyas.core.families import FULL, SLIDING
+from eyas.core.target import Target
+
+__all__ = ["layer_windows", "norm_eps"]
+
+
+def layer_windows(target: Target) -> list[int]:
+    """Positions that each layer attends to; 0: all."""
+    kinds = getattr(target.model.config, "layer_types", None)
+    window = target.family.window or 0
+    kinds = kinds or [SLIDING if window else FULL] * target.num_layers
+    return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def norm_eps(norm: Any) -> float:
+    """The epsilon of an RMS norm."""
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))

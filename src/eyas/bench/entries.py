@@ -44,7 +44,7 @@ ENTRY_OPTIONS = ("draft_with", "head", "tree=auto", "tree=fixed")  # options of 
 
 @dataclass(frozen=True)
 class Entrants:
-    """Who may take part: the options of `eyas bench` that choose contestants."""
+    """The options of `eyas bench` that choose its contestants."""
 
     llm: LLM
     methods: str

@@ -74,7 +74,7 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
 
 
 def _refusal(error: Exception, revision: str | None) -> str:
-    """Why the hub did not deliver; common reasons say what to do."""
+    """The reason why the hub did not deliver; for common ones it says what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

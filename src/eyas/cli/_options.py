@@ -224,13 +224,13 @@ class MethodOptions(dict[str, Any]):
 
 
 class BenchMethodOptions(MethodOptions):
-    """Those of a bench, which may make new heads with random weights."""
+    """The method options of a bench, which may make new heads with random weights."""
 
     uses = frozenset({"new heads only"})
 
 
 class TrainMethodOptions(MethodOptions):
-    """Those of a training."""
+    """The method options of a training."""
 
     uses = frozenset({"new heads only", "training only"})
 

@@ -49,7 +49,7 @@ NOTES = (
 
 @option_group
 class BenchOptions:
-    """Who is compared, on what, and where the results go."""
+    """The contestants, the prompts, and the folder of the results."""
 
     methods: Annotated[str, "Model", "A,B"] = "all"
     """Names, or NAME:option=value:...; all: every method that can run."""

@@ -233,6 +233,7 @@ def _merged(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft
     for row, (row_parents, row_tokens) in tries.items():
         part = slice(1, 1 + len(row_tokens))
         parents[row, part], tokens[row, part] = torch.tensor(row_parents) + 1, torch.tensor(row_tokens)
+        # The best continuation's chance serves for all of them: it only ranks nodes for a limit.
         acceptable[row, part], log_q[row, part] = True, math.log(continuations[row][0].chance)
     tokens_BM = tokens.to(device)
     tokens_BM[:, 0] = draft.tokens_BN[:, 0]

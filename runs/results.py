@@ -161,7 +161,7 @@ def speed() -> Iterator[str]:
     for name, title in (("speed_epyc", "AMD EPYC"), ("speed", "Intel Xeon with AMX")):
         yield f"### Cost of a pass: {title}"
         yield from cost_tables(record(name))
-    yield "### `--tree auto` over the best fixed tree"
+    yield "### Automatic trees over the best fixed tree"
     yield prose("The best fixed tree is chosen on one half of the prompts and judged on the other.")
     titles = SPEEDS | ROUNDED_SPEEDS
     lines = ([title, *(cell(auto_over_best(name, m)) for m in AUTO_METHODS)] for name, title in titles.items())

@@ -37,9 +37,8 @@ CONFIDENCE = 1.5  # standard deviations of an arm's mean that an upper bound add
 MAX_TRIAL_SHARE = 0.02  # the share of all tokens that the trials of one arm may lose
 MAX_TRIAL_LOSS = 2.0  # tokens a row that one trial may lose
 BACKOFF = 2  # doublings of the waiting time after trials that failed in a row
-FORGIVE_AFTER = 128  # cycles as the best arm, after which earlier failures of the arm are forgotten
 MEMORY = 48  # cycles over which an arm's noise and its mix of cycle kinds are averaged
-LEAST_NOISE = 0.25  # the smallest noise that is believed, as a share of the first guess
+MIN_NOISE = 1e-9  # the smallest variance of a cycle's tokens that is believed
 # variance of an arm that was never played, or long ago, as a share of `break_even` squared
 MAX_VARIANCE = 1.0
 MAX_CYCLE_TIME_IN_BASELINE_CYCLES = 16  # a cycle that took longer is charged this much: the machine held it up
@@ -74,15 +73,10 @@ class Arm:
     other_seconds: float = 0.0  # further seconds for each cycle of this arm, outside of the cycle
     break_even: float = 1.0  # tokens that make this arm as fast as the best one; at least 1
     kinds: dict[Hashable, float] = field(default_factory=dict)  # decayed counts of the cycles' kinds
-    least_noise: float = field(init=False)
     failures: int = 0  # trials in a row that did not pay
     debt: float = 0.0  # tokens to be made by any arm before the next trial
-    best_cycles: int = 0  # cycles in a row that were played while this arm was the best
     trial_cycles: int = 0
     trial_tokens: float = 0.0  # tokens that the best arm would have made in the time of the trial
-
-    def __post_init__(self) -> None:
-        self.least_noise = LEAST_NOISE * self.noise
 
     @property
     def upper(self) -> float:
@@ -97,7 +91,7 @@ class Arm:
     def update(self, tokens: float, kind: Hashable) -> None:
         """One cycle's tokens: a step of the Kalman filter."""
         error = tokens - self.mean
-        self.noise = max(self.least_noise, self.noise + (error * error - self.noise) / MEMORY)
+        self.noise = max(MIN_NOISE, self.noise + (error * error - self.noise) / MEMORY)
         gain = self.variance / (self.variance + self.noise)
         self.mean += gain * error
         self.variance *= 1 - gain
@@ -119,7 +113,7 @@ class Arm:
     def end_trial(self, failed: bool) -> None:
         if failed:
             self.debt = self.trial_loss * 2 ** min(self.failures, BACKOFF)
-            self.failures += 1
+        self.failures = self.failures + 1 if failed else 0
         self.trial_cycles, self.trial_tokens = 0, 0.0
 
 
@@ -179,15 +173,9 @@ class Bandit:
         tokens = charged * self.rate(self.best)
         for each in self.arms.values():
             each.debt -= MAX_TRIAL_SHARE * tokens
-        arm = self.arms[name]
         if name != self.best:
-            arm.trial_cycles += 1
-            arm.trial_tokens += tokens
-            arm.best_cycles = 0
-            return
-        arm.best_cycles += 1
-        if arm.best_cycles >= FORGIVE_AFTER:
-            arm.failures = 0
+            self.arms[name].trial_cycles += 1
+            self.arms[name].trial_tokens += tokens
 
     @property
     def may_choose(self) -> bool:

@@ -65,7 +65,6 @@ class BatchState:
 
     bandit: Bandit
     size: TreeSize | None = None  # None: the method has no dynamic trees
-    time_scale: float = 1.0  # measured seconds of drafted cycles over those that the costs predict
     drafted: int = 0  # cycles since the method drafts again
     explore_debt: float = 0.0  # extra time of larger trees, in cycles; positive: no larger tree yet
 
@@ -213,8 +212,8 @@ class AdaptiveController:
         assert state.size is not None
         size = _decision(step).tree_size
         assert size is not None
-        larger = self._expected(state, size, rows).seconds
-        state.explore_debt = max(larger / self._expected(state, state.size, rows).seconds - 1, 2 * MAX_EXPLORE_SHARE)
+        larger = self._expected(size, rows).seconds
+        state.explore_debt = max(larger / self._expected(state.size, rows).seconds - 1, 2 * MAX_EXPLORE_SHARE)
 
     def _learn_tree(self, step: Step) -> None:
         """Let `Acceptance` learn from one row's tree, after the cycle's one transfer to the host,
@@ -236,7 +235,7 @@ class AdaptiveController:
         if key not in self._states:
             self._states[key] = state = BatchState(Bandit(self._arms(rows)))
             if self.acceptance is not None:
-                plan = self._plan(state, rows)
+                plan = self._plan(rows)
                 state.size = plan.size
                 state.bandit.arms[DRAFT].replace(1 + plan.accepted, 1.0, plan.seconds)
         return self._states[key]
@@ -254,14 +253,14 @@ class AdaptiveController:
         yield of that tree."""
         if state.size is None:
             return
-        arm = state.bandit.arms[DRAFT]
+        arm, current, plan = state.bandit.arms[DRAFT], self._expected(state.size, rows), self._plan(rows)
+        if plan.size == state.size or plan.rate <= MIN_PLAN_GAIN * current.rate:
+            return
+        # The costs are right in proportion; measured cycles of the current tree give the scale.
         measured = arm.seconds(state.bandit.medians) if arm.kinds else None
-        if measured is not None:  # rescale the costs to the measured seconds of this tree
-            state.time_scale *= measured / self._expected(state, state.size, rows).seconds
-        plan = self._plan(state, rows)
-        if plan.size != state.size and plan.rate > MIN_PLAN_GAIN * self._expected(state, state.size, rows).rate:
-            state.size = plan.size
-            arm.replace(1 + plan.accepted, max(arm.variance, PLAN_VARIANCE), plan.seconds)
+        scale = 1.0 if measured is None else measured / current.seconds
+        state.size = plan.size
+        arm.replace(1 + plan.accepted, max(arm.variance, PLAN_VARIANCE), scale * plan.seconds)
 
     def _seconds_by_size(self, rows: int) -> Array:
         """[S]: seconds of a cycle with each size, by the costs."""
@@ -273,16 +272,14 @@ class AdaptiveController:
             self._seconds[rows] = np.array([self._costs.cycle(size, rows) for size in self.acceptance.all_sizes])
         return self._seconds[rows]
 
-    def _plan(self, state: BatchState, rows: int) -> Plan:
+    def _plan(self, rows: int) -> Plan:
         """The size with the most tokens a second."""
         assert self.acceptance is not None
-        return best(
-            self.acceptance.all_sizes, self.acceptance.accepted_S, state.time_scale * self._seconds_by_size(rows)
-        )
+        return best(self.acceptance.all_sizes, self.acceptance.accepted_S, self._seconds_by_size(rows))
 
-    def _expected(self, state: BatchState, size: TreeSize, rows: int) -> Plan:
+    def _expected(self, size: TreeSize, rows: int) -> Plan:
         assert self.acceptance is not None
-        seconds = state.time_scale * float(self._seconds_by_size(rows)[self.acceptance.place[size]])
+        seconds = float(self._seconds_by_size(rows)[self.acceptance.place[size]])
         return Plan(size, self.acceptance(size), seconds)
 
     def _next_larger(self, size: TreeSize) -> TreeSize:

@@ -24,14 +24,14 @@ from eyas.api import LLM
 from eyas.bench.contestants import Drafting
 from eyas.bench.record import Answer
 from eyas.bench.rows import by_prompt
-from eyas.bench.run import VANILLA, Bench, OnPrompt, locked
+from eyas.bench.run import VANILLA, Bench, OnPrompt
 from eyas.bench.tasks import Prompt
 from eyas.bench.tasks import load as load_task
 from eyas.core.drafter import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
 from eyas.errors import EyasError, InputError
-from eyas.files import write_text
+from eyas.files import locked_folder, write_text
 from eyas.hardware import cpu_name
 from eyas.metrics import Interval, bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
 
@@ -318,7 +318,7 @@ def ask(
     entered = [Drafting(VANILLA, llm.drafter), *(Drafting(name, made) for name, made in drafters.items())]
     bench = Bench(llm, entered, prompts, temperatures, max_new_tokens, {"seed": 7})
     folder = Path("out") / output.stem if not output.is_absolute() else output.with_suffix("")
-    with locked(folder), progress() as on_prompt:
+    with locked_folder(folder), progress() as on_prompt:
         answers = bench.run(folder, on_prompt)
     if bench.failed:
         raise EyasError("; ".join(f"{name} failed: {why}" for name, why in bench.failed.items()))

@@ -368,7 +368,7 @@ def test_keywords_as_people_write_them(llm: LLM) -> None:
         ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
         (
             {"num_return_sequences": 3},
-            r"num_return_sequences is no keyword of eyas: write llm.generate\(prompt, n=...\)",
+            r"num_return_sequences is not a keyword of eyas: write llm.generate\(prompt, n=...\)",
         ),
         ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
         ({"draft": "on"}, "draft must be auto, off or a number of draft tokens, 1 or more; got 'on'"),

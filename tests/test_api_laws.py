@@ -88,7 +88,7 @@ def test_log_probabilities(llm: eyas.LLM) -> None:
         ({"logprobs": True}, "logprobs must be a whole number"),
         ({"logprobs": 161}, "logprobs must be from 0 to the size of the vocabulary"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be a whole number, 0 or more"),
-        ({"top_logprobs": 5}, "top_logprobs is no keyword of eyas: logprobs=5 lists"),
+        ({"top_logprobs": 5}, "top_logprobs is not a keyword of eyas: logprobs=5 lists"),
     ],
 )
 def test_what_cannot_be_gets_one_line(llm: eyas.LLM, keywords: dict[str, Any], message: str) -> None:

@@ -103,17 +103,17 @@ def test_objects_become_keywords(given: dict[str, Any], expected: dict[str, Any]
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"sampling_params": SamplingParams(bad_words=["x"])}, "sampling_params.bad_words has no equal"),
+        ({"sampling_params": SamplingParams(bad_words=["x"])}, "sampling_params.bad_words has no equivalent"),
         ({"sampling_params": SamplingParams(include_stop_str_in_output=True)}, "include_stop_str_in_output"),
         ({"sampling_params": SamplingParams(allowed_token_ids=[1])}, "allowed_token_ids"),
-        ({"sampling_params": {"temprature": 1}}, "temprature has no equal.*temperature"),
+        ({"sampling_params": {"temprature": 1}}, "temprature has no equivalent.*temperature"),
         (
             {"sampling_params": SamplingParams(structured_outputs={"structural_tag": "x"})},
             "structured_outputs.structural_tag",
         ),
         ({"sampling_params": 5}, "must be an object with fields"),
         ({"sampling_params": SamplingParams}, "not the class SamplingParams"),
-        ({"generation_config": GenerationConfig(num_beams=2)}, "generation_config.num_beams has no equal"),
+        ({"generation_config": GenerationConfig(num_beams=2)}, "generation_config.num_beams has no equivalent"),
         ({"generation_config": GenerationConfig(no_repeat_ngram_size=3)}, "no_repeat_ngram_size"),
         ({"generation_config": GenerationConfig(), "sampling_params": {}}, "say the same"),
         ({"sampling_params": {"temperature": -1}, "stop_token_ids": "x"}, "stop_token_ids"),

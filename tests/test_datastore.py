@@ -114,6 +114,16 @@ def test_segments_are_one_store() -> None:
         assert ended(whole, one.following_SD.tolist()) == ended(whole, several.following_SD.tolist())
 
 
+def test_tokens_too_large_for_the_datastore_match_nothing() -> None:
+    """Bug: a target whose vocabulary is padded beyond its tokenizer's, and so beyond 2^16, ended in
+    an OverflowError as soon as such a token was in the text."""
+    store = Datastore.of([[1, 2, 3, 4]], 160)
+    for context, length in (([70_000, 1, 2], 2), ([1, 70_000, 2], 1), ([1, 2, 70_000], 0)):
+        found = store.look_up(context, 1, 3, 1, 10)
+        assert (found is None) == (length == 0)
+        assert found is None or (found.length, found.following_SD.tolist()) == (length, [[3]])
+
+
 def test_few_stand_for_many() -> None:
     """Guards the sample of a frequent match: its shares are those of all matches, to within one in `most`."""
     dice = random.Random(2)
@@ -265,7 +275,7 @@ def test_damage_is_seen(tmp_path: Path, files: list[File]) -> None:
     with pytest.raises(InputError, match="make one with `eyas datastore build`"):
         Datastore.open(tmp_path)
     manifest = make(tmp_path, files[0])
-    suffixes = manifest.segments[0].path(tmp_path, "suffixes")
+    suffixes = manifest.segments[0].paths(tmp_path)[1]
     whole = suffixes.read_bytes()
     suffixes.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     Datastore.open(tmp_path)
@@ -328,7 +338,7 @@ def test_damage_is_not_merged(tmp_path: Path, files: list[File]) -> None:
     """Sorted together with others, a damaged segment would get a right checksum."""
     make(tmp_path, files[0])
     manifest = make(tmp_path, files[1], append=True)
-    tokens = manifest.segments[1].path(tmp_path, "tokens")
+    tokens = manifest.segments[1].paths(tmp_path)[0]
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(InputError, match="its checksum is another"):

@@ -208,7 +208,7 @@ def test_a_hanging_compiler_is_killed(compiler: Compiler, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"CXX": 'g++ "'}, "no command line: No closing quotation"),
+        ({"CXX": 'g++ "'}, "not a command line: No closing quotation"),
         ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
         ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
         ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),

@@ -20,7 +20,6 @@ from eyas.losses import (
     smooth_l1,
     soft_cross_entropy,
     soft_cross_entropy_of,
-    weighted_smooth_l1,
 )
 from eyas.nn import Documents
 from eyas.objectives import OBJECTIVES
@@ -28,104 +27,88 @@ from eyas.objectives import OBJECTIVES
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
 
-def plain_smooth_l1(predicted: Tensor, true: Tensor, mask: Tensor, normalizer: float) -> Tensor:
+def plain_smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
     difference = (predicted - true).abs()
     each = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5)
-    return (each.mean(-1) * mask).sum() / normalizer
+    return each.mean(-1).sum()
 
 
-def plain_cross_entropy(predicted: Tensor, true: Tensor, mask: Tensor, normalizer: float) -> Tensor:
+def plain_cross_entropy(predicted: Tensor, true: Tensor) -> Tensor:
     p, log_q = true.exp() / true.exp().sum(-1, keepdim=True), predicted - predicted.exp().sum(-1, keepdim=True).log()
-    return (-(p * log_q).sum(-1) * mask).sum() / normalizer
+    return -(p * log_q).sum()
 
 
-def arguments(seed: int, *shape: int, share: float = 0.6) -> tuple[Tensor, Tensor, Tensor]:
+def arguments(seed: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    predicted = torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
-    true = torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(2)
-    return predicted, true, torch.rand(shape[:-1], generator=generator) < share
+    predicted = torch.randn(rows, width, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
+    return predicted, torch.randn(rows, width, generator=generator, dtype=torch.float64).mul_(2)
 
 
 @pytest.mark.parametrize(("ours", "plain"), [(smooth_l1, plain_smooth_l1), (soft_cross_entropy, plain_cross_entropy)])
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_values_and_gradients_are_those_of_the_formula(ours, plain, share) -> None:
-    """Guards the closed-form gradient, the mask (nothing leaks out of it or into it) and the
-    normalizer. Deterministic."""
-    predicted, true, mask = arguments(0, 3, 7, 11, share=share)
-    mine, theirs = ours(predicted, true, mask, 4.5), plain(predicted, true, mask, 4.5)
+@pytest.mark.parametrize("rows", [0, 21])
+def test_values_and_gradients_are_those_of_the_formula(ours, plain, rows) -> None:
+    """Guards the closed-form gradient. Deterministic."""
+    predicted, true = arguments(0, rows, 11)
+    mine, theirs = ours(predicted, true), plain(predicted, true)
     (gradient,) = torch.autograd.grad(3 * mine, predicted)
     (expected,) = torch.autograd.grad(3 * theirs, predicted)
     torch.testing.assert_close(mine, theirs)
     torch.testing.assert_close(gradient, expected)
-    assert not gradient[~mask].any()
-
-
-@pytest.mark.parametrize("ours", [smooth_l1, soft_cross_entropy])
-def test_masks_of_numbers_and_tensor_normalizers(ours) -> None:
-    """A 0/1 mask of integers means the same as a bool mask (indexing with integers would silently
-    pick rows 0 and 1)."""
-    predicted, true, mask = arguments(1, 2, 5, 6)
-    expected = ours(predicted, true, mask, 3.0)
-    torch.testing.assert_close(ours(predicted, true, mask.long(), torch.tensor(3.0, dtype=torch.float64)), expected)
-    torch.testing.assert_close(ours(predicted, true, mask.float(), 3.0), expected)
 
 
 @pytest.mark.parametrize("chunk", [1, 11, 40, 10**6])
 def test_chunks_change_nothing(chunk: int) -> None:
     """Any chunking gives the same value and gradient, also when the last chunk is smaller."""
-    predicted, true, mask = arguments(2, 3, 7, 11)
-    expected = plain_cross_entropy(predicted, true, mask, 2.0)
-    mine = soft_cross_entropy(predicted, true, mask, 2.0, chunk)
+    predicted, true = arguments(2, 21, 11)
+    expected = plain_cross_entropy(predicted, true)
+    mine = soft_cross_entropy(predicted, true, chunk)
     torch.testing.assert_close(mine, expected)
     torch.testing.assert_close(torch.autograd.grad(mine, predicted)[0], torch.autograd.grad(expected, predicted)[0])
 
 
 @pytest.mark.parametrize("chunk", [1, 40, 10**6])
-@pytest.mark.parametrize("share", [0.0, 0.6])
-def test_through_the_head(chunk: int, share: float) -> None:
+@pytest.mark.parametrize("rows", [0, 21])
+def test_through_the_head(chunk: int, rows: int) -> None:
     """From features through a head: same value and gradient as with all logits at once; agreement
     is that of the argmaxes. The head gets no gradient even where its weights ask for one, as those
     of a freshly loaded model do."""
-    predicted, true, mask = arguments(3, 3, 7, 5, share=share)
+    predicted, true = arguments(3, rows, 5)
     linear = nn.Linear(5, 13, dtype=torch.float64)
 
     def head(hidden: Tensor) -> Tensor:
         return 3 * torch.tanh(linear(hidden))  # with a softcap: more than one matrix
 
-    mine, agree = soft_cross_entropy_of(head, predicted, true, mask, 2.0, 13, chunk)
-    expected = plain_cross_entropy(head(predicted), head(true), mask, 2.0)
+    mine, agree = soft_cross_entropy_of(head, predicted, true, 13, chunk)
+    expected = plain_cross_entropy(head(predicted), head(true))
     torch.testing.assert_close(mine, expected)
     (2 * mine).backward()
     assert linear.weight.grad is None
     torch.testing.assert_close(predicted.grad, torch.autograd.grad(2 * expected, predicted)[0])
-    assert int(agree) == int(((head(predicted).argmax(-1) == head(true).argmax(-1)) & mask).sum())
+    assert int(agree) == int((head(predicted).argmax(-1) == head(true).argmax(-1)).sum())
     with torch.no_grad():
-        torch.testing.assert_close(
-            soft_cross_entropy_of(head, predicted, true, mask, 2.0, 13, chunk)[0], expected.detach()
-        )
+        torch.testing.assert_close(soft_cross_entropy_of(head, predicted, true, 13, chunk)[0], expected.detach())
 
 
 def test_half_precision_is_summed_in_float32() -> None:
     """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under
     autocast."""
     generator = torch.Generator().manual_seed(4)
-    predicted, true = (torch.randn(2, 4, 500, generator=generator).bfloat16() for _ in range(2))
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    expected = plain_cross_entropy(predicted.double(), true.double(), mask, 8.0)
+    predicted, true = (torch.randn(8, 500, generator=generator).bfloat16() for _ in range(2))
+    expected = plain_cross_entropy(predicted.double(), true.double())
     with torch.autocast("cpu", torch.bfloat16):
-        value = soft_cross_entropy(predicted, true, mask, 8.0)
-        distance = smooth_l1(predicted, true, mask, 8.0)
+        value = soft_cross_entropy(predicted, true)
+        distance = smooth_l1(predicted, true)
     assert value.dtype == distance.dtype == torch.float32
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
-        distance.double(), plain_smooth_l1(predicted.double(), true.double(), mask, 8.0), rtol=1e-5, atol=1e-5
+        distance.double(), plain_smooth_l1(predicted.double(), true.double()), rtol=1e-5, atol=1e-5
     )
 
 
 def test_extreme_logits_stay_finite() -> None:
     """exp overflows float32 at 89; logits of real heads with large scales reach it."""
-    predicted = torch.tensor([[[1000.0, -1000.0, 0.0]]], requires_grad=True)
-    loss = soft_cross_entropy(predicted, torch.tensor([[[900.0, -900.0, 899.0]]]), torch.ones(1, 1), 1.0)
+    predicted = torch.tensor([[1000.0, -1000.0, 0.0]], requires_grad=True)
+    loss = soft_cross_entropy(predicted, torch.tensor([[900.0, -900.0, 899.0]]))
     loss.backward()
     assert loss.isfinite()
     assert predicted.grad is not None
@@ -135,7 +118,7 @@ def test_extreme_logits_stay_finite() -> None:
 def test_memory_does_not_grow_with_the_vocabulary_times_the_positions() -> None:
     """The head sees a chunk of rows at a time, each row once, and what waits for the backward has
     the size of the features."""
-    predicted, true, mask = arguments(5, 2, 50, 4)
+    predicted, true = arguments(5, 100, 4)
     head, rows = nn.Linear(4, 3000, dtype=torch.float64), list[int]()
 
     def counting(hidden: Tensor) -> Tensor:
@@ -143,12 +126,11 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_positions() -> None:
         result: Tensor = head(hidden)
         return result
 
-    loss, _ = soft_cross_entropy_of(counting, predicted, true, mask, 1.0, 3000, 30_000)
+    loss, _ = soft_cross_entropy_of(counting, predicted, true, 3000, 30_000)
     assert max(rows) == 10
-    assert sum(rows) == 2 * int(mask.sum())
-    inner = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    kept = [value.shape for value in inner.saved_tensors]  # type: ignore[union-attr]
-    assert kept == [(int(mask.sum()), 4), (0, 4)], "more than gradients, and the frozen head's is empty"
+    assert sum(rows) == 2 * 100
+    kept = [value.shape for value in loss.grad_fn.saved_tensors]  # type: ignore[union-attr]
+    assert kept == [(100, 4), (0, 4)], "more than gradients, and the frozen head's is empty"
 
 
 @pytest.mark.skipif(
@@ -160,13 +142,13 @@ def test_reference_losses_of_eagle1_from_features() -> None:
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
     weight = load_file(GOLDEN / "target_a" / "model.safetensors")["lm_head.weight"]
-    predicted, true, mask = tensors["eagle1.predict"], tensors["eagle1.target"], tensors["eagle1.loss_mask"]
-    normalizer = mask.sum() + 1e-5
-    vloss = smooth_l1(predicted, true, mask, normalizer)
-    ploss = soft_cross_entropy(predicted @ weight.T, true @ weight.T, mask, normalizer)
-    chunked, _ = soft_cross_entropy_of(lambda hidden: hidden @ weight.T, predicted, true, mask, normalizer, 256, 1000)
+    mask = tensors["eagle1.loss_mask"]
+    predicted, true = tensors["eagle1.predict"][mask.bool()], tensors["eagle1.target"][mask.bool()]
+    vloss = smooth_l1(predicted, true)
+    ploss = soft_cross_entropy(predicted @ weight.T, true @ weight.T)
+    chunked, _ = soft_cross_entropy_of(lambda hidden: hidden @ weight.T, predicted, true, 256, 1000)
     for mine, theirs in ((vloss, "vloss"), (ploss, "ploss"), (chunked, "ploss"), (vloss + 0.1 * ploss, "loss")):
-        assert mine.item() == pytest.approx(said[theirs], abs=1e-5)
+        assert (mine / (mask.sum() + 1e-5)).item() == pytest.approx(said[theirs], abs=1e-5)
 
 
 @pytest.mark.skipif(
@@ -188,12 +170,12 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
         ).view_as(features)
         valid = tensors["eagle1.attention_mask"].bool()
         torch.testing.assert_close(predicted[valid], tensors["eagle1.predict"][valid], atol=1e-4, rtol=0)
-        true, normalizer = tensors["eagle1.target"], mask.sum() + 1e-5
-        vloss = smooth_l1(predicted, true, mask, normalizer)
+        predicted, true = predicted[mask.bool()], tensors["eagle1.target"][mask.bool()]
         if chunked:
-            ploss, _ = soft_cross_entropy_of(target.head, predicted, true, mask, normalizer, target.vocab_size, 1000)
+            ploss, _ = soft_cross_entropy_of(target.head, predicted, true, target.vocab_size, 1000)
         else:
-            ploss = soft_cross_entropy(target.head(predicted), target.head(true), mask, normalizer)
+            ploss = soft_cross_entropy(target.head(predicted), target.head(true))
+        vloss, ploss = (loss / (mask.sum() + 1e-5) for loss in (smooth_l1(predicted, true), ploss))
         loss = vloss + 0.1 * ploss
         loss.backward()
     for mine, theirs in ((vloss, "vloss"), (ploss, "ploss"), (loss, "loss")):
@@ -330,10 +312,7 @@ def test_a_certain_target() -> None:
 
 
 def test_weighted_smooth_l1() -> None:
-    predicted, true, _ = arguments(5, 9, 4)
+    predicted, true = arguments(5, 9, 4)
     weight = torch.rand(9, dtype=torch.float64)
-    expected = sum(
-        w * plain_smooth_l1(x[None], y[None], torch.ones(1), 1.0)
-        for x, y, w in zip(predicted, true, weight, strict=True)
-    )
-    torch.testing.assert_close(weighted_smooth_l1(predicted, true, weight), expected)
+    expected = sum(w * plain_smooth_l1(x[None], y[None]) for x, y, w in zip(predicted, true, weight, strict=True))
+    torch.testing.assert_close(smooth_l1(predicted, true, weight), expected)

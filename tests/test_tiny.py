@@ -34,7 +34,7 @@ def test_flipped_bits(tmp_path: Path) -> None:
         head, _, file = name.partition("/")
         checkpoints.load(folder / head)
         flip(folder / name)
-        with pytest.raises(CheckpointError, match=f"{file} is not the file whose SHA-256 stands in checksums.json"):
+        with pytest.raises(CheckpointError, match=f"{file} is not the file whose SHA-256 is in checksums.json"):
             checkpoints.load(folder / head)
         shutil.copy(tiny.FOLDER / name, folder / name)
     tiny.tokenizer(folder)

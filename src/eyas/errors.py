@@ -26,6 +26,7 @@ __all__ = [
     "OptionError",
     "UnknownOptionError",
     "code_of_request",
+    "first_line",
     "near",
     "one_line",
 ]
@@ -78,6 +79,13 @@ def code_of_request(name: str) -> Iterator[None]:
 def one_line(error: object, limit: int | None = None) -> str:
     """An exception's message on one line, cut after `limit` characters."""
     return " ".join(str(error).split())[:limit]
+
+
+def first_line(error: BaseException, limit: int | None = None) -> str:
+    """The first line of an exception's message, cut after `limit` characters; its type where the
+    message is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:limit] if lines else type(error).__name__
 
 
 def near(name: object, known: Iterable[str]) -> str:

@@ -2,12 +2,16 @@
 
     write_atomically    a file is replaced as a whole: temporary name, fsync, rename
     locked_output       one process at a time writes into an output; the second one is refused
-    check_output_folder the same question before anything slow is done
+    locked_folder       makes and locks an output folder
+    check_output_folder whether a folder can be made and locked, asked before anything slow is done
     remove_leftovers    temporary files of processes that are gone
-    sha256_of_file      the checksum by which a changed file is noticed
+    sha256_of_file      the checksum by which a changed file is noticed; sha256_of_folder: those of all files
     is_altered          whether a file differs from the checksum that was shipped with it
     parse_json          a JSON value, or one clear error
     read_versioned      the content of a JSON file that says its format and version
+    write_text          a small file as a whole
+    write_errors        the system's errors while a file is written, as one clear error
+    prepare_folder      makes a folder, and checks that it can be written
     user_cache          the folder of measurements and compiled kernels of this machine
 
 This module does not know what the files hold.
@@ -28,18 +32,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from eyas.errors import InputError
+from eyas.errors import InputError, first_line
 
 __all__ = [
     "CHECKSUMS",
     "check_output_folder",
     "is_altered",
+    "locked_folder",
     "locked_output",
     "parse_json",
     "prepare_folder",
     "read_versioned",
     "remove_leftovers",
     "sha256_of_file",
+    "sha256_of_folder",
     "user_cache",
     "write_atomically",
     "write_errors",
@@ -70,6 +76,12 @@ def sha256_of_file(path: str | Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal. Raises OSError when it cannot be read."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_of_folder(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder, by its path there: the content of CHECKSUMS."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    return {path.relative_to(folder).as_posix(): sha256_of_file(path) for path in files}
 
 
 def is_altered(path: str | Path) -> bool:
@@ -188,6 +200,17 @@ def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Make an output folder and keep other processes from writing into it while the block runs.
+    InputError when another one holds its lock, or when it cannot be written.
+    """
+    prepare_folder(folder)
+    with locked_output(folder):
+        remove_leftovers(folder)
+        yield
+
+
 def check_output_folder(folder: str | Path) -> None:
     """Refuse a folder that cannot be written into, before anything slow is done. Nothing stays.
 
@@ -282,7 +305,7 @@ def write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:  # torch.save raises the latter for the former
         is_full = getattr(error, "errno", None) == errno.ENOSPC
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise InputError(
             f"cannot write {path}: {'no space left; free some and resume' if is_full else reason}"
         ) from error

@@ -1,30 +1,29 @@
 """Loss functions of draft heads.
 
-Two terms, both summed over the positions of a mask and divided by a normalizer of the caller
-(EAGLE, section 3.2):
+Two terms, both summed over the positions that count (EAGLE, section 3.2):
 
     smooth_l1                 between the predicted feature and the target's feature
     soft_cross_entropy        between the distributions that the LM head computes from them
 
-`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head. Both
-read only the positions of the mask. `draft_losses` compares several predictions with one target
-distribution, as the steps of the training-time test are (EAGLE-3, MTP modules): through an LM head
-that is trained itself and may have a draft vocabulary, or through a frozen one, by any of the
-objectives of `eyas.objectives`. Through a head the logits of a whole batch never exist: the
-gradient of each chunk of positions is computed together with its value, and only that is kept,
-[.., D] instead of [.., V]. Values and gradients are those of the plain formula.
+`soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head.
+`draft_losses` compares several predictions with one target distribution, as the steps of the
+training-time test need it (EAGLE-3, MTP modules): through an LM head that is trained itself and may
+have a draft vocabulary, or through a frozen one, by any of the objectives of `eyas.objectives`.
+Through a head the logits of a whole batch never exist: the gradient of each chunk of positions is
+computed together with its value, and only that is kept, [.., D] instead of [.., V]. Values and
+gradients are those of the plain formula.
 
 This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no
 gradient.
 
-Shapes: R sequences, T tokens, D hidden size, V vocabulary, M positions in the mask, N positions, C
-rows of a chunk, K draft predictions, U target positions, v draft vocabulary. p is the target's
+Shapes: M positions, D hidden size, V vocabulary, C rows of a chunk, K draft predictions, n of them
+that are compared with one chunk, U target positions, v draft vocabulary. p is the target's
 distribution, q the draft's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,89 +40,53 @@ __all__ = [
     "smooth_l1",
     "soft_cross_entropy",
     "soft_cross_entropy_of",
-    "weighted_smooth_l1",
 ]
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 
 
-def smooth_l1(predicted_RTD: Tensor, true_RTD: Tensor, mask_RT: Tensor, normalizer: Tensor | float) -> Tensor:
-    """Smooth L1 with beta 1: the mean over D, summed over the mask, divided by `normalizer`.
+def smooth_l1(predicted_MD: Tensor, true_MD: Tensor, weight_M: Tensor | None = None) -> Tensor:
+    """Smooth L1 with beta 1: the mean over D, times each row's weight if there are weights, summed
+    over the rows; a scalar in float32 or, for features in float64, in float64.
+    """
+    losses_MD = F.smooth_l1_loss(_at_least_float32(predicted_MD), _at_least_float32(true_MD.detach()), reduction="none")
+    losses_M = losses_MD.mean(-1)
+    return (losses_M if weight_M is None else losses_M * weight_M).sum()
+
+
+def soft_cross_entropy(predicted_MV: Tensor, true_MV: Tensor, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
+    """Cross-entropy of softmax(predicted logits) under softmax(true logits), summed over the rows;
+    a scalar.
 
     Args:
-        mask_RT: bool or 0/1; the positions that count.
-        normalizer: the number of counted positions for a mean.
-
-    Returns:
-        A scalar in float32 or, if the features are in float64, in float64.
-    """
-    mask_RT = mask_RT.bool()
-    predicted_MD = _at_least_float32(predicted_RTD[mask_RT])
-    true_MD = _at_least_float32(true_RTD[mask_RT].detach())
-    return F.smooth_l1_loss(predicted_MD, true_MD, reduction="none").mean(-1).sum() / normalizer
-
-
-def weighted_smooth_l1(predicted_KD: Tensor, true_KD: Tensor, weight_K: Tensor) -> Tensor:
-    """Smooth L1 with beta 1: the mean over D, times each row's weight, summed over the rows; a
-    scalar.
-    """
-    losses_KD = F.smooth_l1_loss(_at_least_float32(predicted_KD), _at_least_float32(true_KD.detach()), reduction="none")
-    return (losses_KD.mean(-1) * weight_K).sum()
-
-
-def soft_cross_entropy(
-    predicted_logits_RTV: Tensor,
-    true_logits_RTV: Tensor,
-    mask_RT: Tensor,
-    normalizer: Tensor | float,
-    chunk_elements: int = CHUNK_ELEMENTS,
-) -> Tensor:
-    """Cross-entropy of softmax(predicted logits) under softmax(true logits), summed over the mask,
-    divided by `normalizer`.
-
-    Args:
-        mask_RT: bool or 0/1; the positions that count.
-        normalizer: the number of counted positions for a mean.
         chunk_elements: logits that are processed at a time; bounds the memory in addition to the
             arguments and the gradient.
-
-    Returns:
-        A scalar.
     """
-    rows_M = mask_RT.bool().flatten().nonzero()[:, 0]
-    predicted_NV = predicted_logits_RTV.flatten(0, -2)
-    true_NV = true_logits_RTV.detach().flatten(0, -2)
-    chunk_rows = _rows_in(chunk_elements, predicted_NV.shape[-1])
-    total: Tensor = _SoftCrossEntropy.apply(predicted_NV, true_NV, rows_M, chunk_rows)  # type: ignore[no-untyped-call]
-    return total / normalizer
+    chunk_rows = _rows_in(chunk_elements, predicted_MV.shape[-1])
+    total: Tensor = _SoftCrossEntropy.apply(predicted_MV, true_MV.detach(), chunk_rows)  # type: ignore[no-untyped-call]
+    return total
 
 
 def soft_cross_entropy_of(
     head: Callable[[Tensor], Tensor],
-    predicted_RTD: Tensor,
-    true_RTD: Tensor,
-    mask_RT: Tensor,
-    normalizer: Tensor | float,
+    predicted_MD: Tensor,
+    true_MD: Tensor,
     vocab_size: int,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """`soft_cross_entropy(head(predicted), head(true), mask, normalizer)`, without all these logits
-    in memory.
+    """`soft_cross_entropy(head(predicted), head(true))`, without all these logits in memory.
 
     Args:
         head: features [..., D] -> logits [..., V]; frozen: it gets no gradient. Called once for
             each chunk of rows.
-        mask_RT: bool or 0/1; the positions that count.
-        normalizer: the number of counted positions for a mean.
         vocab_size: V.
         chunk_elements: logits that are processed at a time; bounds the memory.
 
     Returns:
-        The loss (a scalar), and the number of positions of the mask (int64 scalar) where both
-        logits have the same argmax.
+        The loss (a scalar), and the number of rows (int64 scalar) where both logits have the same
+        argmax.
     """
-    mask_RT = mask_RT.bool()
-    predicted_MD, true_MD = predicted_RTD[mask_RT], true_RTD[mask_RT].detach()
+    true_MD = true_MD.detach()
     every_M = torch.arange(len(true_MD), device=true_MD.device)
     losses = draft_losses(
         predicted_MD,
@@ -134,7 +97,7 @@ def soft_cross_entropy_of(
         lambda positions: head(true_MD[positions]),
         chunk_elements=chunk_elements,
     )
-    return losses.total / normalizer, losses.is_correct_K.sum()
+    return losses.total, losses.is_correct_K.sum()
 
 
 @dataclass(frozen=True)
@@ -219,26 +182,25 @@ def _cross_entropy_and_gradient(predicted_CV: Tensor, true_CV: Tensor) -> tuple[
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """The sum over some rows; the backward computes the rows again, chunk by chunk."""
+    """The sum over the rows; the backward computes them again, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, predicted_NV: Tensor, true_NV: Tensor, rows_M: Tensor, chunk_rows: int) -> Tensor:
-        ctx.save_for_backward(predicted_NV, true_NV, rows_M)
+    def forward(ctx: Any, predicted_MV: Tensor, true_MV: Tensor, chunk_rows: int) -> Tensor:
+        ctx.save_for_backward(predicted_MV, true_MV)
         ctx.chunk_rows = chunk_rows
-        total = _at_least_float32(predicted_NV[:0]).sum()
-        for rows_C in torch.split(rows_M, chunk_rows):
-            total = total + _cross_entropy_and_gradient(predicted_NV[rows_C], true_NV[rows_C])[0]
+        total = _at_least_float32(predicted_MV[:0]).sum()
+        for predicted_CV, true_CV in _chunks(chunk_rows, predicted_MV, true_MV):
+            total = total + _cross_entropy_and_gradient(predicted_CV, true_CV)[0]
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
-        predicted_NV, true_NV, rows_M = ctx.saved_tensors
-        gradient_NV = torch.zeros_like(predicted_NV)
-        for rows_C in torch.split(rows_M, ctx.chunk_rows):
-            gradient_CV = _cross_entropy_and_gradient(predicted_NV[rows_C], true_NV[rows_C])[1]
-            gradient_NV[rows_C] = gradient_CV.mul_(outer).to(gradient_NV.dtype)
-        return gradient_NV, None, None, None
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        gradients = (
+            _cross_entropy_and_gradient(predicted_CV, true_CV)[1].mul_(outer).to(predicted_CV.dtype)
+            for predicted_CV, true_CV in _chunks(ctx.chunk_rows, *ctx.saved_tensors)
+        )
+        return torch.cat(list(gradients)), None, None
 
 
 class _LossThroughDraftHead(torch.autograd.Function):
@@ -331,6 +293,11 @@ def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Te
 def _rows_in(elements: int, row_elements: int) -> int:
     """Rows of a chunk that has at most `elements` elements."""
     return max(1, elements // row_elements)
+
+
+def _chunks(rows: int, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors in chunks of this many rows."""
+    return zip(*(torch.split(logits_MV, rows) for logits_MV in logits), strict=True)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from eyas.errors import InputError, ModelError, near
+from eyas.errors import InputError, ModelError, first_line, near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +39,7 @@ __all__ = [
     "StopStrings",
     "check_messages",
     "encode",
+    "encode_part",
     "render",
     "token_bytes",
 ]
@@ -56,7 +57,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     none).
 
     Raises:
-        InputError: the prompt is no string, is empty, is not valid Unicode, or gives no token.
+        InputError: the prompt is not a string, is empty, is not valid Unicode, or gives no token.
     """
     if not isinstance(prompt, str):
         raise InputError(f"a prompt must be a string, this one is {_kind(prompt)}")
@@ -109,7 +110,7 @@ def render(
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     if reserved := sorted(own.keys() & dict(variables or {}).keys()):
-        raise InputError(f"{reserved[0]} is no variable of a chat template")
+        raise InputError(f"{reserved[0]} is not a variable of a chat template")
     try:
         out: Any = tokenizer.apply_chat_template(
             chat,
@@ -121,7 +122,7 @@ def render(
             **(variables or {}),
         )
     except Exception as error:  # a template is a program that comes with the model; it may raise anything
-        raise InputError(f"the chat template refuses these messages: {_reason(error)}") from error
+        raise InputError(f"the chat template refuses these messages: {first_line(error)}") from error
     ids: list[int] = list(out["input_ids"])
     if not ids:
         raise InputError("the chat template makes no token of these messages: pass a plain prompt or token ids")
@@ -195,12 +196,6 @@ def _check_unicode(text: str, name: str) -> None:
 
 def _kind(value: object) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an exception's message; its type where the message is empty."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 # --- ids to text ----------------------------------------------------------------------------------
@@ -318,14 +313,7 @@ def _is_local(steps: list[dict[str, Any]]) -> bool:
         if kind == "Fuse":
             fused = True
         elif not fused:
-            if kind not in (
-                "Replace",
-                "Strip",
-                "ByteFallback",
-                "Metaspace",
-                "WordPiece",
-                "BPEDecoder",
-            ):
+            if kind not in ("Replace", "Strip", "ByteFallback", "Metaspace", "WordPiece", "BPEDecoder"):
                 return False
         elif kind == "Replace":
             if len(step["pattern"].get("String", "")) != 1:
@@ -515,7 +503,7 @@ class StopStrings:
     bounded by the token and the stop strings.
 
     Raises:
-        InputError: a stop string is no string or is empty.
+        InputError: a stop string is not a string or is empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] | str | None = None) -> None:

@@ -138,12 +138,12 @@ def embedded(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """The small llama stands in for the embedded model; returns its folder, with checksums."""
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    from eyas.cli import doctor
+    from eyas.files import CHECKSUMS, sha256_of_folder
 
     folder = tmp_path / "weights"
     shutil.copytree(world / "llama", folder)
     shutil.copytree(world / "head", folder / "eagle1")
-    (folder / doctor.CHECKSUMS).write_text(json.dumps(doctor.digests(folder)))
+    (folder / CHECKSUMS).write_text(json.dumps(sha256_of_folder(folder)))
     monkeypatch.setattr(tiny, "FOLDER", folder)
     monkeypatch.setattr(tiny, "HEADS", {"eagle1": folder / "eagle1"})
     monkeypatch.setattr(tiny, "BEST", "eagle2")  # as the head of the world

@@ -20,7 +20,7 @@ from eyas.bench.contestants import Drafting, Question
 from eyas.bench.entries import HEADS
 from eyas.bench.profile import TRACED
 from eyas.bench.record import FORMAT, Answer
-from eyas.bench.run import locked
+from eyas.files import locked_folder
 
 pytestmark = pytest.mark.slow
 
@@ -240,7 +240,7 @@ def test_a_folder_in_use_and_folders_of_others_are_refused(
     """Bug: two runs write into one file; other settings or another version's answers pass for this
     bench's; --restart does not help."""
     command = (*bench, "--methods", "vanilla")
-    with locked(tmp_path / "out"):
+    with locked_folder(tmp_path / "out"):
         assert f"{tmp_path / 'out'} is being written by process {os.getpid()} on " in refused(*command)
     assert run(*command).exit_code == 0
     assert "holds another bench (sampling differ)" in refused(*command, "--seed", 1)

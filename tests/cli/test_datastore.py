@@ -116,7 +116,7 @@ def test_refusals(refused: Callable[..., str], run: Run, novel: Path, tmp_path: 
     (tmp_path / "retrained" / "tokenizer.json").write_text(json.dumps(words))
     other = ("--target", tmp_path / "retrained", "--data", tmp_path / "other.txt", "--append")
     assert "another tokenizer" in refused("datastore", "build", "--output", tmp_path / "store", *other)
-    path = Manifest.read(tmp_path / "store").segments[0].path(tmp_path / "store", "tokens")
+    path = Manifest.read(tmp_path / "store").segments[0].paths(tmp_path / "store")[0]
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     assert "its checksum is another" in refused("datastore", "verify", tmp_path / "store")
 

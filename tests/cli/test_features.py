@@ -196,7 +196,7 @@ def test_much_is_asked_for(
 ) -> None:
     """Nothing is written before the answer; a script has to say --yes."""
     monkeypatch.setattr(features, "LARGE_GIB", 1e-5)
-    assert "are much: give --yes if that is meant" in run(*command).stderr
+    assert "is a lot: give --yes if that is intended" in run(*command).stderr
     monkeypatch.setattr(features, "_on_terminal", lambda: True)
     asked = run(*command, stdin="n\n")
     assert asked.exit_code == 130
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
     result = run(*command, "--yes")
     assert result.exit_code == 2
-    assert "GiB do not fit into the 0.00 GiB that are free" in result.stderr
+    assert "GiB does not fit into the 0.00 GiB that are free" in result.stderr
     assert not (tmp_path / "store").exists()
 
 
@@ -277,7 +277,11 @@ def test_a_worker_that_dies(
     """It is said which, why and how to go on; the others finish, however much they say. (Real
     processes, but of another program.)"""
     chatty = "import sys; sys.stderr.write('warning\\n' * 100_000); sys.exit('eyas: error: no space left')"
-    popen, count = subprocess.Popen, iter(("import os; os.kill(os.getpid(), 9)", chatty, chatty, "pass"))
+    silent = "raise SystemExit(3)"
+    popen, count = (
+        subprocess.Popen,
+        iter(("import os; os.kill(os.getpid(), 9)", chatty, chatty, "pass", silent, "pass")),
+    )
 
     def start(arguments: list[str], **settings: Any) -> Any:
         return popen([sys.executable, "-c", next(count)], **settings)
@@ -290,6 +294,7 @@ def test_a_worker_that_dies(
         f"eyas: error: worker 1 of 2: ended by signal 9; 0 of {shards} shards are whole; run the same command again, it goes on"
     )
     assert "eyas: error: worker 1 of 2: no space left; 0 of" in run(*command, "--workers", 2).stderr
+    assert "eyas: error: worker 1 of 2: ended with status 3; 0 of" in run(*command, "--workers", 2).stderr
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------------------------

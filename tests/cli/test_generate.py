@@ -139,7 +139,7 @@ def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) 
 @pytest.mark.slow
 def test_without_a_draft_it_says_so(run: Run) -> None:
     result = run("generate", "--target", "llama", "--max-new-tokens", 2, "hello")
-    assert "no --draft: the text itself drafts (suffix)" in result.stderr
+    assert "no --draft: drafts are copied from the text so far (suffix)" in result.stderr
     assert (
         run("generate", "--target", "llama", "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
     )
@@ -333,7 +333,7 @@ def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -
     for content in ("my diary\n", "my diary, no newline", '{"prompt": "x"}\n', '{"line": 1}\n'):
         precious = tmp_path / "precious.txt"
         precious.write_text(content)
-        assert "holds something else than results" in refused(
+        assert "holds something other than results" in refused(
             "generate", "--target", "llama", "--input", given, "--output", precious
         )
         assert precious.read_text() == content

@@ -111,7 +111,7 @@ def test_there_and_back(run: Run, hub: Hub, head: Path, answer: Callable[..., di
 def test_refused(refused: Callable[..., str], hub: Hub, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: a page of traceback where the hub says no; something that is no hub id becomes a
     repository of that name."""
-    assert "is no hub id: give OWNER/NAME" in refused("push", head, "head")
+    assert "is not a hub id: give OWNER/NAME" in refused("push", head, "head")
     assert "there is no folder" in refused("push", "nowhere", "me/head")
     assert "no such repository" in refused("generate", "--target", "llama", "--draft", "me/nothing", "hi")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -75,7 +75,7 @@ def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_pat
     assert (said["conversations"], said["replies"], said["bad"], said["there"]) == (4, 5, 0, 0)
     assert said["tokens"] == sum(sum(line["tokens"]) for line in found)
     assert "4 conversations, 5 replies, " in result.stderr.splitlines()[-1]
-    assert "no --draft: the text itself drafts" in result.stderr
+    assert "no --draft: drafts are copied from the text so far" in result.stderr
     other = tmp_path / "drafted.jsonl"
     drafted = run(*command, "--draft", "head", "--output", other, "--rows", 1)
     assert drafted.exit_code == 0
@@ -213,7 +213,7 @@ def test_answers_of_two_manners_are_not_mixed(run: Run, command: tuple[object, .
     other = run(*command, "--temperature", 0.5, "--last-only")
     assert other.exit_code == 2
     assert (
-        "holds answers made otherwise: temperature 0.0 there, 0.5 now; last_only False there, True now; name another file"
+        "holds answers made with other settings: temperature 0.0 there, 0.5 now; last_only False there, True now; name another file"
         in other.stderr
     )
     assert (tmp_path / "own.jsonl").read_text() == before
@@ -226,7 +226,7 @@ def test_answers_of_two_manners_are_not_mixed(run: Run, command: tuple[object, .
 BAD = {
     "no data": (("--data", "./nowhere.jsonl"), "nowhere.jsonl does not exist"),
     "its own output": (("--output", "chat.jsonl"), "--output would write into a file that --data reads"),
-    "a file of something else": (("--output", "diary.txt"), "holds something else than results"),
+    "a file of something else": (("--output", "diary.txt"), "holds something other than results"),
     "plain text": (("--data", "diary.txt"), "is plain text by its name"),
     "no rows": (("--rows", 0), "--rows"),
     "no length": (("--max-new-tokens", 0), "--max-new-tokens"),

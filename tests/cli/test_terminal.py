@@ -236,7 +236,7 @@ def test_json_that_python_refuses_is_a_bad_line(run: Run, refused: Run, tmp_path
     assert "in.jsonl:1: JSON " in result.stderr
     assert [json.loads(out)["line"] for out in result.stdout.splitlines()] == [2]
     (tmp_path / "old.jsonl").write_text(line + "\n")
-    assert "holds something else than results" in refused(
+    assert "holds something other than results" in refused(
         *GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "old.jsonl"
     )
 

@@ -110,7 +110,7 @@ def with_predictions(rule: Rule) -> Rule:
         return replace(
             merge(sampled, chain),
             q_BNV=sampled.q_BNV,
-            block=sampled.block_verification,
+            block_verification=sampled.block_verification,
             deterministic_B=deterministic_B,
         )
 

@@ -170,7 +170,7 @@ def test_log_probabilities(kind: str, target: Target) -> None:
     [
         ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "comes alone: call the processor for each prompt"),
         ({"attention_mask": torch.tensor([[0] * 3 + [1] * 30])}, "hides tokens: make it without padding"),
-        ({"pixel_values": [[0.0]]}, "pixel_values is no tensor"),
+        ({"pixel_values": [[0.0]]}, "pixel_values is not a tensor"),
         ({"sounds": torch.zeros(1)}, "LlavaForConditionalGeneration takes no sounds"),
         ({"pixel_values": torch.zeros(2, 3, 8, 8)}, "cannot read this prompt with pixel_values"),
     ],

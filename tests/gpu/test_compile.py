@@ -130,13 +130,15 @@ KERNELS = {
     ),
     "children": Kernel(
         "_growth_kernels", "_best_merge_kernel",
-        {"top_key": F32, "top_score": F32, "top_index": "*i32", "sums": F32, "greedy": "*u8", "index": I64, "log_q": F32, "chance": F32},
+        {"top_key": F32, "top_score": F32, "top_index": "*i32", "sums": F32, "greedy": "*u8", "index": I64}
+        | {"log_q": F32, "log_confidence": F32},
         "Q parts", {"K": 10, "COUPLED": False, "BLOCK_P": 128, "BLOCK_C": 1024},
     ),
     "a level": Kernel(
         "_growth_kernels", "_step_kernel",
         dict.fromkeys(["index", "ids", "node_number", "tokens", "parents", "roots", "next_token", "next_number", "next_parent"], I64)
-        | dict.fromkeys(["log_q", "chance", "node_value", "scores", "values", "next_value"], F32) | {"seen": "*u8", "next_seen": "*u8"},
+        | dict.fromkeys(["log_q", "log_confidence", "node_value", "scores", "values", "next_value"], F32)
+        | {"seen": "*u8", "next_seen": "*u8"},
         "Q X first slots", {"K": 10, "HAS_IDS": True, "BY_VALUE": True, "FIRST": False, "BLOCK_C": 128, "BLOCK_T": 128},
     ),
     "ranks": Kernel("_growth_kernels", "_rank_kernel", {"values": F32, "kept": "*u8"}, "X most", {"BLOCK": 64}),

@@ -297,7 +297,7 @@ WRONG: list[tuple[type[EyasError], str, dict[str, Any]]] = [
     (InputError, "Invalid type: foo", json_format({"type": "foo"})),
     (InputError, "Unimplemented keys", json_format({"not": {"type": "string"}})),
     (InputError, "object, not", json_format([1])),
-    (InputError, "no JSON", json_format('{"a')),
+    (InputError, "not JSON", json_format('{"a')),
     (InputError, "'/nope' does not exist", json_format({"$ref": "#/nope"})),
     (InputError, "unclosed group", json_format({"type": "string", "pattern": "(a"})),
     (InputError, "minimum", json_format({"type": "integer", "minimum": 5, "maximum": 3})),

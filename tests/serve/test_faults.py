@@ -51,7 +51,7 @@ def _nothing_is_left(small: Running) -> Iterator[None]:
     small.wait_until_idle()
     engine = small.service.engine
     assert engine.load == (0, 0)
-    assert not engine._flying
+    assert not engine._in_flight
     assert not engine._waiting
     assert all(not any(decoder.rows) and decoder.finished for decoder in engine._pool._decoders.values())
     assert not any(engine._pool._taken.values())
@@ -153,7 +153,7 @@ def test_a_queue_that_overflows(small: Running) -> None:
 def test_a_deadline(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request gets 408, which the client is told not to repeat; a stream that has begun ends with
     an error."""
-    monkeypatch.setattr("eyas.serve.engine.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("eyas.serve.engine.DEADLINE_CHECK_SECONDS", 0.0)
     asked: dict[str, Any] = {
         "model": "tiny",
         "prompt": "x",

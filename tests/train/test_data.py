@@ -246,10 +246,11 @@ def test_compressed_array_and_marked_files(tmp_path: Path) -> None:
     packed, array = tmp_path / "chat.jsonl.gz", tmp_path / "array.json"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     array.write_text(json.dumps([{"messages": TWO}, {"messages": TWO[:2]}], indent=1))
-    marked = tmp_path / "marked.jsonl"
+    marked, marked_array = tmp_path / "marked.jsonl", tmp_path / "marked.json"
     marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    marked_array.write_bytes(b"\xef\xbb\xbf" + array.read_bytes())
     expected = list(read(plain, tokenizer, heldout=0).train)
-    for file in (packed, array, marked):
+    for file in (packed, array, marked, marked_array):
         assert list(read(file, tokenizer, heldout=0).train) == expected
     assert len(read([plain, packed], tokenizer, heldout=0).train) == 4
 

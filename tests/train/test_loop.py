@@ -433,7 +433,7 @@ def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path,
     drafter.loss = loss  # type: ignore[method-assign]
     outcome = run(tmp_path, drafter, more=lambda now: notes.append(now.note))
     assert (outcome.interrupted, outcome.step) == (True, 5)
-    assert "stopping after this step; once more stops at once" in notes
+    assert "stopping after this step; Ctrl-C again stops at once" in notes
     assert signal.getsignal(number) is before
     run(tmp_path)
     assert_same_run(tmp_path, undisturbed)

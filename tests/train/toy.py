@@ -92,9 +92,9 @@ class Toy(Drafter):
         pair = torch.cat([features + noise, cast(Any, self.target).table[batch.tokens_N.roll(-1)]], -1)
         order = torch.arange(N)
         rows = (batch.counted_N[(order + 2).clamp(max=N - 1)] & (order + 2 < batch.documents.end_N())).nonzero()[:, 0]
-        predicted, true, mask = self.net(pair[rows]), features[rows + 1], torch.ones_like(rows, dtype=torch.bool)
-        near = smooth_l1(predicted, true, mask, 1.0)
-        law, agree = soft_cross_entropy_of(self.target.head, predicted, true, mask, 1.0, VOCAB)
+        predicted, true = self.net(pair[rows]), features[rows + 1]
+        near = smooth_l1(predicted, true)
+        law, agree = soft_cross_entropy_of(self.target.head, predicted, true, VOCAB)
         self.losses += self.net.training
         broken = float("nan") if self.losses > self.bad_from else 1.0
         return Loss((near + 0.1 * law) * broken, torch.tensor(len(rows)), {"0-alpha": agree})

@@ -223,7 +223,7 @@ def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
     """One prompt with images, of a processor's output, and whether its ids are a single list."""
     names = _media_names(prompt)
     if wrong := [name for name in names if not isinstance(prompt[name], Tensor)]:
-        raise InputError(f"{wrong[0]} is no tensor: call the processor with return_tensors='pt'")
+        raise InputError(f"{wrong[0]} is not a tensor: call the processor with return_tensors='pt'")
     ids, mask = torch.as_tensor(prompt["input_ids"]), prompt.get("attention_mask")
     single, ids = ids.ndim == 1, ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or len(ids) != 1:
@@ -268,7 +268,7 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
     `max_length`, which counts the prompt too, stays among them where it is given.
 
     Raises:
-        OptionError: a value that cannot be, or a keyword of another library that has no equal here.
+        OptionError: a value that cannot be, or a keyword of another library that has no equivalent here.
         InputError: an unknown keyword.
     """
     given = with_objects(given)
@@ -282,7 +282,7 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
     for name in [name for name in keywords if name in INSTEAD]:
         value = keywords.pop(name)
         if value not in WITHOUT_EFFECT.get(name, (None,)):
-            raise OptionError(f"{name} is no keyword of eyas: {INSTEAD[name]}")
+            raise OptionError(f"{name} is not a keyword of eyas: {INSTEAD[name]}")
     keywords.pop("pad_token_id", None)  # nothing is padded
     sample = keywords.pop("do_sample", None)
     unknown = keywords.keys() - DEFAULTS.keys() - {"max_length"}
@@ -397,7 +397,7 @@ def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[
     """(options of the method, dtype, device) after the names that transformers uses.
 
     Raises:
-        OptionError: a keyword of transformers that has no equal here.
+        OptionError: a keyword of transformers that has no equivalent here.
     """
     options = dict(options)
     if "torch_dtype" in options:

@@ -116,7 +116,7 @@ def with_objects(keywords: Mapping[str, Any]) -> dict[str, Any]:
     keyword overrides the same field.
 
     Raises:
-        OptionError: a field that has no equal here.
+        OptionError: a field that has no equivalent here.
         InputError: no such object.
     """
     plain = {name: value for name, value in keywords.items() if name not in OBJECTS}
@@ -161,7 +161,7 @@ def _of_params(value: Any) -> dict[str, Any]:
         elif field == "structured_outputs":
             keywords |= _structured(one)
         elif field not in INTERNAL and not _is_neutral(one, NEUTRAL.get(field, ())):
-            raise _no_equal("sampling_params", field, [*SAME, *RENAMED, "json_schema", "structured_outputs"])
+            raise _no_equivalent("sampling_params", field, [*SAME, *RENAMED, "json_schema", "structured_outputs"])
     if keywords.get("top_k") in (-1, 1 << 30):  # "all tokens" in vLLM and SGLang
         keywords["top_k"] = 0
     return {name: one for name, one in keywords.items() if not _is_neutral(one, ())}
@@ -178,7 +178,7 @@ def _structured(value: Any) -> dict[str, Any]:
         elif field == "json_object" and one:
             keywords["response_format"] = {"type": "json_object"}
         elif one is not False:
-            raise _no_equal("structured_outputs", field, ["regex", "choice", "grammar", "json", "json_object"])
+            raise _no_equivalent("structured_outputs", field, ["regex", "choice", "grammar", "json", "json_object"])
     return keywords
 
 
@@ -193,7 +193,9 @@ def _of_config(config: Any) -> dict[str, Any]:
     for field, one in found.items():
         known = field in CONFIG_SAME or field in CONFIG_SAMPLING or field in CONFIG_IGNORED
         if not known and not _is_neutral(one, CONFIG_NEUTRAL.get(field, ())):
-            raise _no_equal("generation_config", field, [*CONFIG_SAME, *CONFIG_SAMPLING, "do_sample", "eos_token_id"])
+            raise _no_equivalent(
+                "generation_config", field, [*CONFIG_SAME, *CONFIG_SAMPLING, "do_sample", "eos_token_id"]
+            )
     if "max_new_tokens" in keywords:
         keywords.pop("max_length", None)  # generate lets the former decide
     if found.get("do_sample"):
@@ -213,5 +215,5 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(value is one or (type(value) is type(one) and value == one) for one in neutral) or value in ([], (), {})
 
 
-def _no_equal(where: str, field: str, known: Iterable[str]) -> OptionError:
-    return OptionError(f"{where}.{field} has no equal in eyas: leave it at its default; {near(field, known)}")
+def _no_equivalent(where: str, field: str, known: Iterable[str]) -> OptionError:
+    return OptionError(f"{where}.{field} has no equivalent in eyas: leave it at its default; {near(field, known)}")

@@ -31,7 +31,7 @@ def bytes_per_step(target: Target) -> int:
 
 
 def _weights(target: Target) -> list[Tensor]:
-    """All weights but an embedding table that is not the head's too."""
+    """All weights except an embedding table that is not the head's too."""
     embedding, head = target.family.embedding.weight, getattr(target.family.head, "weight", None)
     return [p for p in target.model.parameters() if p is head or p is not embedding]
 
@@ -39,9 +39,9 @@ def _weights(target: Target) -> list[Tensor]:
 class Need(NamedTuple):
     """Bytes and floating-point operations that a pass cannot do without."""
 
-    bytes: float  # read: weights once, keys and values of the committed tokens
-    # two for each weight and node; of attention, two for each number of a key or value, query head
-    # and node
+    bytes: float  # read: the weights once, and the keys and values of the committed tokens
+    # for each node, two for each weight, and in attention two for each query head and each number
+    # of the keys and values that it reads
     flops: float
 
 
@@ -98,8 +98,8 @@ def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def flop_rate(target: Target) -> float | None:
     """Floating-point operations per second of the target's device in its dtype, all threads
-    together: the best of some products of matrices, by torch and, where kernels run it, by the
-    target's own head: whole numbers can be faster.
+    together: the best of some products of matrices, by torch and, on a CPU, by the target's own
+    head, whose integer kernels can be faster.
 
     None where the device has none of this dtype, or no memory for them.
     """
@@ -108,7 +108,7 @@ def flop_rate(target: Target) -> float | None:
     try:
         matrix = torch.empty(size, size, device=device, dtype=target.dtype).normal_(std=size**-0.5)
         rate = 2 * size**3 / min(_device_seconds(lambda: matrix @ matrix, device) for _ in range(REPEATS))
-        if device.type == "cpu":  # by the runner's own head, which may be faster than torch
+        if device.type == "cpu":
             hidden_MD = torch.randn(rows, target.hidden_size, dtype=target.dtype)
             best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(REPEATS))
             rate = max(rate, 2 * rows * target.hidden_size * target.vocab_size / best)

@@ -173,12 +173,12 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     return drafter, RANDOM if random_head else head, entry.tree or usual
 
 
-def _how_to_get(llm: LLM, reads: str) -> str:
-    """How to get a head of that kind for this target."""
+def _how_to_get(llm: LLM, head_format: str) -> str:
+    """How to get a head of this format for this target."""
     if llm.target.name == "embedded":
-        return f"`make bench-heads` trains it into {HEADS / reads}, or name one: --draft {reads}=FOLDER"
-    train = f"eyas train --method {reads} --target {llm.target.name} --data CHATS --output HEAD"
-    return f"`{train}` trains one; name it: --draft {reads}=HEAD"
+        return f"`make bench-heads` trains it into {HEADS / head_format}, or name one: --draft {head_format}=FOLDER"
+    train = f"eyas train --method {head_format} --target {llm.target.name} --data CHATS --output HEAD"
+    return f"`{train}` trains one; name it: --draft {head_format}=HEAD"
 
 
 def _parsed(text: str) -> _Entry:

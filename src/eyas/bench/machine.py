@@ -1,11 +1,12 @@
-"""The machine that numbers come from: its card, and whether other processes used it meanwhile.
+"""The machine that numbers come from: its description (the machine card), and whether other
+processes used it meanwhile.
 
     before = snapshot()
     ...                                             the measurement
     busy(used(before), threads)                     a warning, or None
-    card(before, dtype="float32", device="cpu")     the card that accompanies every number
+    card(before, dtype="float32", device="cpu")     the description that accompanies every number
 
-CPU time of others = that of the cores that this process may use, less that of this process and its
+CPU time of others: that of the cores which this process may use, less that of this process and its
 children. A limit in CPU seconds that a container sets (a quota) is not seen. This module knows no
 model, no task and no metric.
 """
@@ -67,7 +68,10 @@ def used(before: Snapshot, after: Snapshot | None = None) -> Used:
 
 def busy(meanwhile: Used, threads: int) -> str | None:
     """A warning when other processes used much CPU; None when they did not, or when it is unknown.
-    threads: of this process."""
+
+    Args:
+        threads: the number of this process's threads.
+    """
     if meanwhile.others is None or meanwhile.seconds < SHORTEST_SECONDS:
         return None
     there, others = len(cores()), meanwhile.others / meanwhile.seconds
@@ -83,8 +87,9 @@ def busy(meanwhile: Used, threads: int) -> str | None:
 def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
     """The machine as JSON; what is unknown is None.
 
-    before: at the beginning of the measurement, for the load then and now. dtype, device: the
-    target's, in torch's names.
+    Args:
+        before: the snapshot of the measurement's beginning, for the load then and now.
+        dtype, device: the target's, in torch's names.
     """
     memory = psutil.virtual_memory()
     return {
@@ -142,12 +147,7 @@ def _all_seconds() -> float | None:
     try:
         times = psutil.cpu_times(percpu=True)
         ours = [times[core] for core in cores()]
-    except (
-        OSError,
-        IndexError,
-        NotImplementedError,
-        psutil.Error,
-    ):  # a container may hide /proc/stat, or some cores of it
+    except (OSError, IndexError, NotImplementedError, psutil.Error):  # a container may hide /proc/stat, or cores of it
         return None
     return float(sum(value for core in ours for name, value in core._asdict().items() if name not in IDLE))
 

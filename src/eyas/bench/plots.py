@@ -4,8 +4,9 @@ left out."""
 from __future__ import annotations
 
 import io
+import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
@@ -22,9 +23,10 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
 STAGES = {"draft": "#3b7dd8", "target": "#e0853d", "verify": "#59a14f", "commit": "#9c6ade", "host": "#9aa3b2"}
-BASELINES = ("vanilla", "transformers")
+WITHOUT_DRAFT = ("vanilla", "transformers")
 WIDTH = 8.5  # inches, of every picture
-FEWEST = 5  # nodes of a bin of confidence
+FEWEST_NODES = 5  # a bin of confidence with fewer is not drawn
+FEWEST_CYCLES = 20  # a stretch of the context with fewer is not drawn
 
 
 def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
@@ -38,7 +40,7 @@ def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
             _depth,
         ),
         "context": (
-            "tau by the tokens that stood before the cycle, the prompt's included; from 20 cycles on.",
+            f"tau by the number of tokens before the cycle, the prompt's included; from {FEWEST_CYCLES} cycles on.",
             _context,
         ),
         "positions": (
@@ -63,8 +65,8 @@ def pictures(summary: Summary) -> dict[str, tuple[str, str]]:
 
 
 def _pooled(summary: Summary, temperature: float) -> list[Mapping[str, Any]]:
-    rows = [r for r in summary["rows"] if r["temperature"] == temperature]
-    return [r for r in rows if r["task"] == ALL]
+    """The rows of all tasks together."""
+    return [r for r in summary["rows"] if r["temperature"] == temperature and r["task"] == ALL]
 
 
 def _temperatures(summary: Summary) -> list[float]:
@@ -76,8 +78,20 @@ def _label(name: str) -> str:
     return textwrap.fill(name.replace(":", ": "), 26, break_long_words=False).replace(": ", ":")
 
 
-def _lines(names: Sequence[str]) -> int:
+def _lines(names: Iterable[str]) -> int:
+    """Lines that the labels of these methods take."""
     return sum(max(1, 1 + _label(name).count("\n")) for name in names)
+
+
+def _axes(height: float, width: float = WIDTH) -> tuple[Figure, Any]:
+    """A figure of this size in inches, and its only axes."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _axes_with_legend(names: Iterable[str], least: float = 3.4) -> tuple[Figure, Any]:
+    """A figure high enough for a legend of these names at its right side, and its only axes."""
+    return _axes(max(least, 0.6 + 0.2 * _lines(names)))
 
 
 def _looks(summary: Summary) -> dict[str, dict[str, Any]]:
@@ -92,26 +106,23 @@ def _speedup(summary: Summary) -> Figure | None:
     methods = sorted((name for name in first if name != "vanilla"), key=lambda name: -first[name])
     if not methods:
         return None
-    figure = Figure(
-        figsize=(WIDTH, 0.9 + 0.34 * max(len(methods) * len(temperatures), _lines(methods) * 0.6)), layout="constrained"
-    )
-    axes, height = figure.subplots(), 0.8 / len(temperatures)
+    figure, axes = _axes(0.9 + 0.34 * max(len(methods) * len(temperatures), _lines(methods) * 0.6))
+    height = 0.8 / len(temperatures)  # of a bar
     for place, temperature in enumerate(temperatures):
         rows = {r["method"]: r for r in _pooled(summary, temperature) if r["speedup"] is not None}
         at = [i + place * height for i, m in enumerate(methods) if m in rows]
         here = [rows[m] for m in methods if m in rows]
-        value = [r["speedup"] for r in here]
-        ends = [
-            (v if r["speedup_low"] is None else r["speedup_low"], r["speedup_high"] or v)
-            for v, r in zip(value, here, strict=True)
-        ]
-        reach = [
-            [max(0.0, sign * (v - end[i])) for v, end in zip(value, ends, strict=True)] for i, sign in ((0, 1), (1, -1))
-        ]
+        values = [r["speedup"] for r in here]
         bars = axes.barh(
-            at, value, height * 0.9, xerr=reach, color=f"C{place}", error_kw={"lw": 1}, label=f"T = {temperature:g}"
+            at,
+            values,
+            height * 0.9,
+            xerr=_error_bars(here),
+            color=f"C{place}",
+            error_kw={"lw": 1},
+            label=f"T = {temperature:g}",
         )
-        axes.bar_label(bars, [f" {v:.2f}x" for v in value], fontsize=8, padding=3)
+        axes.bar_label(bars, [f" {value:.2f}x" for value in values], fontsize=8, padding=3)
     axes.axvline(1, color="0.4", lw=1)
     axes.set(
         yticks=[i + 0.4 - height / 2 for i in range(len(methods))],
@@ -125,31 +136,34 @@ def _speedup(summary: Summary) -> Figure | None:
     return figure
 
 
+def _error_bars(rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """How far the interval of each row's speed-up reaches below it, and above it."""
+    below, above = list[float](), list[float]()
+    for row in rows:
+        value, low, high = (row[key] for key in ("speedup", "speedup_low", "speedup_high"))
+        below.append(max(0.0, value - (value if low is None else low)))
+        above.append(max(0.0, (high or value) - value))
+    return [below, above]
+
+
 def _tau(summary: Summary) -> Figure | None:
     temperature = _temperatures(summary)[0]
-    rows = [r for r in summary["rows"] if r["temperature"] == temperature and r["tau"] and r["method"] not in BASELINES]
+    rows = [
+        r for r in summary["rows"] if r["temperature"] == temperature and r["tau"] and r["method"] not in WITHOUT_DRAFT
+    ]
     tasks, methods = (list(dict.fromkeys(r[k] for r in rows)) for k in ("task", "method"))
     if len(tasks) < 3:  # one, and all
         return None
     table = {(r["method"], r["task"]): r["tau"] for r in rows}
     methods.sort(key=lambda name: -table.get((name, ALL), 0))
-    figure = Figure(figsize=(max(WIDTH, 3 + 0.8 * len(tasks)), 1.3 + 0.32 * len(methods)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(1.3 + 0.32 * len(methods), max(WIDTH, 3 + 0.8 * len(tasks)))
     values = [[table.get((m, t), float("nan")) for t in tasks] for m in methods]
     shown = axes.imshow(values, cmap="YlGnBu", aspect="auto", vmin=1)
-    middle = (1 + max(v for row in values for v in row if v == v)) / 2
-    for i, row in enumerate(values):
-        for j, value in enumerate(row):
-            if value == value:
-                axes.text(
-                    j,
-                    i,
-                    f"{value:.2f}",
-                    ha="center",
-                    va="center",
-                    color="white" if value > middle else "black",
-                    fontsize=8,
-                )
+    known = [(i, j, value) for i, row in enumerate(values) for j, value in enumerate(row) if not math.isnan(value)]
+    middle = (1 + max(value for *_, value in known)) / 2
+    for i, j, value in known:
+        colour = "white" if value > middle else "black"
+        axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
     axes.set(
         xticks=range(len(tasks)),
         yticks=range(len(methods)),
@@ -166,8 +180,8 @@ def _cycle(summary: Summary) -> Figure | None:
     rows.sort(key=lambda r: sum(r["cycle_ms"].values()))
     if not rows:
         return None
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.32 * len(rows)), layout="constrained")
-    axes, begin = figure.subplots(), [0.0] * len(rows)
+    figure, axes = _axes(0.9 + 0.32 * len(rows))
+    begin = [0.0] * len(rows)
     for stage, colour in STAGES.items():
         width = [r["cycle_ms"].get(stage, 0.0) for r in rows]
         axes.barh(range(len(rows)), width, 0.7, left=begin, color=colour, label=stage)
@@ -187,8 +201,7 @@ def _depth(summary: Summary) -> Figure | None:
     rows = [r for r in pooled if any(v is not None for v in r["acceptance_by_depth"])]
     if not rows:
         return None
-    figure = Figure(figsize=(WIDTH, max(3.4, 0.6 + 0.2 * _lines([r["method"] for r in rows]))), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes_with_legend(r["method"] for r in rows)
     for row in rows:
         known = [(d, v) for d, v in enumerate(row["acceptance_by_depth"]) if v is not None]
         look = _looks(summary)[row["method"]]
@@ -200,13 +213,12 @@ def _depth(summary: Summary) -> Figure | None:
 
 
 def _context(summary: Summary) -> Figure | None:
-    rows = [r for r in _pooled(summary, _temperatures(summary)[0]) if r["method"] not in BASELINES]
-    known = {r["method"]: [p for p in r["tau_by_position"] if p["cycles"] >= 20] for r in rows}
+    rows = [r for r in _pooled(summary, _temperatures(summary)[0]) if r["method"] not in WITHOUT_DRAFT]
+    known = {r["method"]: [p for p in r["tau_by_position"] if p["cycles"] >= FEWEST_CYCLES] for r in rows}
     places = sorted({p["from"] for found in known.values() for p in found})
     if len(places) < 2:
         return None
-    figure = Figure(figsize=(WIDTH, max(3.4, 0.6 + 0.2 * _lines(list(known)))), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes_with_legend(known)
     for name, found in known.items():
         x, y = ([p[k] for p in found] for k in ("from", "tau"))
         axes.plot(x, y, marker="o", ms=3.5, lw=1.2, label=_label(name), **_looks(summary)[name])
@@ -219,6 +231,7 @@ def _context(summary: Summary) -> Figure | None:
 
 
 def _probes(summary: Summary, part: str) -> dict[str, Mapping[str, Any]]:
+    """The probes that have this part, by method."""
     return {name: probe for name, probe in summary["probes"].items() if probe.get(part)}
 
 
@@ -254,15 +267,11 @@ def _calibration(summary: Summary) -> Figure | None:
     probes = _probes(summary, "bins")
     if not probes:
         return None
-    figure = Figure(
-        figsize=(WIDTH, max(3.6, 0.6 + 0.2 * _lines([f"{name} (error 0.123)" for name in probes]))),
-        layout="constrained",
-    )
-    axes = figure.subplots()
+    figure, axes = _axes_with_legend((f"{name} (error 0.123)" for name in probes), least=3.6)
     axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls=":")
     for name, probe in probes.items():
         look = _looks(summary)[name]
-        bins = [b for b in probe["bins"] if b["n"] >= FEWEST]
+        bins = [b for b in probe["bins"] if b["n"] >= FEWEST_NODES]
         x, y = ([b[k] for b in bins] for k in ("confidence", "hit"))
         axes.scatter(x, y, [6 * b["n"] ** 0.5 for b in bins], color=look["color"])
         axes.plot(x, y, lw=1.2, label=_label(f"{name} (error {probe['calibration_error']:.3f})"), **look)
@@ -275,8 +284,7 @@ def _cost(summary: Summary) -> Figure | None:
     curve = summary.get("verify_cost")
     if not curve:
         return None
-    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(3.2)
     axes.plot([p["nodes"] for p in curve], [p["ms"] / curve[0]["ms"] for p in curve], marker="o", ms=4)
     axes.set_xscale("log", base=2)
     axes.set_xticks([p["nodes"] for p in curve], [str(p["nodes"]) for p in curve])

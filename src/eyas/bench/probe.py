@@ -7,9 +7,10 @@ draft continued the target's own text:
     min(1, p/q) the chance of acceptance that p and the draft's q give it (Leviathan et al. 2023)     likewise
     q           the draft's confidence, against how often it is right (EAGLE-2, figure 6)                  in bins
 
-A rank is the drafter's own order: 0 is its first choice. q and p are conditional on the parent; of
-a greedy row at temperature 1. Drafts without a q have hits only. Chains (`Drafter.chain`) give
-n-alpha at every temperature, drawn as the method draws there. This module measures no time.
+A rank is the drafter's own order: 0 is its first choice. q and p are conditional on the parent; for
+a greedy row they are taken at temperature 1. Drafts without a q have hits only. Chains
+(`Drafter.chain`) give n-alpha at every temperature, drawn as the method draws there. This module
+measures no time.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ __all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
 
 BINS = 10  # intervals of confidence
 CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
-NEW_TOKENS = 64  # at most, of a probed answer
-FEWEST = 10  # nodes of a position; of fewer no rate is reported
+NEW_TOKENS = 64  # most tokens of a probed answer
+FEWEST = 10  # a position with fewer nodes is not reported
 
 
 @dataclass
 class Probe:
-    """Sums over cycles. One row at a time."""
+    """Sums over cycles of one row."""
 
-    # sums of 1, hits, alphas and their squares by (depth, rank); of 1, hits, q and alphas by q
+    # (depth, rank) -> sums of 1, hits, alphas and squared alphas
     positions: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))
+    # for each interval of q: sums of 1, hits, q and alphas
     bins: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(BINS)])
     scored: bool = False  # whether the draft has a q
 
@@ -106,11 +108,11 @@ def probe(bench: Bench, prompts: int) -> Iterator[tuple[str, dict[str, Any]]]:
         for contestant in bench.contestants:
             if not isinstance(contestant, Drafting) or contestant.name in bench.failed:
                 continue
-            probe = Probe()
+            sums = Probe()
             for question in questions:
-                contestant.answer(question, probe.watch)
-            figures = {**probe.to_json(), "n_alpha": chain_alpha(contestant, questions)}
-            if probe.positions or figures["n_alpha"]:
+                contestant.answer(question, sums.watch)
+            figures = {**sums.to_json(), "n_alpha": chain_alpha(contestant, questions)}
+            if sums.positions or figures["n_alpha"]:
                 yield contestant.name + (f", T = {temperature:g}" if len(bench.temperatures) > 1 else ""), figures
 
 

@@ -4,7 +4,8 @@ our methods on one prompt.
     stages   draft -> target -> verify -> commit, and the host: the rest of a cycle. On a GPU every stage is waited for
     levels   time of a draft's first level, which includes reading the accepted tokens, and of each further one: from drafts of two
              depths, because a draft may be a single call of the kernels. Only for dynamic trees
-    bound    the larger of bytes / bandwidth and flops / rate, both measured here: no pass can be faster, unless caches hold the weights
+    bound    the roofline: the larger of bytes / bandwidth and flops / rate, both measured here; a pass is faster only where caches hold
+             the weights
     trace    of some more cycles, by torch.profiler, for ui.perfetto.dev or chrome://tracing; the stages are ranges named eyas::STAGE
 
 Cycles under the profiler are slower, so none of them is in a figure. This module knows no method
@@ -44,7 +45,7 @@ from eyas.metrics import cycle_of
 __all__ = ["bound", "cycles_of", "profile", "trace_names"]
 
 WARM, CYCLES, TRACED = 3, 24, 6  # cycles that warm up, that are measured, that are traced
-ROOM = 16  # tokens for each of them: an end of the text in between would be an accident
+ROOM = 16  # new tokens that are asked for each cycle, so that the text does not end before the last one
 Timed = Sequence[tuple[Step, float]]
 
 
@@ -64,14 +65,14 @@ def profile(
     ours = [c for c in bench.contestants if isinstance(c, Drafting) and c.name not in bench.failed]
     for contestant, trace in zip(ours, trace_names([c.name for c in ours]), strict=True):
         timed = list(islice(contestant.timed(request, timer=timer), 1 + WARM + CYCLES))
-        profile = cycles_of(timed, len(request.prompt))
-        if profile is None:
+        figures = cycles_of(timed, len(request.prompt))
+        if figures is None:
             continue
-        needed = cost.need(target, profile["nodes"], profile["context"])
-        profile["levels"] = _levels(contestant.drafter, timed, round(profile["context"]))
-        profile["bound"] = bound(needed, bandwidth, rate, profile["ms"])
+        needed = cost.need(target, figures["nodes"], figures["context"])
+        figures["levels"] = _levels(contestant.drafter, timed, round(figures["context"]))
+        figures["bound"] = bound(needed, bandwidth, rate, figures["ms"])
         _trace(contestant, request, folder / trace)
-        yield contestant.name, {**profile, "trace": trace}
+        yield contestant.name, {**figures, "trace": trace}
 
 
 def _endless(request: Request, context: int) -> Request:
@@ -92,30 +93,32 @@ def cycles_of(timed: Timed, prompt_tokens: int, warm: int = WARM) -> dict[str, A
             cycles.append((step, seconds, committed))
             committed += len(step.tokens)
     cycles = cycles[warm:]
-    drafted = [c for c in cycles if _awake(c[0])] or cycles
+    drafted = [c for c in cycles if _has_draft(c[0])] or cycles
     if not drafted:
         return None
     records = [cycle_of(step, seconds) for step, seconds, _ in drafted]
     ms = stage_ms(records)
     whole = sum(ms.values())
     return {
-        "cycles": len(drafted), "plain": sum(not _awake(step) for step, *_ in cycles),
+        "cycles": len(drafted), "plain": sum(not _has_draft(step) for step, *_ in cycles),
         "nodes": round(float(np.mean([r.nodes for r in records])), 2), "context": round(float(np.mean([c for *_, c in drafted])), 1),
         "cycle_ms": round(whole, 4), "ms": {name: round(value, 4) for name, value in ms.items()},
         "percent": {name: round(100 * value / whole, 1) for name, value in ms.items()},
     }  # fmt: skip
 
 
-def _awake(step: Step) -> bool:
+def _has_draft(step: Step) -> bool:
     """Whether the method drafted in this cycle."""
     return not isinstance(step.decision, Decision) or step.decision.drafts_every_row
 
 
 def bound(needed: Need, bandwidth: float | None, rate: float | None, ms: dict[str, float]) -> dict[str, Any] | None:
     """The least time of a pass, which of bytes and flops binds it, and how many times as long the
-    pass and the cycle took.
+    pass and the cycle took; None where the machine's figures are unknown.
 
-    None where the machine is not known. ms: of a cycle, by stage.
+    Args:
+        bandwidth, rate: bytes and floating-point operations per second.
+        ms: milliseconds of a cycle, by stage.
     """
     if not bandwidth or not rate:
         return None
@@ -149,7 +152,7 @@ def _levels(drafter: Drafter, timed: Timed, context: int) -> dict[str, Any] | No
     }
 
 
-# --- clocks and traces -------------------------------------------------------------------------------------------------------------------
+# --- clocks and traces -------------------------------------------------------------------------------
 
 
 class _Synchronized(StageTimer):
@@ -180,10 +183,8 @@ def _trace(contestant: Drafting, request: Request, path: Path) -> None:
     steps = contestant.timed(request, timer=_Ranges)
     for _ in islice(steps, 1 + WARM):
         pass
-    activities = [
-        ProfilerActivity.CPU,
-        *([ProfilerActivity.CUDA] if contestant.drafter.target.device.type == "cuda" else []),
-    ]
+    on_gpu = contestant.drafter.target.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(TRACED):
             with record_function("eyas::cycle"):

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eyas import metrics
 from eyas.bench.record import FORMAT
 from eyas.bench.rows import ALL
 from eyas.errors import InputError
 from eyas.files import parse_json
 
 __all__ = [
-    "HEADS",
+    "COLUMNS",
     "cells",
     "compared",
     "comparison",
@@ -50,10 +51,10 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 # --- cells and tables --------------------------------------------------------------------------------
 
-HEADS = ("method", "tok/s", "speed-up", "vs HF", "tau", "c", "1st ms", "texts")  # HF: transformers' generate
-STAGES = ("draft", "target", "verify", "commit", "host")
+COLUMNS = ("method", "tok/s", "speed-up", "vs HF", "tau", "c", "1st ms", "texts")  # HF: transformers' generate
+STAGES = (*metrics.STAGES, "host")
 CYCLES = "cycles (stages: ms; memory without the weights: MB)"
-CYCLE_HEADS = ("method", "cycles", "nodes", "drafted", "accepted", "MAL", *STAGES, "R", "memory")
+CYCLE_COLUMNS = ("method", "cycles", "nodes", "drafted", "accepted", "MAL", *STAGES, "R", "memory")
 NOTES = (
     "Speed-up: tokens per second of the cycles over vanilla's, on the same prompts, the prompt's own pass apart; vs HF: the same over "
     "transformers' generate. tau: emitted tokens per cycle. c: seconds of a cycle over a vanilla step. 1st ms: until the first token, "
@@ -64,7 +65,7 @@ NOTES = (
     "which are in no mean; tree: nodes/depth/branch; 1st level includes reading what was accepted; by: what binds a pass, bytes over the "
     "measured bandwidth or flops over the measured rate; pass and cycle: how many times as long they took as the bound of a pass."
 )
-Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
 
 def number(value: float | None, digits: int = 2, low_high: Sequence[float | None] | None = None) -> str:
@@ -79,7 +80,7 @@ def number(value: float | None, digits: int = 2, low_high: Sequence[float | None
 def cells(row: Row, intervals: bool = True) -> tuple[str, ...]:
     """The main cells of a row. The speed-up is never shown without its interval."""
     if row.get("error"):
-        return (row["method"], *["–"] * (len(HEADS) - 2), "failed")
+        return (row["method"], *["–"] * (len(COLUMNS) - 2), "failed")
     tau, over_theirs = (
         (row[key] or (None, None, None))[1:] if intervals else None
         for key in ("tau_interval", "speedup_vs_transformers_interval")
@@ -135,18 +136,17 @@ def _tables(summary: Summary) -> tuple[list[Table], list[Table]]:
     main, cycles, tasks = list[Table](), list[Table](), list[Table]()
     for temperature, task, rows in sections(summary):
         title = f"T = {temperature:g}, {'all tasks' if task == ALL else task} ({rows[0]['prompts']} prompts)"
-        (main if task == ALL else tasks).append((title, HEADS, [cells(row) for row in rows]))
+        (main if task == ALL else tasks).append((title, COLUMNS, [cells(row) for row in rows]))
         if task == ALL:
-            cycles.append(
-                (f"T = {temperature:g}, {CYCLES}", CYCLE_HEADS, [cycle_cells(r) for r in rows if not r.get("error")])
-            )
-    heads, probed = probe_table(summary)
-    probes: list[Table] = [("Drafted trees, node by node", heads, probed)] if probed else []
+            cycle_rows = [cycle_cells(r) for r in rows if not r.get("error")]
+            cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_COLUMNS, cycle_rows))
+    columns, probed = probe_table(summary)
+    probes: list[Table] = [("Drafted trees, node by node", columns, probed)] if probed else []
     return main, [*cycles, *probes, *profile_tables(summary), *tasks]
 
 
 def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Heads and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance; no
+    """Columns and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance. No
     rows where nothing was probed."""
     probes = summary["probes"]
     depth = max((len(probe["n_alpha"] or ()) for probe in probes.values()), default=0)
@@ -161,24 +161,25 @@ def profile_tables(summary: Summary) -> list[Table]:
     """A cycle's stages, what was drafted, and how far a pass is from the machine's bound; none
     without a profile."""
     profiles: Mapping[str, Any] = summary.get("profiles") or {}
-    stages, drafts, bounds = (
-        [(name, *columns(profile)) for name, profile in profiles.items()]
-        for columns in (_stage_cells, _draft_cells, _bound_cells)
-    )
-    tables: list[Table] = [
-        ("Where a cycle's time goes (ms)", ("method", "cycle", *STAGES), stages),
+    if not profiles:
+        return []
+    tables = (
+        ("Where a cycle's time goes (ms)", ("cycle", *STAGES), _stage_cells),
         (
             "What was drafted (levels: ms)",
-            ("method", "cycles", "plain", "nodes", "tree", "1st level", "each further"),
-            drafts,
+            ("cycles", "plain", "nodes", "tree", "1st level", "each further"),
+            _draft_cells,
         ),
         (
             "How far from the machine's bound",
-            ("method", "context", "MB", "GFLOP", "bound ms", "by", "pass", "cycle"),
-            bounds,
+            ("context", "MB", "GFLOP", "bound ms", "by", "pass", "cycle"),
+            _bound_cells,
         ),
+    )
+    return [
+        (title, ("method", *columns), [(name, *cells_of(profile)) for name, profile in profiles.items()])
+        for title, columns, cells_of in tables
     ]
-    return tables if profiles else []
 
 
 def _stage_cells(profile: Mapping[str, Any]) -> tuple[str, ...]:
@@ -230,10 +231,10 @@ def headline(summary: Summary) -> list[str]:
         lines.append(
             f"Plain decoding: {number(next((r['tokens_per_second'] for r in first if r['method'] == 'vanilla'), None), 1)} tokens/s."
         )
-    compared = [row for row in pooled if row["equal"] is not None]
-    differ = sum(len(row["differ"]) for row in compared)
-    answers = sum(row["prompts"] for row in compared)
-    if compared:
+    comparable = [row for row in pooled if row["equal"] is not None]
+    differ = sum(len(row["differ"]) for row in comparable)
+    answers = sum(row["prompts"] for row in comparable)
+    if comparable:
         equal = "All texts that are compared equal plain decoding's."
         lines.append(equal if not differ else f"{differ} of {answers} texts differ from plain decoding's.")
     return lines
@@ -245,17 +246,17 @@ def markdown(summary: Summary) -> str:
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
     lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
     main, more = _tables(summary)
-    for title, heads, rows in [*main, *more]:
-        lines += [f"## {title}", "", *_table(heads, rows), ""]
+    for title, columns, rows in [*main, *more]:
+        lines += [f"## {title}", "", *_table(columns, rows), ""]
     lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
     machine = [f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary)]
     return "\n".join([*lines, "", *machine, "", NOTES, ""])
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [
-        "| " + " | ".join(heads) + " |",
-        "|" + "---|" * len(heads),
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
 
@@ -293,16 +294,17 @@ def run_line(summary: Summary) -> str:
 
 
 def page(summary: Summary, pictures: Mapping[str, tuple[str, str]]) -> str:
-    """One HTML page. pictures: name -> (caption, SVG).
+    """One HTML page. The template escapes everything from outside; the pictures are our own.
 
-    The template escapes everything from outside; the pictures are our own.
+    Args:
+        pictures: name -> (caption, SVG).
     """
     from jinja2 import Environment, PackageLoader
 
     template = Environment(loader=PackageLoader("eyas.bench", "."), autoescape=True).get_template("report.html.j2")
     drawn = {name: {"caption": caption, "svg": svg[svg.index("<svg") :]} for name, (caption, svg) in pictures.items()}
     main, more = (
-        [dict(zip(("title", "heads", "rows"), table, strict=True)) for table in tables] for tables in _tables(summary)
+        [dict(zip(("title", "columns", "rows"), table, strict=True)) for table in tables] for tables in _tables(summary)
     )
     return template.render(
         summary=summary,
@@ -323,7 +325,7 @@ def page(summary: Summary, pictures: Mapping[str, tuple[str, str]]) -> str:
 # --- two summaries -----------------------------------------------------------------------------------
 
 SIDE = ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tau", "c")
-LONG = ("methods", "prompts", "texts", "fingerprint")  # settings that are named, not shown
+LONG = ("methods", "prompts", "texts", "fingerprint")  # settings whose two values are not shown
 
 
 def compared(a: Summary, b: Summary) -> dict[str, Any]:
@@ -353,9 +355,9 @@ def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
     """Two summaries side by side as Markdown. The ratio of two runs includes the drift between
     them, and the text says so."""
     both_runs = compared(a, b)
-    heads = ["T", "task", "method"]
-    heads += [f"{what} {name}" for what in ("tok/s", "speed-up", "tau", "c") for name in ("A", "B")]
-    heads.insert(5, "B / A")
+    columns = ["T", "task", "method"]
+    columns += [f"{what} {name}" for what in ("tok/s", "speed-up", "tau", "c") for name in ("A", "B")]
+    columns.insert(5, "B / A")
     rows = []
     for row in both_runs["rows"]:
         sides = (row["a"], row["b"])
@@ -371,4 +373,4 @@ def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
     shown = [name if both is None else f"{name} ({both[0]} / {both[1]})" for name, both in both_runs["differ"].items()]
     settings = [f"Different settings: {', '.join(shown)}.", ""] if shown else []
     drift = "Tokens/s of two runs differ by the machine's drift too; speed-ups are within one run each."
-    return "\n".join([*lines, "", *_table(heads, rows), "", *settings, drift])
+    return "\n".join([*lines, "", *_table(columns, rows), "", *settings, drift])

@@ -93,8 +93,8 @@ def stage_ms(cycles: Sequence[Cycle]) -> dict[str, float]:
 
 
 def utilisation(speed: float, bytes_per_step: float, bandwidth: float | None) -> float | None:
-    """R: tokens per second over what plain decoding would reach if it did nothing but read the
-    weights once per token."""
+    """R: tokens per second over what plain decoding would reach if it only read the weights, once
+    per token."""
     return None if not bandwidth else speed * bytes_per_step / bandwidth
 
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,11 @@ from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.core.engine import Request
 from eyas.errors import FitError, InputError, one_line
-from eyas.files import locked_output, parse_json, prepare_folder, remove_leftovers, write_text
+from eyas.files import parse_json, write_text
 from eyas.hardware import cpu_name, versions
 from eyas.metrics import first_difference, margin
 
-__all__ = ["Bench", "OnPrompt", "locked", "read_answers"]
+__all__ = ["Bench", "OnPrompt", "read_answers"]
 
 ANSWERS, SETTINGS = "answers.jsonl", "settings.json"
 VANILLA = "vanilla"
@@ -48,19 +47,10 @@ ANOTHER = "choose another --output, or --restart"
 OnPrompt = Callable[[int, int, str], None]  # (prompts done, number of prompts, what is going on)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a bench's folder. InputError when another run holds it, or when nothing can
-    be written there."""
-    prepare_folder(folder)
-    with locked_output(folder):
-        remove_leftovers(folder)
-        yield
-
-
 def read_answers(path: Path) -> list[Answer]:
     """The answers so far. Half a line at the end, of a run that was killed, is dropped."""
-    answers, lines = list[Answer](), path.read_text(errors="replace").splitlines() if path.exists() else []
+    answers = list[Answer]()
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             answers.append(Answer.from_json(parse_json(line)))
@@ -244,9 +234,8 @@ class Bench:
                 if name == VANILLA:
                     raise
                 self.failed[name] = reason_of(error)
-        about = question.about(name)
         return Answer(
-            **about,
+            **question.about(name),
             token_ids=(),
             finish="failed",
             prefill_seconds=0.0,

@@ -23,9 +23,9 @@ from eyas.core.tree import Draft, Verdict, unpack_verdict
 from eyas.core.verify import verify
 from eyas.errors import OptionError
 
-_STRIDE = 2**20  # keeps the positions of one root token apart from those of another
+__all__ = ["parse_rates", "simulated"]
 
-__all__ = ["expected_tau", "parse_rates", "simulated"]
+_STRIDE = 2**20  # distance of the noise's positions of one root token from those of the next
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
@@ -38,15 +38,6 @@ def parse_rates(text: str) -> tuple[float, ...]:
     if not all(0 <= rate <= 1 for rate in rates):
         raise OptionError(f"--simulate-acceptance: rates must be between 0 and 1, got {text!r}")
     return rates
-
-
-def expected_tau(rates: Sequence[float], depth: int) -> float:
-    """Tokens per cycle of a tree of that depth."""
-    total = reach = 1.0
-    for d in range(depth):
-        reach *= rates[min(d, len(rates) - 1)]
-        total += reach
-    return total
 
 
 def simulated(rates: Sequence[float], seed: int = 0) -> Verify:

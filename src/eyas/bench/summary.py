@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eyas.adaptive.cost import verify_cost
 from eyas.bench import cost, report, rows
-from eyas.bench.contestants import Contestant, Drafting
+from eyas.bench.contestants import Drafting
 from eyas.bench.machine import Snapshot, Used, busy, card
 from eyas.bench.probe import probe
 from eyas.bench.profile import profile
@@ -28,8 +28,7 @@ __all__ = ["summarise", "write", "wrong_texts"]
 
 NEAR_TIE = 1e-5  # distance of two logits in float32: below it, either token is plain decoding's
 NEAR_TIE_OF_KERNELS = 2e-4  # where kernels run the target: transformers' own forward rounds otherwise
-
-RUNS_BY = {
+RUNS_BY = {  # a runner's name -> how the title tells it
     "kernels": "compiled kernels",
     "model": "its own forward",
     "graphs": "CUDA graphs",
@@ -163,7 +162,7 @@ def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
     pooled = {
         r["method"]: r["speedup"] for r in table if r["task"] == rows.ALL and r["temperature"] == bench.temperatures[0]
     }
-    ours = [c for c in _methods(bench.contestants) if c.name != VANILLA and pooled.get(c.name)]
+    ours = [c for c in bench.contestants if isinstance(c, Drafting) and c.name != VANILLA and pooled.get(c.name)]
     for contestant in sorted(ours, key=lambda c: -pooled[c.name]):
         try:
             request = next(bench.questions(bench.prompts[0], bench.temperatures[0])).request
@@ -171,19 +170,10 @@ def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
         except Exception:  # a picture is no reason to lose a bench
             continue
         if step is not None:
-            nodes = tree_nodes(step, text)
-            lines = [list(line) for line in tree_lines(nodes)]
-            return {
-                "method": contestant.name,
-                "prompt": bench.prompts[0].id,
-                "tokens": len(step.tokens),
-                "lines": lines,
-            }
+            lines = [list(line) for line in tree_lines(tree_nodes(step, text))]
+            prompt = bench.prompts[0].id
+            return {"method": contestant.name, "prompt": prompt, "tokens": len(step.tokens), "lines": lines}
     return None
-
-
-def _methods(contestants: Sequence[Contestant]) -> Iterator[Drafting]:
-    return (c for c in contestants if isinstance(c, Drafting))
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:

@@ -75,8 +75,8 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
 
 def is_block_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether this is a DFlash or DSpark head, readable or not."""
-    looks = {"fc.weight", "hidden_norm.weight"} <= set(names)
-    return "speculators_model_type" not in config and (architecture(config) in CLASSES or looks)
+    has_tensors = {"fc.weight", "hidden_norm.weight"} <= set(names)
+    return "speculators_model_type" not in config and (architecture(config) in CLASSES or has_tensors)
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
     merged = {**config, **inner}
     _refuse(merged)
     ids = merged.get("target_layer_ids")
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= -1 for i in ids)
-    if not whole or not ids or ids != sorted(set(ids)):
+    are_ids = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= -1 for i in ids)
+    if not are_ids or not ids or ids != sorted(set(ids)):
         raise CheckpointError(
             f"config.json has target_layer_ids {ids!r}; they must be whole numbers from -1 on, each above the one before"
         )
@@ -198,6 +198,7 @@ def _from_anchor(merged: Mapping[str, Any]) -> bool:
 
 
 def _refuse(merged: Mapping[str, Any]) -> None:
+    """CheckpointError for settings whose computation is not supported."""
     for key, (expected, meaning) in _MUST_BE.items():
         value = merged.get(key)
         if value is not None and value != expected and not (key == "use_sliding_window" and not _slides(merged)):
@@ -218,6 +219,7 @@ def _refuse(merged: Mapping[str, Any]) -> None:
 
 
 def _slides(merged: Mapping[str, Any]) -> bool:
+    """Whether a layer has a sliding window, or is of another type than full attention."""
     kinds = merged.get("layer_types")
     if kinds is None:
         return bool(merged.get("use_sliding_window"))

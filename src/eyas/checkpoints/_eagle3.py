@@ -60,24 +60,15 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 MASK = "mask_hidden"  # the tensor by which P-EAGLE heads are known
 CARRIES, MEANINGS = ("raw", "normed"), ("input", "output")
 
-SETTINGS = frozenset(
-    {
-        "carries",
-        "layer_ids",
-        "feature_layers",
-        "layer_ids_as_published",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_before_residual",
-        "head",
-    }
-    | {"draft_vocab_size", "layers"}
-)
+SETTINGS = {
+    "carries", "draft_vocab_size", "fc_norm", "feature_layers", "head", "layer_ids", "layer_ids_as_published", "layers",
+    "norm_before_fc", "norm_before_residual",
+}  # fmt: skip
 """Keys of the "eyas" object that define the computation; all others are the writer's record and are
 kept as they are."""
 
-_MORE_LAYERS = r"layers\.(\d{1,9})"
-_REST = {
+_LATER_LAYER = r"layers\.(\d{1,9})"
+_COMMON_NAMES = {
     "fc.weight": "fc.weight",
     "fc.bias": "fc.bias",
     "norm.weight": "norm.weight",
@@ -162,7 +153,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         "layer.embed_norm.weight": (hidden,),
         "layer.hidden_norm.weight": (hidden,),
         **layer_shapes(config, 2 * hidden),
-        **later_shapes(config),
+        **_later_shapes(config),
         "norm.weight": (hidden,),
         "embed.weight": (vocab, hidden),
     }
@@ -179,8 +170,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     return out
 
 
-def later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our tensor names and their shapes, of the layers after the first."""
+def _later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Our names and the shapes of the tensors in layers after the first."""
     out: dict[str, Shape] = {}
     for i in range(config["layers"] - 1):
         out |= {
@@ -207,7 +198,7 @@ def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
     for i in range(layers - 1):
         later |= layer_names(f"layers.{i + 1}", f"later.{i}")
         later[f"layers.{i + 1}.input_layernorm.weight"] = f"later.{i}.input_norm.weight"
-    return layer_names(layer, "layer") | norms | later | _REST | fc_norms
+    return layer_names(layer, "layer") | norms | later | _COMMON_NAMES | fc_norms
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -216,7 +207,8 @@ def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
 def read_flat(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], meaning: str | None, carries: str, several: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a head whose config.json is flat with an `eagle_config` object, as SGLang and vLLM publish it.
+    """Read a head whose settings are in config.json itself and in its `eagle_config` object, as
+    SGLang and vLLM publish it.
 
     Args:
         meaning: of the layer ids, "input" or "output"; None where the format leaves it open.
@@ -335,8 +327,8 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
     ids = published if added is None else added
     if ids is None:
         return {"feature_layers": None, "layer_ids_as_published": None, "num_features": 3}
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-    if not whole or not ids or ids != sorted(set(ids)):
+    are_ids = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+    if not are_ids or not ids or ids != sorted(set(ids)):
         raise CheckpointError(
             f"config.json has layer ids {ids!r}; they must be whole numbers from 0 on, each greater than the one before"
         )
@@ -420,7 +412,7 @@ def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) ->
     layers = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
     first = [name for name in layers if name in allowed]
     later = sorted(
-        int(match[1]) for name in layers if name not in first and (match := re.fullmatch(_MORE_LAYERS, name))
+        int(match[1]) for name in layers if name not in first and (match := re.fullmatch(_LATER_LAYER, name))
     )
     if len(first) != 1 or len(layers) != 1 + len(later):
         raise CheckpointError(

@@ -1,8 +1,5 @@
-"""Writing a draft head in a format that another engine reads. Which formats there are, and what
-they hold, their modules say.
-
-export          a folder in the format, complete or not at all; CheckpointError names what the format cannot hold
-export_formats  the formats' names
+"""Writing a draft head in a format that another engine reads. The formats' modules say which there
+are, and what they hold.
 """
 
 from __future__ import annotations

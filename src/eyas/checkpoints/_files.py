@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eyas.errors import CheckpointError, InputError
+from eyas.errors import CheckpointError, InputError, first_line
 from eyas.files import CHECKSUMS, is_altered
 
 __all__ = ["find", "read_config", "read_tensors", "write"]
@@ -32,8 +32,8 @@ _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
 # files that may be in one folder with the weights of a whole model
 _NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
-_FETCHED_FIRST = [_CONFIG, "*.safetensors", "*.safetensors.index.json"]
-_FETCHED_ELSE = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
+_SAFE_FILES = [_CONFIG, "*.safetensors", "*.safetensors.index.json"]
+_PICKLED_FILES = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
 
 # --- finding ---------------------------------------------------------------------------------------
@@ -63,9 +63,9 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_FETCHED_FIRST))
+        folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_SAFE_FILES))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_FETCHED_ELSE))
+            folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_PICKLED_FILES))
     except Exception as error:  # the hub's client raises errors of several libraries
         raise CheckpointError(
             f"draft head {hub_id}: there is no such folder here, and {_refusal(error, revision)}"
@@ -85,7 +85,7 @@ def _refusal(error: Exception, revision: str | None) -> str:
         return f"the hub has no revision {revision!r} of it"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return "the hub cannot be reached, and no copy was fetched earlier: connect, or give a folder"
-    return f"fetching it from the hub failed ({type(error).__name__}: {_first_line(error)})"
+    return f"fetching it from the hub failed ({type(error).__name__}: {first_line(error, 200)})"
 
 
 # --- reading ---------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path, device="cpu")
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path.name} is corrupt or truncated: {_first_line(error)}") from error
+        raise CheckpointError(f"{path.name} is corrupt or truncated: {first_line(error, 200)}") from error
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:  # a broken pickle may raise anything
         raise CheckpointError(
-            f"{path.name} is corrupt, truncated or holds more than tensors: {_first_line(error)}"
+            f"{path.name} is corrupt, truncated or holds more than tensors: {first_line(error, 200)}"
         ) from error
     if not isinstance(content, dict) or not all(
         isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
@@ -172,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise CheckpointError(f"{path.name} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"{path.name} cannot be read: {first_line(error, 200)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} holds no JSON object")
     return content
@@ -181,14 +181,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_sum(path: Path) -> None:
     if is_altered(path):
         raise CheckpointError(
-            f"{path.name} is not the file whose SHA-256 stands in {CHECKSUMS}: it is damaged; install or fetch it again"
+            f"{path.name} is not the file whose SHA-256 is in {CHECKSUMS}: it is damaged; install or fetch it again"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an exception's message, at most 200 characters."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
 
 
 # --- writing ---------------------------------------------------------------------------------------
@@ -239,7 +233,7 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _why(error: Exception) -> str:
-    text = _first_line(error)
+    text = first_line(error, 200)
     if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in text:
         return "no space left on the device: free some, or choose another folder"
     if isinstance(error, OSError) and error.strerror:

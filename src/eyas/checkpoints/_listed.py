@@ -1,7 +1,7 @@
 """The list of published heads, `heads.json`: for a target, hub ids of heads that others have
 published, with the source of each entry.
 
-It is data that was read on the day that it names; nothing is asked for here. Heads of one target
+It was collected on the day that it names; nothing is fetched here. Heads of one target
 are in the order in which `draft="auto"` tries them: those of a method's authors, then those whose
 format leaves nothing open, then others.
 """
@@ -25,7 +25,7 @@ class ListedHead:
 
     target: str  # hub id of the model that it was made for
     head: str  # hub id
-    method: str  # by which it drafts
+    method: str  # by which it drafts, a module of eyas.drafters
     source: str  # who lists it
 
 
@@ -39,7 +39,7 @@ def listed_heads(target: str | None = None) -> list[ListedHead]:
     """The heads for a target, in the order in which they are tried; None: all.
 
     Args:
-        target: a hub id, or a folder: of the hub's cache, or one that is called like the model.
+        target: a hub id, or a folder: one of the hub's cache, or one with the model's name.
     """
     if target is None:
         return list(_read())
@@ -49,7 +49,7 @@ def listed_heads(target: str | None = None) -> list[ListedHead]:
 
 def _names(target: str) -> set[str]:
     """Names of a target, in lower case: its id; for a folder the id that it has in the hub's cache,
-    or those that end as it."""
+    and all listed ids that end with the folder's name."""
     folder, known = Path(target), {head.target.lower() for head in _read()}
     cached = [part.removeprefix(IN_CACHE).replace("--", "/") for part in folder.parts if part.startswith(IN_CACHE)]
     alike = [name for name in known if folder.is_dir() and name.split("/")[1] == folder.name.lower()]

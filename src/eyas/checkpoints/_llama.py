@@ -143,8 +143,12 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
-    """CheckpointError for a head with biases of q, k and v, for engines that have them only
-    together with one of o."""
+    """CheckpointError for a head with biases of q, k and v, for an engine that has them only
+    together with one of o.
+
+    Args:
+        reader: the engine's name, for the message.
+    """
     if config["qkv_bias"]:
         raise CheckpointError(
             f"the head has biases of q, k and v, and {reader} has them only together with one of o, which the head lacks"

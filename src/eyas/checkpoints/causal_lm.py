@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from eyas.checkpoints._weights import Published
+
 __all__ = ["METHODS", "read", "recognises", "write"]
 
 METHODS = ("small_model",)
@@ -24,10 +26,11 @@ _TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddi
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether these are the tensors of a whole model."""
-    inner = any(_LAYER.match(name) for name in names)
-    # heads of another format, with such layers
-    other = "medusa_num_heads" in config or "backbone_hidden_size" in config
-    return inner and any(name.endswith(_TABLES) for name in names) and "model_type" in config and not other
+    has_layers = any(_LAYER.match(name) for name in names)
+    has_table = any(name.endswith(_TABLES) for name in names)
+    # Medusa-2 models and Gemma's assistants have such layers, and are other formats
+    is_other = "medusa_num_heads" in config or "backbone_hidden_size" in config
+    return has_layers and has_table and "model_type" in config and not is_other
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -35,9 +38,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     return "small_model", dict(config), dict(tensors)
 
 
-def write(
-    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
     """Config and tensors unchanged."""
     assert method in METHODS, method
     return dict(config), dict(tensors)

@@ -27,7 +27,7 @@ METHODS: tuple[str, ...] = ()  # eyas trains none, and so writes none
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _ORDER = "masked_embedding.token_ordering"
-_NEVER = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
+_UNSUPPORTED = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 _OWN_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
@@ -42,7 +42,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         raise CheckpointError("config.json of an assistant has no text_config")
     count(config, "backbone_hidden_size")
     settings = config["text_config"]
-    wrong = [name for name in _NEVER if settings.get(name)]
+    wrong = [name for name in _UNSUPPORTED if settings.get(name)]
     if wrong:
         raise CheckpointError(
             f"text_config has {', '.join(wrong)}, which no assistant of Google's has: such layers are not read"
@@ -56,8 +56,5 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         order_V.is_floating_point() or order_V.ndim != 1 or sorted(order_V.tolist()) != list(range(len(order_V)))
     ):
         raise CheckpointError(f"{_ORDER} is no order of the tokens: each token id has to be there once")
-    return (
-        "gemma4_assistant",
-        dict(config),
-        {name: tensor for name, tensor in tensors.items() if not _OWN_KEYS.match(name)},
-    )
+    used = {name: tensor for name, tensor in tensors.items() if not _OWN_KEYS.match(name)}
+    return "gemma4_assistant", dict(config), used

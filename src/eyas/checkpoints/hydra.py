@@ -44,12 +44,12 @@ NAME = "hydra"
 EXPORT_FILE = "hydra_lm_head.pt"
 ARCHES = ("mlp", "prefix-mlp")
 
-_SHAPE = {
+_LAYER_KEYS = {  # of our config, the shape of the prefix layer
     "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta", "rope_scaling", "qkv_bias",
 }  # fmt: skip
 _PREFIX = "prefix_embeding_layer."
 _UNREAD = f"{_PREFIX}embed_tokens.weight"
-_LAYER = {
+_LAYER_NAMES = {
     f"{_PREFIX}layers.0.input_layernorm.weight": "prefix.input_norm.weight",
     **{name: ours for name, ours in layer_names(f"{_PREFIX}layers.0", "prefix").items() if not name.endswith("bias")},
     f"{_PREFIX}norm.weight": "prefix.norm.weight",
@@ -70,20 +70,19 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     missing = [published for published, name in names.items() if published not in used and name != "embed.weight"]
     extra = [f"{name} {list(tensor.shape)}" for name, tensor in used.items() if name not in names]
     if missing or extra:
-        faults = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unexpected {', '.join(extra)}"] * bool(extra)
+        faults = [f"missing {', '.join(missing)}"] * bool(missing)
+        faults += [f"unexpected {', '.join(extra)}"] * bool(extra)
         raise CheckpointError(f"the tensors are not what config.json says: {'; '.join(faults)}")
     refuse_dtypes(used)
     renamed = {names[published]: tensor for published, tensor in used.items()}
-    shapes = _head_shapes(ours)
-    other = differences(
-        {name: tensor for name, tensor in renamed.items() if not name.startswith(("prefix.", "embed."))}, shapes
-    )
-    if other:
-        raise CheckpointError(f"the tensors, under our names, are not what config.json says: {other}")
+    in_heads = {name: tensor for name, tensor in renamed.items() if not name.startswith(("prefix.", "embed."))}
+    if wrong_shapes := differences(in_heads, _head_shapes(ours)):
+        raise CheckpointError(f"the tensors, under our names, are not what config.json says: {wrong_shapes}")
     return "hydra", ours, renamed
 
 
-def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _refuse(config: Mapping[str, Any]) -> None:
+    """CheckpointError for settings whose computation is not supported."""
     arch = config.get("hydra_head_arch")
     if arch not in ARCHES:
         raise CheckpointError(
@@ -101,13 +100,18 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
         raise CheckpointError(
             f"config.json has hidden_state_offset {config['hidden_state_offset']!r}: only heads on the last layer's features (0) are read"
         )
+
+
+def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    _refuse(config)
+    arch = config["hydra_head_arch"]
     output = tensors.get("hydra_lm_head.0.weight" if arch == "mlp" else "hydra_lm_head.0.1.weight")
     if output is None or output.ndim != 2:
         raise CheckpointError(f"there is no lm_head of the first head of architecture {arch}, which tells the sizes")
     layer = mapping(config, "eyas").get("layer")
-    if layer is not None and not (isinstance(layer, dict) and layer.keys() == _SHAPE):
+    if layer is not None and not (isinstance(layer, dict) and layer.keys() == _LAYER_KEYS):
         raise CheckpointError(
-            f'config.json has an "eyas": "layer" that is no shape of a layer; one has {", ".join(sorted(_SHAPE))}'
+            f'config.json has an "eyas": "layer" that is no shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
         )
     heads, blocks = count(config, "hydra_num_heads"), count(config, "hydra_num_layers")
     if heads * blocks > len(tensors):
@@ -124,9 +128,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
 
-def write(
-    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     names = {ours: published for published, ours in _names(config).items()}
@@ -184,4 +186,4 @@ def _names(config: Mapping[str, Any]) -> dict[str, str]:
             place = 2 * int(rest[0]) + 1 if prefixed else int(rest[0])
             inner = "res_connection" if rest[1] == "residual" else "linear"
             names[f"hydra_mlp.{k}.{place}.{inner}.{rest[-1]}"] = ours
-    return names | (_LAYER if prefixed else {})
+    return names | (_LAYER_NAMES if prefixed else {})

@@ -86,9 +86,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     return "eagle1", ours, {NAMES[name]: tensor for name, tensor in tensors.items()}
 
 
-def write(
-    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config), OPTIONAL)

@@ -63,14 +63,15 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     eyas, inner = mapping(config, "eyas"), mapping(config, "eagle_config")
     _refuse_other_forms(config, inner, eyas, tensors)
     published = config.get(IDS) if config.get(IDS) is not None else inner.get(IDS)
+    draft_vocab_size = next(
+        (c["draft_vocab_size"] for c in (config, eyas) if c.get("draft_vocab_size") is not None), None
+    )
     settings = {
         **layer_ids(config, published, None),
         **{key: flag(eyas, key, False) for key in _FLAGS},
         "carries": choice(eyas, "carries", CARRIES),
         "target_hidden_size": config.get("target_hidden_size"),
-        "draft_vocab_size": eyas.get("draft_vocab_size")
-        if config.get("draft_vocab_size") is None
-        else config["draft_vocab_size"],
+        "draft_vocab_size": draft_vocab_size,
         "head": choice(eyas, "head", ("own", "target")),
     }
     return "eagle3", *assemble(
@@ -78,9 +79,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     )
 
 
-def write(
-    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
     """Our config and tensors -> config.json and tensors as published."""
     assert method in METHODS, method
     ours, published = publish_tensors(config, tensors, "midlayer")
@@ -92,9 +91,8 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     published form holds."""
     published, their_tensors = write(method, config, tensors)
     if published["architectures"] == [EXTENDED]:
-        needs = [key for key in _NEEDS if published["eyas"].get(key)] + [
-            name for name in their_tensors if name.endswith("bias")
-        ]
+        needs = [key for key in _NEEDS if published["eyas"].get(key)]
+        needs += [name for name in their_tensors if name.endswith("bias")]
         raise CheckpointError(f"SafeAILab's form has no place for what this head needs: {', '.join(needs)}")
     if config.get("window"):
         raise CheckpointError(

@@ -56,7 +56,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     everything that does not fit."""
     _refuse_two_meanings(config)
     inner = mapping(config, "eagle_config")
-    meaning = "output" if inner.get("eagle_aux_hidden_state_layer_ids") is not None else None
+    meaning = "output" if inner.get(IDS) is not None else None
     return "eagle3", *read_flat(config, _renamed(tensors), meaning, "raw", several=False)
 
 

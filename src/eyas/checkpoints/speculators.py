@@ -33,7 +33,7 @@ __all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"
 METHODS = ()
 NAME, EXPORTS = "speculators", ("eagle3", "peagle")
 VERSION = "0.9.0"  # version of the library whose classes the exports fit
-TOKENS = 3  # to draft in a cycle, unless the engine is told otherwise
+TOKENS = 3  # draft tokens of a cycle, unless the engine is told otherwise
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -103,17 +103,19 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         },
         "transformer_layer_config": {**layer, "rope_parameters": rope, "attention_bias": False, "mlp_bias": False},
         "draft_vocab_size": ours["draft_vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": list(ours["feature_layers"]) if ours["feature_layers"] else None,
+        IDS: list(ours["feature_layers"]) if ours["feature_layers"] else None,
         **{key: ours[key] for key in ("norm_before_residual", "norm_before_fc", "fc_norm")},
         "norm_output": ours["carries"] == "normed",
         "torch_dtype": dtype,
     }
     if method == "peagle":
-        published |= _parallel(config)
-        published["speculators_config"] |= {
-            "algorithm": "peagle",
-            "proposal_methods": [_proposal(config.get("levels") or TOKENS)],
+        published |= {
+            "architectures": ["PEagleSpeculator"],
+            "speculators_model_type": "peagle",
+            "mask_token_id": config["mask_token"],
         }
+        proposals = [_proposal(config.get("levels") or TOKENS)]
+        published["speculators_config"] |= {"algorithm": "peagle", "proposal_methods": proposals}
         their_tensors[MASK] = tensors[MASK][None, None]
     return ({**published, "eyas": record} if record else published), their_tensors
 
@@ -127,19 +129,10 @@ def _proposal(tokens: int) -> dict[str, Any]:
     return {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
 
 
-def _parallel(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a P-EAGLE head that differ from EAGLE-3's."""
-    return {
-        "architectures": ["PEagleSpeculator"],
-        "speculators_model_type": "peagle",
-        "mask_token_id": config["mask_token"],
-    }
-
-
-def _narrow(table_VD: Tensor, usual: torch.dtype) -> Tensor:
-    """The table in the first dtype of 16 bits that holds its very values, the head's own first;
-    else unchanged."""
-    for dtype in (usual, torch.bfloat16, torch.float16):
+def _narrow(table_VD: Tensor, head_dtype: torch.dtype) -> Tensor:
+    """The table in the first dtype that holds it without rounding, the head's own or one of 16 bits;
+    otherwise unchanged."""
+    for dtype in (head_dtype, torch.bfloat16, torch.float16):
         if torch.equal(table_VD.to(dtype).to(table_VD.dtype), table_VD):
             return table_VD.to(dtype)
     return table_VD

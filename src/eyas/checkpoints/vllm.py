@@ -41,7 +41,6 @@ __all__ = [
     "read",
     "recognises",
     "usage",
-    "without_unused",
 ]
 
 METHODS = ()
@@ -59,10 +58,10 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
     everything that does not fit."""
     normed = flag(config, "norm_output", False) or flag(mapping(config, "eagle_config"), "norm_output", False)
-    return "eagle3", *read_flat(config, without_unused(tensors), "input", "normed" if normed else "raw")
+    return "eagle3", *read_flat(config, _without_unused(tensors), "input", "normed" if normed else "raw")
 
 
-def without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors without the norms that vLLM's class loads for layers after the first, and does
     not use."""
     return {
@@ -85,12 +84,8 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         settings["target_hidden_size"] = ours["target_hidden_size"]
     if ours["feature_layers"]:
         settings |= {IDS: list(ours["feature_layers"]), "num_aux_hidden_states": ours["num_features"]}
-    return {
-        **published,
-        "architectures": [VLLM],
-        "draft_vocab_size": ours["draft_vocab_size"],
-        **settings,
-    }, their_tensors
+    settings = {"architectures": [VLLM], "draft_vocab_size": ours["draft_vocab_size"], **settings}
+    return {**published, **settings}, their_tensors
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
@@ -104,22 +99,21 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     sent = dict(tensors)
     bias = sent.pop("fc.bias", None)
     if bias is not None and bool(bias.any()):
-        table = sent.get("embed.weight")
-        if table is None and target.embedding is None:
-            raise CheckpointError(
-                "the head has a bias of fc, which vLLM's EAGLE-1 does not compute; an embedding table of the head's own can take it: "
-                "name the target with --target, whose table that one is made from"
-            )
-        dtype = sent["fc.weight"].dtype
-        table = target.embedding() if table is None and target.embedding else table
-        assert table is not None
-        sent["embed.weight"] = bias_into_embedding(table, sent["fc.weight"], bias).to(dtype)
+        table, weight = sent.get("embed.weight"), sent["fc.weight"]
+        if table is None:
+            if target.embedding is None:
+                raise CheckpointError(
+                    "the head has a bias of fc, which vLLM's EAGLE-1 does not compute; an embedding table of the head's own can take it: "
+                    "name the target with --target, whose table that one is made from"
+                )
+            table = target.embedding()
+        sent["embed.weight"] = bias_into_embedding(table, weight, bias).to(weight.dtype)
     published, their_tensors = safeailab.export("eagle1", {**config, "fc_bias": False}, sent, target)
     return {**published, "architectures": [EAGLE1]}, their_tensors
 
 
 def bias_into_embedding(table_VD: Tensor, fc_weight: Tensor, bias_D: Tensor) -> Tensor:
-    """An embedding table with which an EAGLE-1 head without a bias of fc computes what it did with it.
+    """The embedding table with which an EAGLE-1 head without its bias of fc computes the same.
 
     fc reads [embedding ; feature]. So the half W of its weight that reads the embedding takes a
     shift s of every embedding to W s, and W s = bias has a solution unless W is singular.
@@ -129,7 +123,10 @@ def bias_into_embedding(table_VD: Tensor, fc_weight: Tensor, bias_D: Tensor) -> 
         fc_weight: [D, 2D].
 
     Returns:
-        the table [V, D] in float32. CheckpointError when there is no such shift of a sound size.
+        the table [V, D] in float32.
+
+    Raises:
+        CheckpointError: no shift solves this, or only one that is much larger than the embeddings.
     """
     W, bias = fc_weight[:, : table_VD.shape[1]].double(), bias_D.double()
     shift = torch.linalg.lstsq(W, bias[:, None]).solution[:, 0]

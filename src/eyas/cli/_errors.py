@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, TextIO
 
-from eyas.errors import EyasError
+from eyas.errors import EyasError, one_line
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 GREEN, RED = "32", "31"
@@ -53,16 +53,12 @@ def colored(text: str, color: str, stream: TextIO | None = None) -> str:
 
 def note(line: str) -> None:
     """Print a line of information on stderr."""
-    print(f"eyas: {_one_line(line)}", file=sys.stderr, flush=True)
+    print(f"eyas: {one_line(line)}", file=sys.stderr, flush=True)
 
 
 def problem(line: str) -> None:
     """Print a line about a mistake on stderr."""
-    print(colored("eyas: error:", RED, sys.stderr), _one_line(line), file=sys.stderr, flush=True)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    print(colored("eyas: error:", RED, sys.stderr), one_line(line), file=sys.stderr, flush=True)
 
 
 def exit_status(run: Callable[[], int | None]) -> int:

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
 from eyas.cli._errors import FULL
@@ -40,7 +39,7 @@ def file_errors(path: str | Path, what: str = "file") -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise InputError(f"{what} {str(path)!r} is no text in UTF-8 (byte {error.start})") from error
+        raise InputError(f"{what} {str(path)!r} is not text in UTF-8 (byte {error.start})") from error
     except OSError as error:
         reason = _reason(error, Path(path))
         if error.errno == errno.ENOENT and what == "output file" and Path(path).parent.is_dir():
@@ -168,7 +167,7 @@ class Results:
         needs: a field that every result has.
 
     Used in a `with` block, in which no other process can write into the file. Raises InputError
-    when the file cannot be written or holds something else than results.
+    when the file cannot be written or holds something other than results.
     """
 
     def __init__(self, path: str | None, names: Sequence[str] = ("id", "line"), needs: str = "token_ids") -> None:
@@ -191,9 +190,7 @@ class Results:
             self._files = files.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._files.close()
 
     def holds(self, task: Keyed) -> bool:
@@ -248,7 +245,7 @@ class Results:
         key = {name: result[name] for name in self.names if name in result} if isinstance(result, dict) else {}
         if len(key) != 1 or self.needs not in result:
             raise InputError(
-                f"output file {self.path!r} holds something else than results ({where}): choose another name"
+                f"output file {self.path!r} holds something other than results ({where}): choose another name"
             )
         self.first = self.first or result
         made_for = result.get("prompt_sha256")
@@ -287,7 +284,7 @@ class FileRun:
         """OptionError when there are differences between the settings in the file and those of now."""
         if differences:
             raise OptionError(
-                f"{self.results.path} holds answers made otherwise: {'; '.join(differences)}; name another file"
+                f"{self.results.path} holds answers made with other settings: {'; '.join(differences)}; name another file"
             )
 
     def kept(self) -> str:
@@ -301,7 +298,10 @@ class FileRun:
         print(json.dumps({**self.counts, "tau": self.tau, **figures, "output": self.results.path}))
 
 
-UNWRITTEN_FORM = {"weights": "exact", "activations": "exact"}  # the target's, which earlier versions did not write
+OLD_FORMAT_DEFAULTS = {
+    "weights": "exact",
+    "activations": "exact",
+}  # values of settings that earlier versions did not write
 
 
 def differences(there: Any, now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

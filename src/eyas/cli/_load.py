@@ -73,6 +73,14 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
         raise OptionError(message) from error
 
 
+def plain_decoding(llm: LLM) -> LLM:
+    """An LLM that decodes plainly with the target and the tokenizer of another one."""
+    from eyas import drafters
+    from eyas.api import LLM
+
+    return LLM(llm.target, drafters.find("vanilla").load(None, llm.target), llm.tokenizer)
+
+
 def check_exact(model: TargetOptions) -> None:
     """Refuse a rounded target where features are read."""
     for name in ("weights", "activations"):
@@ -123,7 +131,9 @@ def need_tokenizer(llm: LLM) -> None:
 def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
     """Tell the user what drafts when nothing was named that could. Printed once a request is valid."""
     if model.target and not draft.draft and not draft.method:
-        note(f"no --draft: the text itself drafts ({llm.method}); a draft head for this target would make it faster")
+        note(
+            f"no --draft: drafts are copied from the text so far ({llm.method}); a draft head for this target would be faster"
+        )
 
 
 def sampling_of(options: FilterOptions) -> dict[str, Any]:
@@ -134,6 +144,8 @@ def sampling_of(options: FilterOptions) -> dict[str, Any]:
     if "logit_bias" in keywords:
         keywords["logit_bias"] = tuple(map(_token_and_number, keywords["logit_bias"]))
         keywords["stop_token_ids"] = keywords.pop("stop_token_id")
+        adapter = keywords.pop("use_adapter")
+        keywords |= {} if adapter is None else {"adapter": adapter}
     sampling_names = {field.name for field in fields(Sampling)}
     Sampling(**{name: value for name, value in keywords.items() if name in sampling_names})
     return keywords
@@ -195,6 +207,7 @@ def _token_and_number(text: str) -> tuple[int, float]:
 def record(llm: LLM, result: Result) -> dict[str, Any]:
     """A result as the object that `--json` prints."""
     from eyas import hardware, tiny
+    from eyas.arguments import dtype_name
 
     stats = result.stats
     return {
@@ -216,7 +229,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "policy": "fixed" if llm.policy is None else "auto",
         "decisions": dict(stats.decisions),
         "predicted_tokens": stats.predicted_tokens,
-        "dtype": str(llm.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(llm.target.dtype),
         "device": str(llm.target.device),
         "runs_by": llm.target.runner.name,
         **asdict(llm.target.runner.weight_format),

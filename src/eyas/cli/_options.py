@@ -169,7 +169,7 @@ class LengthOptions:
     max_new_tokens: Annotated[int | None, "Sampling", "N"] = None
     """Tokens of an answer, at most. Default: 256, or what fits the context."""
     stop: Annotated[tuple[str, ...], "Sampling", "TEXT"] = ()
-    """End before this text; may be given several times."""
+    """End before this text; several may be given."""
 
 
 @option_group
@@ -185,17 +185,15 @@ class PenaltyOptions:
     min_tokens: Annotated[int, "Sampling", "N"] = 0
     """The answer has at least this many tokens."""
     stop_token_id: Annotated[tuple[int, ...], "Sampling", "ID"] = ()
-    """End with this token, too; may be given several times."""
+    """End with this token, too; several may be given."""
 
 
 @option_group
 class AnswerOptions(PenaltyOptions, FilterOptions, TemperatureOptions, LengthOptions):
-    """How an answer is sampled, and where it ends."""
+    """How an answer is sampled, and where it ends; and with which adapter."""
 
-
-USE_ADAPTER = Annotated[
-    str | None, "Model", "NAME", Parameter(help="Answer with this one of several adapters. Default: with none.")
-]
+    use_adapter: Annotated[str | None, "Model", "NAME"] = None
+    """Answer with this one of several adapters. Default: with none."""
 
 
 @option_group

@@ -25,7 +25,7 @@ class CycleView:
         system: the system message, if there is one.
 
     Raises:
-        InputError: nothing can be written there. So nobody waits for an answer that cannot be shown.
+        InputError: nothing can be written there. This is checked before anybody waits for an answer.
     """
 
     def __init__(self, path: str, prompt: str | Sequence[int], system: str | None) -> None:

@@ -91,9 +91,9 @@ def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions,
         _refuse_others(job, sampling, model)
         return _compare(*job.compare, as_json=job.as_json)
     need_packages("bench", "bench", "matplotlib")
-    from eyas.bench.run import locked
     from eyas.bench.simulate import parse_rates
     from eyas.core.sampling import Sampling
+    from eyas.files import locked_folder
 
     keywords = sampling_of(sampling)
     for temperature in job.temperature:
@@ -101,7 +101,7 @@ def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions,
     if job.simulate_acceptance is not None:
         parse_rates(job.simulate_acceptance)
     prompts, folder = _prompts(job), Path(job.output)
-    with locked(folder):
+    with locked_folder(folder):
         summary = _measured(job, model, keywords, options, prompts, folder)
     return _report(summary, folder, job.as_json)
 
@@ -207,9 +207,9 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
             pooled.setdefault(temperature, rows)
         for temperature, rows in pooled.items():
             title = f"T = {temperature:g}, {rows[0]['prompts']} prompts"
-            print_table(report.HEADS, [report.cells(row, intervals=False) for row in rows], title)
-        for title, heads, profiled in report.profile_tables(summary):
-            print_table(heads, profiled, title)
+            print_table(report.COLUMNS, [report.cells(row, intervals=False) for row in rows], title)
+        for title, columns, profiled in report.profile_tables(summary):
+            print_table(columns, profiled, title)
     for name, why in summary["failed"].items():
         problem(f"{name} failed and is in no figure: {why}")
     for warning in summary["warnings"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from eyas.cli._errors import GREEN, colored, note, problem
 from eyas.cli._load import load, note_no_head, sampling_of
-from eyas.cli._options import USE_ADAPTER, AnswerOptions, DraftOptions, MethodOptions, TargetOptions, option_group
+from eyas.cli._options import AnswerOptions, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, summary
 from eyas.errors import EyasError, InputError, near
 
@@ -39,7 +39,6 @@ class ChatOptions:
 
     system: Annotated[str | None, "Prompt", "TEXT"] = None
     """A system message."""
-    use_adapter: USE_ADAPTER = None
     color_accepted: Annotated[bool, "Output"] = False
     """Show drafted text in green."""
 
@@ -48,7 +47,7 @@ def command(
     *, chat: ChatOptions, sampling: AnswerOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions
 ) -> int:
     """Talk with a model."""
-    keywords = sampling_of(sampling) | ({} if chat.use_adapter is None else {"adapter": chat.use_adapter})
+    keywords = sampling_of(sampling)
     llm = load(model, draft, options)
     if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
         raise InputError("this target has no chat template: use eyas generate")

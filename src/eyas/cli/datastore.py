@@ -11,10 +11,9 @@ from cyclopts.validators import Number
 
 from eyas.cli._data import check_files, note_problems, reading
 from eyas.cli._errors import UsageError, interruptible, note
-from eyas.cli._load import quiet
+from eyas.cli._load import EMBEDDED, quiet
 from eyas.cli._options import VERBOSE, option_group
 from eyas.cli._show import progress_bar
-from eyas.errors import ModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +58,7 @@ class BuildOptions:
     verbose: VERBOSE = False
 
 
-def build(*, options: BuildOptions) -> int:
+def build(*, options: BuildOptions) -> None:
     """Turn data into tokens, and sort them."""
     from eyas import datastore, hardware
 
@@ -74,10 +73,9 @@ def build(*, options: BuildOptions) -> int:
         more = {"append": options.append, "merge": options.merge}
         manifest = datastore.build(folder, settings, sources, made_by, **more, on_stage=note)
     note(_contents(folder, manifest))
-    return 0
 
 
-def verify(folder: Annotated[str, Parameter(help="The datastore.")], /) -> int:
+def verify(folder: Annotated[str, Parameter(help="The datastore.")], /) -> None:
     """Compare every checksum of a datastore."""
     from eyas.datastore import Manifest
 
@@ -86,7 +84,6 @@ def verify(folder: Annotated[str, Parameter(help="The datastore.")], /) -> int:
     with progress_bar("checking", manifest.bytes, "bytes") as bar:
         manifest.check(path, bar.advance)
     note(f"{_contents(path, manifest)}; every checksum is right")
-    return 0
 
 
 COMMANDS = {"build": build, "verify": verify}
@@ -104,7 +101,7 @@ def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Sett
     from eyas.datastore import Settings
     from eyas.train.store import tokenizer_identity
 
-    name = options.tokenizer or options.target or "embedded"
+    name = options.tokenizer or options.target or EMBEDDED
     largest_id = max(tokenizer.get_vocab().values())
     return Settings(tokenizer_identity(tokenizer), name, largest_id + 1, options.segment_tokens)
 
@@ -112,19 +109,14 @@ def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Sett
 def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
     """The target's tokenizer, without the target."""
     from eyas import tiny
+    from eyas.core.pretrained import read_tokenizer
 
     name = options.tokenizer or options.target
     if name is None:
         return tiny.tokenizer()
     with quiet(options.verbose):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                name, trust_remote_code=options.trust_remote_code
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"tokenizer {name!r} cannot be loaded: {one_line(error, 200)}") from error
+        tokenizer = read_tokenizer(name, options.trust_remote_code, required=True)
+    assert tokenizer is not None
     return tokenizer
 
 

@@ -21,7 +21,7 @@ from cyclopts.validators import Number
 
 from eyas.cli._errors import Interrupted
 from eyas.cli._files import file_errors
-from eyas.cli._load import load, quiet
+from eyas.cli._load import load, plain_decoding, quiet
 from eyas.cli._options import TREE, VERBOSE, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, print_table
 from eyas.errors import FitError, InputError
@@ -51,7 +51,7 @@ GROUP = "Answers"
 WARM_UP_TOKENS = 8
 FRAME_SECONDS = 1 / 15
 BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
-GROWN_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on these prompts, with kernels
+DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on these prompts, with kernels
 EXAMPLES = """
 eyas demo  # the best method
 eyas demo --method eagle1 --tree.choices chain-3  # another one
@@ -121,7 +121,7 @@ def _best(job: DemoOptions, options: dict[str, Any]) -> LLM:
     defaults = option_defaults(drafters.find(name).Options)
     options = tiny.with_small_tree(options, defaults)
     if mode == "auto" and job.tree is None and defaults.get("tree.nodes") is not None:
-        mode, options = "fixed", {**GROWN_TREE, **options}
+        mode, options = "fixed", {**DYNAMIC_TREE, **options}
     draft = DraftOptions(method=name, tree="auto" if (job.tree or mode) == "auto" else "fixed")
     return load(TargetOptions(verbose=job.verbose), draft, options)
 
@@ -146,14 +146,12 @@ class Demo:
     """Runs rounds, shows them, reports."""
 
     def __init__(self, best: LLM, max_new_tokens: int, console: Console) -> None:
-        from eyas import drafters
-        from eyas.api import LLM
         from eyas.bench.contestants import Transformers
 
         self.best = best
         self.max_new_tokens = max_new_tokens
         self.console = console
-        self.plain = LLM(best.target, drafters.find("vanilla").load(None, best.target), best.tokenizer)
+        self.plain = plain_decoding(best)
         self.transformers = Transformers(best.target)
 
     def warm_up(self, prompt: Prompt) -> None:
@@ -212,7 +210,7 @@ class Demo:
         return answer.token_ids, answer.seconds
 
     def _difference(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> str:
-        """How an answer differs from plain decoding's; empty when it does not."""
+        """A message that says where an answer differs from plain decoding's; empty when it does not."""
         from eyas.core.engine import Request
         from eyas.metrics import first_difference, margin
 

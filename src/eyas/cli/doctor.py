@@ -8,11 +8,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eyas.cli._load import quiet
+from eyas.cli._load import plain_decoding, quiet
 from eyas.cli._options import AS_JSON
-from eyas.files import CHECKSUMS, sha256_of_file
-
-__all__ = ["CHECKSUMS", "command", "digests"]
+from eyas.files import CHECKSUMS, sha256_of_folder
 
 GROUP = "Information"
 CPU_FLAGS = {
@@ -145,12 +143,6 @@ def _bfloat16() -> Iterator[Finding]:
 # --- the embedded model -------------------------------------------------------------------------
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder, by its path there: the content of CHECKSUMS."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-    return {path.relative_to(folder).as_posix(): sha256_of_file(path) for path in files}
-
-
 def _embedded() -> list[Finding]:
     from eyas import tiny
 
@@ -161,7 +153,7 @@ def _embedded() -> list[Finding]:
 
 def _intact(folder: Path) -> Finding:
     try:
-        expected, actual = json.loads((folder / CHECKSUMS).read_text()), digests(folder)
+        expected, actual = json.loads((folder / CHECKSUMS).read_text()), sha256_of_folder(folder)
     except (OSError, ValueError, RecursionError) as error:
         reason = error.__class__.__name__
         return Finding("embedded", False, f"{CHECKSUMS} cannot be read ({reason}): install eyas-tiny again")
@@ -176,8 +168,7 @@ def _intact(folder: Path) -> Finding:
 
 def _self_test() -> list[Finding]:
     """Check that the model loads, that its head is read correctly, and that drafting changes nothing."""
-    from eyas import drafters
-    from eyas.api import LLM, load
+    from eyas.api import load
     from eyas.errors import EyasError
 
     try:
@@ -186,8 +177,8 @@ def _self_test() -> list[Finding]:
     except EyasError as error:
         return [Finding("self-test", False, str(error))]
     exact = best.target.head_is_exact
-    plain = LLM(best.target, drafters.find("vanilla").load(None, best.target), best.tokenizer)
-    answers = [llm.generate("Hello!", max_new_tokens=SELF_TEST_TOKENS, ignore_eos=True) for llm in (plain, best)]
+    llms = (plain_decoding(best), best)
+    answers = [llm.generate("Hello!", max_new_tokens=SELF_TEST_TOKENS, ignore_eos=True) for llm in llms]
     equal, tau = answers[0].token_ids == answers[1].token_ids, answers[1].stats.tau
     verdict = "generate the same" if equal else "differ in"
     answered = f"plain decoding and {best.method} {verdict} {SELF_TEST_TOKENS} tokens (tau {tau:.2f})"

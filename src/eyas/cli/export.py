@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from eyas.cli._load import EMBEDDED, quiet, recorded_target, training_record
 from eyas.cli._options import AS_JSON, option_group
-from eyas.errors import InputError
+from eyas.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,9 +101,7 @@ def _architectures(target: str) -> tuple[str, ...]:
         with quiet():
             config, _ = PretrainedConfig.get_config_dict(target)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"target {target}: its config.json cannot be read ({str(error).splitlines()[0][:200]})"
-        ) from error
+        raise InputError(f"target {target}: its config.json cannot be read ({first_line(error, 200)})") from error
     if not config:
         raise InputError(f"target {target} has no config.json: name a folder in Hugging Face layout, or a hub id")
     return tuple(map(str, config.get("architectures") or ()))

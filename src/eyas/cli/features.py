@@ -84,14 +84,15 @@ def command(
     model: TargetOptions,
     options: TrainMethodOptions,
     arguments: Annotated[tuple[str, ...], Parameter(parse=False)] = (),
-) -> int:
+) -> None:
     """Write a target's features to disk, to train heads from."""
     from eyas.train.store import FeatureStore
     from eyas.train.workers import Workers
 
     folder = Path(job.output).expanduser()
     if job.verify:
-        return _verify(FeatureStore(folder))
+        _verify(FeatureStore(folder))
+        return
     if not job.data:
         raise UsageError("option --data is missing")
     first, step = _part(job.part)
@@ -113,7 +114,6 @@ def command(
                     Workers(store, todo, count, devices, arguments, Path(notes)).run(bar.advance)
         if not job.only:
             _report(store)
-    return 0
 
 
 def _free_memory() -> None:
@@ -140,8 +140,8 @@ def _part(text: str) -> tuple[int, int]:
 def _planned(
     llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]
 ) -> FeatureStore:
-    """The store to be filled: begun here, or found as this command began it. Tells what it will
-    take, and asks."""
+    """The store to be filled: begun here, or one that this command began earlier. Tells how much
+    space it takes, and asks."""
     from eyas.train.feature_plan import chosen_layers, feature_settings, open_or_plan
 
     need_tokenizer(llm)
@@ -165,7 +165,7 @@ def _planned(
 
 
 def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequence[int]) -> None:
-    """Tell what these shards will take; ask when it is much; refuse what does not fit."""
+    """Tell how much space these shards take; ask when it is a lot; refuse what does not fit."""
     if not shards:
         return
     settings = manifest.settings
@@ -180,12 +180,12 @@ def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequen
     )
     if gib > free:
         raise InputError(
-            f"{gib:,.2f} GiB do not fit into the {free:,.2f} GiB that are free for {folder}: take less data or fewer layers"
+            f"{gib:,.2f} GiB does not fit into the {free:,.2f} GiB that are free for {folder}: take less data or fewer layers"
         )
     if gib <= LARGE_GIB or job.yes:
         return
     if not _on_terminal():
-        raise InputError(f"{gib:,.1f} GiB are much: give --yes if that is meant")
+        raise InputError(f"{gib:,.1f} GiB is a lot: give --yes if that is intended")
     print(f"Write {gib:,.1f} GiB into {folder}? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise Interrupted("nothing was written")
@@ -225,7 +225,7 @@ def _report(store: FeatureStore) -> None:
         note(f"this part is done; {store.progress()} are in {store.folder}, the rest is for other parts")
 
 
-def _verify(store: FeatureStore) -> int:
+def _verify(store: FeatureStore) -> None:
     total = sum(shard.bytes for shard in store.manifest.shards)
     with progress_bar("features", total, "bytes") as bar:
         problems = store.verify(bar.advance)
@@ -234,4 +234,3 @@ def _verify(store: FeatureStore) -> int:
         raise InputError("; also ".join(problems[:3]) + more)
     store.finish()
     note(f"{store.folder}: {store.progress()} are there, and every checksum is right")
-    return 0

@@ -13,12 +13,11 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
-from eyas.cli._files import UNWRITTEN_FORM, FileRun, InvalidLine, Results, Task, differences, read_tasks
+from eyas.cli._files import OLD_FORMAT_DEFAULTS, FileRun, InvalidLine, Results, Task, differences, read_tasks
 from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of, text_of
 from eyas.cli._options import (
     AS_JSON,
     STDIN,
-    USE_ADAPTER,
     AnswerOptions,
     DraftOptions,
     MethodOptions,
@@ -31,7 +30,7 @@ from eyas.cli._view import CycleView
 from eyas.errors import EyasError, InputError
 
 if TYPE_CHECKING:
-    from eyas.api import LLM, Prompt
+    from eyas.api import LLM, Piece, Prompt, Result
 
 GROUP = "Answers"
 EXAMPLES = """
@@ -82,7 +81,6 @@ class InputOptions:
     """With --json or --output: the log-probability of each token, and those of the N most probable."""
     prompt_logprobs: Annotated[int | None, "Output", "N"] = None
     """The same for the prompt's tokens."""
-    use_adapter: USE_ADAPTER = None
     ignore_eos: Annotated[bool, "Sampling"] = False
     """Continue to --max-new-tokens."""
     n: Annotated[PositiveInt, "Sampling", "N"] = 1
@@ -90,7 +88,7 @@ class InputOptions:
     prediction: Annotated[str | None, "Method", "FILE"] = None
     """A file with text that the answer probably repeats; it is drafted, and changes the speed only."""
     drafting: Annotated[str | None, "Method", "auto|off|N"] = None
-    """off: decode plainly; N: verify at most N draft tokens per cycle."""
+    """off: decode plainly; N: at most N draft tokens a cycle."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
 
@@ -111,16 +109,14 @@ def command(
     names = ("ignore_eos", "system", "raw", "logprobs", "prompt_logprobs")
     keywords = {**sampling_of(sampling), **structure_of(structure), **{name: getattr(inputs, name) for name in names}}
     keywords |= _drafts(inputs)
-    if inputs.use_adapter is not None:
-        keywords["adapter"] = inputs.use_adapter
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
         content = _with_images(text, inputs.image)
         if inputs.n > 1:
             _answer_several(load(model, draft, options), content, keywords, inputs)
-            return 0
-        view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)
-        _answer_one(load(model, draft, options), content, keywords, inputs.as_json, model, draft, view)
+        else:
+            view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)
+            _answer_one(load(model, draft, options), content, keywords, inputs.as_json, model, draft, view)
         return 0
     with Results(inputs.output) as results:
         items = list(read_tasks(inputs.input))
@@ -217,12 +213,8 @@ def _answer_one(
             if number == 0:  # the request is valid
                 note_no_head(llm, model, draft)
             if not as_json:
-                ids = (
-                    ""
-                    if llm.tokenizer
-                    else f"{','.join(map(str, piece.token_ids))}{'' if piece.finish_reason else ','}"
-                )
-                print(piece.text or ids, end="", flush=True)
+                separator = "" if llm.tokenizer or piece.finish_reason else ","
+                print(_shown(llm, piece), end=separator, flush=True)
     except KeyboardInterrupt:
         stopped = True
     result = stream.result()
@@ -243,7 +235,12 @@ def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: Inp
         return
     for number, result in enumerate(results, start=1):
         note(f"{number}: {summary(llm, result)}")
-        print(result.text if llm.tokenizer else ",".join(map(str, result.token_ids)), flush=True)
+        print(_shown(llm, result), flush=True)
+
+
+def _shown(llm: LLM, answer: Piece | Result) -> str:
+    """The text; without a tokenizer, the token ids."""
+    return answer.text if llm.tokenizer else ",".join(map(str, answer.token_ids))
 
 
 class _Run(FileRun):
@@ -256,14 +253,16 @@ class _Run(FileRun):
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
         """The tasks without a result. OptionError when the results are those of other prompts or settings."""
+        from eyas.arguments import dtype_name
+
         first, target = self.results.first, self.llm.target
         settings = {
             "target": target.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             **asdict(target.runner.weight_format),
         }
         self.refuse_others(
-            differences(first, settings, UNWRITTEN_FORM)
+            differences(first, settings, OLD_FORMAT_DEFAULTS)
             + differences(first.get("settings"), self.keywords, OLD_KEYWORD_DEFAULTS)
         )
         tasks = []

@@ -15,7 +15,7 @@ from eyas.cli._card import HUB_ID, model_card
 from eyas.cli._errors import note
 from eyas.cli._load import recorded_target, training_record
 from eyas.cli._options import AS_JSON, option_group
-from eyas.errors import EyasError, InputError
+from eyas.errors import EyasError, InputError, first_line
 
 if TYPE_CHECKING:
     from eyas.checkpoints import Weights
@@ -66,7 +66,7 @@ def command(
     if not folder.is_dir():
         raise InputError(f"there is no folder {head}: name the folder of a draft head")
     if not HUB_ID.fullmatch(repo):
-        raise InputError(f"{repo!r} is no hub id: give OWNER/NAME")
+        raise InputError(f"{repo!r} is not a hub id: give OWNER/NAME")
     weights = checkpoints.load(folder)
     with ExitStack() as stack:
         parcel = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -115,8 +115,6 @@ def _send(parcel: Path, repo: str, private: bool, method: str) -> str:
         api.create_repo(repo, private=private, exist_ok=True)
         sent = api.upload_folder(repo_id=repo, folder_path=parcel, commit_message=f"{method} draft head by eyas")
     except Exception as error:  # the hub's client raises errors of several libraries
-        reason = str(error).strip().splitlines()
-        raise EyasError(
-            f"the hub did not take {repo} ({type(error).__name__}: {reason[0][:200] if reason else ''})"
-        ) from error
+        reason = f"{type(error).__name__}: {first_line(error, 200)}"
+        raise EyasError(f"the hub did not take {repo} ({reason})") from error
     return str(sent.commit_url)

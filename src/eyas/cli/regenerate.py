@@ -13,7 +13,7 @@ from cyclopts.types import PositiveInt
 
 from eyas.cli._data import check_files
 from eyas.cli._errors import UsageError, interruptible, note
-from eyas.cli._files import UNWRITTEN_FORM, FileRun, Results, differences
+from eyas.cli._files import OLD_FORMAT_DEFAULTS, FileRun, Results, differences
 from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
 from eyas.cli._options import AS_JSON, DraftOptions, MethodOptions, SamplingOptions, TargetOptions, option_group
 from eyas.cli._show import progress_bar
@@ -123,12 +123,14 @@ class _Run(FileRun):
 
     @property
     def tokens_per_second(self) -> float:
-        return self.counts["tokens"] / max(1e-9, time.monotonic() - self.began)
+        from eyas.metrics import tokens_per_second
+
+        return tokens_per_second(self.counts["tokens"], time.monotonic() - self.began)
 
     def check_same(self) -> None:
         """OptionError when the file holds answers of another target or with other settings."""
         there = self.results.first.get("by")
-        other = differences(there, self.settings, UNWRITTEN_FORM)
+        other = differences(there, self.settings, OLD_FORMAT_DEFAULTS)
         fingerprint = there.get("fingerprint", "") if isinstance(there, dict) else ""
         if there and not self.llm.target.has_fingerprint(str(fingerprint)):
             name = there.get("target") if isinstance(there, dict) else there

@@ -62,7 +62,7 @@ class ServeOptions:
     """After SIGTERM, running answers have this time to end."""
 
 
-def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions) -> int:
+def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions) -> None:
     """Serve a model to clients of OpenAI's interface."""
     need_packages("serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     from eyas.serve.app import make_app
@@ -81,7 +81,6 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
         hosts = allowed_hosts(server.host, server.allowed_host, bool(keys))
         app = make_app(service, keys, server.cors_origin, hosts)
         serve(app, service, listening, drain_seconds=server.drain, json_logs=server.json_logs)
-    return 0
 
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from eyas.train.loop import TrainResult
 
 GROUP = "Heads"
-# What one process finds wrong the first one mostly finds too, and reports; torchrun then ends the others.
+# How long another process waits with its error: the first process mostly finds the same, reports it, and torchrun
+# then ends the others.
 GRACE_SECONDS = 3.0
 EXAMPLES = """
 eyas train --target MODEL --data chat.jsonl --output HEAD  # one epoch of eagle3
@@ -63,12 +64,11 @@ class HeadOptions:
 
 def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOptions, options: TrainMethodOptions) -> int:
     """Train a draft head for a target."""
-    from eyas.train.dist import world_size
-
-    rank = int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
+    rank = _rank()
     try:
         with redirect_stderr(io.StringIO()) if rank > 0 else nullcontext():
-            return _train(head, training, model, options)
+            _train(head, training, model, options)
+        return 0
     except Interrupted:
         if rank:
             return 130
@@ -80,7 +80,7 @@ def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOption
         raise EyasError(f"process {rank}: {error}") from error
 
 
-def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]) -> int:
+def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]) -> None:
     from eyas.core.drafter import build_options
     from eyas.train import alpha, progress
     from eyas.train.config import TrainConfig
@@ -98,7 +98,7 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
     if head.init and (described := [f"--{name}" for name in options if name.startswith("head.")]):
         raise OptionError(f"--init names a finished head: leave {', '.join(described)} out")
     method_options = build_options(kind.Options, options)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _rank() == 0:
         check_output_folder(Path(head.output).expanduser())
     llm = load_target(model, _device(model.device))
     if config.max_length > llm.target.context:
@@ -119,7 +119,14 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
             progress=show,
             about=about,
         )
-    return _report(outcome, head.output, config)
+    _report(outcome, head.output, config)
+
+
+def _rank() -> int:
+    """The number of this process among those that torchrun has started; 0 without torchrun."""
+    from eyas.train.dist import world_size
+
+    return int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
 
 
 def _device(name: str) -> str:
@@ -155,7 +162,7 @@ def _drafter(kind: type[Drafter], llm: LLM, init: str | None, options: Any, data
     return drafter
 
 
-def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> int:
+def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> None:
     from eyas.train.progress import figures_text
 
     if outcome.interrupted:
@@ -167,4 +174,3 @@ def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> int:
     early = f" (ended early: {config.patience} evaluations without a better one)" if stopped else ""
     best = f"{folder} holds the head of step {outcome.best_step} of {outcome.steps}"
     note(f"{best}{early}{figures}; {outcome.seconds / 60:.1f} minutes")
-    return 0

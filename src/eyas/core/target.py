@@ -42,7 +42,7 @@ from eyas.core.pretrained import DeviceMap, read_model
 from eyas.core.recurrent import RowStates
 from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
 from eyas.core.tree import TargetOutput, Tree, Verdict
-from eyas.errors import EyasError, FitError, ModelError, OptionError, one_line
+from eyas.errors import EyasError, FitError, ModelError, OptionError, first_line, one_line
 from eyas.formats import EXACT, WeightFormat
 from eyas.nn import Backend
 
@@ -760,7 +760,7 @@ def pick_device(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise OptionError(f"device {device!r} cannot be used here: {first_line(error)}") from error
     return device
 
 

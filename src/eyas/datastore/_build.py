@@ -30,8 +30,8 @@ from eyas.datastore._manifest import (
     map_segment,
     write_array,
 )
-from eyas.datastore._segment import Array, concatenate, dtype_for, join_documents, separator_of
-from eyas.datastore._suffixes import order_of
+from eyas.datastore._segment import concatenate, dtype_for, join_documents, separator_of
+from eyas.datastore._suffixes import Array, order_of
 from eyas.errors import InputError, OptionError
 from eyas.files import locked_output, parse_json, remove_leftovers, sha256_of_file, write_atomically
 
@@ -74,8 +74,8 @@ def build(
     merge: bool = False,
     on_stage: OnStage = lambda _: None,
 ) -> Manifest:
-    """Make the folder hold these sources, or, with `append`, these as well. Sources that it holds
-    are not read again.
+    """Make the folder hold these sources, or, with `append`, these in addition to its own. Sources
+    that it holds already are not read again.
 
     Args:
         append: the sources become segments of their own, in addition to the existing ones.
@@ -171,8 +171,7 @@ def _part(folder: Path, settings: Settings, source: Source, on_stage: OnStage) -
     path, dtype = folder / PARTS / f"{key}.npy", dtype_for(settings.vocab_size)
     if not _is_intact(folder, key, [path]):
         on_stage(f"reading {source.name}")
-        size, digest = write_array(path, join_documents(_checked(source, settings), dtype))
-        _write_checksums(folder, key, [size], [digest])
+        _write_checksums(folder, key, [write_array(path, join_documents(_checked(source, settings), dtype))])
     with file_errors(path, "read"):
         tokens_T: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     documents = int((tokens_T == separator_of(dtype)).sum())
@@ -236,11 +235,11 @@ def _segment(folder: Path, tokens_T: Array, on_stage: OnStage) -> StoredSegment:
     """Sort a text and write it, unless that was done before an interrupt."""
     name = hashlib.sha256(tokens_T.view(np.uint8).data).hexdigest()[:24]
     stored = StoredSegment(name, len(tokens_T), (0, 0), ("", ""))
-    paths = [stored.path(folder, kind) for kind in ("tokens", "suffixes")]
+    paths = stored.paths(folder)
     if not _is_intact(folder, name, paths):
         on_stage(f"sorting {len(tokens_T):,} tokens")
         written = [write_array(paths[0], tokens_T), write_array(paths[1], order_of(tokens_T, DEPTH))]
-        _write_checksums(folder, name, [size for size, _ in written], [digest for _, digest in written])
+        _write_checksums(folder, name, written)
     sizes, digests = _read_checksums(folder, name)
     return StoredSegment(name, len(tokens_T), (sizes[0], sizes[1]), (digests[0], digests[1]))
 
@@ -252,13 +251,16 @@ def _checksums_file(folder: Path, name: str) -> Path:
     return folder / PARTS / f"{name}.json"
 
 
-def _write_checksums(folder: Path, name: str, sizes: Sequence[int], digests: Sequence[str]) -> None:
+def _write_checksums(folder: Path, name: str, written: Sequence[tuple[int, str]]) -> None:
+    """Note (bytes, SHA-256) of each file that was written."""
+    sizes, digests = zip(*written, strict=True)
     path = _checksums_file(folder, name)
     with file_errors(path, "written"), write_atomically(path) as stream:
         stream.write(json.dumps({"bytes": list(sizes), "sha256": list(digests)}).encode())
 
 
 def _read_checksums(folder: Path, name: str) -> tuple[list[int], list[str]]:
+    """The sizes and the SHA-256 of the files."""
     content = parse_json(_checksums_file(folder, name).read_bytes())
     return content["bytes"], content["sha256"]
 
@@ -273,7 +275,7 @@ def _is_intact(folder: Path, name: str, paths: Sequence[Path]) -> bool:
 
 def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
     """Remove what interrupted builds left, and segments that were merged into others."""
-    listed = {stored.path(folder, kind) for stored in manifest.segments for kind in ("tokens", "suffixes")}
+    listed = {path for stored in manifest.segments for path in stored.paths(folder)}
     remove_leftovers(folder)
     for path in [*folder.glob("*.npy"), *(folder / PARTS).glob("*"), *(folder / PARTS).glob(".*.tmp")]:
         if path not in listed:

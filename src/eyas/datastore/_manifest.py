@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.datastore._segment import Array
+from eyas.datastore._suffixes import Array
 from eyas.errors import InputError
 from eyas.files import read_versioned, sha256_of_file, write_atomically
 
@@ -37,7 +37,6 @@ FORMAT = "eyas-datastore"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
 DEPTH = 64  # tokens to which suffixes are sorted
-KINDS = ("tokens", "suffixes")
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,9 @@ class StoredSegment:
     bytes: tuple[int, int]  # sizes of the two files, tokens and suffixes
     sha256: tuple[str, str]
 
-    def path(self, folder: Path, kind: str) -> Path:
-        return folder / f"{self.name}.{kind}.npy"
+    def paths(self, folder: Path) -> tuple[Path, Path]:
+        """The files of the tokens and of the suffixes."""
+        return folder / f"{self.name}.tokens.npy", folder / f"{self.name}.suffixes.npy"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Manifest:
     tokenizer: dict[str, str]  # SHA-256 of its vocabulary and of its chat template
     tokenizer_name: str
     vocab_size: int  # the tokenizer's
-    largest_token: int  # in the sources
+    largest_token: int  # of all sources
     sources: tuple[ReadSource, ...]
     segments: tuple[StoredSegment, ...]
     versions: dict[str, str]
@@ -117,8 +117,7 @@ class Manifest:
                 file that was read.
         """
         for stored in self.segments:
-            for kind, size, sha256 in zip(KINDS, stored.bytes, stored.sha256, strict=True):
-                path = stored.path(folder, kind)
+            for path, size, sha256 in zip(stored.paths(folder), stored.bytes, stored.sha256, strict=True):
                 with file_errors(path, "read"):
                     if path.stat().st_size != size:
                         raise damaged(path, f"{path.stat().st_size:,} bytes instead of {size:,}")
@@ -148,8 +147,7 @@ def damaged(path: Path, reason: str) -> InputError:
 def map_segment(folder: Path, stored: StoredSegment) -> tuple[Array, Array]:
     """(tokens, suffixes), memory-mapped. InputError when a file is missing or holds something else."""
     arrays = []
-    for kind in KINDS:
-        path = stored.path(folder, kind)
+    for path in stored.paths(folder):
         with file_errors(path, "read"):
             try:
                 arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
@@ -157,7 +155,7 @@ def map_segment(folder: Path, stored: StoredSegment) -> tuple[Array, Array]:
                 raise damaged(path, "no array") from error
     shapes, kinds = {array.shape for array in arrays}, (arrays[0].dtype.str, arrays[1].dtype.str)
     if shapes != {(stored.tokens,)} or kinds not in ((">u2", "<u4"), (">u4", "<u4")):
-        raise damaged(stored.path(folder, "tokens"), "it holds something else")
+        raise damaged(stored.paths(folder)[0], "it holds something else")
     return arrays[0], arrays[1]
 
 

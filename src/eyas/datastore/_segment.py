@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eyas.datastore._suffixes import order_of
+from eyas.datastore._suffixes import Array, order_of
 
-__all__ = ["Array", "Segment", "Span", "concatenate", "dtype_for", "join_documents", "separator_of"]
-
-Array = np.ndarray[Any, np.dtype[Any]]
+__all__ = ["Segment", "Span", "concatenate", "dtype_for", "join_documents", "separator_of"]
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -79,8 +77,12 @@ class Segment:
         The text contains a shorter suffix wherever it contains a longer one, so the length is found
         by bisection too.
         """
-        longest = min(longest, len(context))
-        pattern = np.asarray(context[len(context) - longest :], self.tokens_T.dtype).tobytes()
+        dtype = self.tokens_T.dtype
+        tokens = np.asarray(context[max(0, len(context) - longest) :], np.int64)
+        too_large = np.flatnonzero(tokens > np.iinfo(dtype).max)  # a target may have more tokens than its tokenizer
+        if len(too_large):
+            tokens = tokens[too_large[-1] + 1 :]
+        longest, pattern = len(tokens), tokens.astype(dtype).tobytes()
         low, high, begin = shortest - 1, longest, 0
         while low < high:
             length = (low + high + 1) // 2 if low >= shortest else shortest

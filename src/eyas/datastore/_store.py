@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from eyas.datastore._manifest import DEPTH, Manifest, map_segment
-from eyas.datastore._segment import Array, Segment, dtype_for, join_documents, separator_of
+from eyas.datastore._segment import Segment, dtype_for, join_documents, separator_of
+from eyas.datastore._suffixes import Array
 
 __all__ = ["Datastore", "Matches"]
 
@@ -24,16 +25,16 @@ class Matches:
 
     length: int  # tokens of the suffix
     count: int  # occurrences
-    following_SD: Array  # tokens after an even sample of them; sorted; from the end of a document on, `separator`
+    following_SD: Array  # tokens after an even sample of them, sorted; `separator` from the end of a document on
 
 
 class Datastore:
-    """Looks contexts up. DEPTH, to which suffixes are sorted, bounds the length of match and
-    continuation together.
+    """Looks contexts up. A match and its continuation have at most DEPTH tokens together, as the
+    suffixes are sorted to that depth.
     """
 
     def __init__(self, segments: Sequence[Segment], vocab_size: int) -> None:
-        """`vocab_size`: all tokens in it are below that."""
+        """`vocab_size`: above all tokens in the segments."""
         self.segments = tuple(segments)
         self.vocab_size = vocab_size
         self.separator = separator_of(self.segments[0].tokens_T.dtype)
@@ -56,7 +57,7 @@ class Datastore:
         """The longest suffix of `context` that the datastore contains, with its continuations.
 
         Args:
-            shortest, longest: tokens of the suffix.
+            shortest, longest: bounds of the suffix's number of tokens.
             depth: tokens of a continuation; longest + depth is at most DEPTH.
             most: continuations of a frequent suffix; they are an even sample of all.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["order_of"]
+__all__ = ["Array", "order_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def order_of(tokens_T: Array, depth: int) -> Array:
     """uint32 [T]: the positions of the suffixes, sorted by at least their first `depth` tokens.
 
-    Takes fewer than 2^32 tokens, and about 60 bytes of memory for each.
+    It takes fewer than 2^32 tokens and needs about 60 bytes of memory for each.
     """
     T = len(tokens_T)
     bits = max(1, int(tokens_T.max()).bit_length())

@@ -280,11 +280,9 @@ class Method(EagleMethod):
         embeddings_ND = self.embed(tokens_N.roll(-1)).to(self.dtype)
         hidden_ND = self.net_inputs(tokens_N, features_ND + self._training_noise(batch, generator))
         predicted_MD = self.net.packed(hidden_ND, embeddings_ND, rows_M, batch.documents)
-        true_MD, every_M = batch.features_NF[rows_M + 1], torch.ones_like(rows_M, dtype=torch.bool)
-        feature_loss = smooth_l1(predicted_MD, true_MD, every_M, 1.0)
-        token_loss, right = soft_cross_entropy_of(
-            self.head, predicted_MD, true_MD, every_M, 1.0, self.target.vocab_size
-        )
+        true_MD = batch.features_NF[rows_M + 1]
+        feature_loss = smooth_l1(predicted_MD, true_MD)
+        token_loss, right = soft_cross_entropy_of(self.head, predicted_MD, true_MD, self.target.vocab_size)
         sums = {
             "feature_loss": feature_loss.detach(),
             "token_loss": token_loss.detach(),

@@ -52,7 +52,7 @@ from eyas.drafters._nets import (
 from eyas.drafters._options import check_weight, check_whole
 from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, FitError, OptionError
-from eyas.losses import DraftLosses, draft_losses, weighted_smooth_l1
+from eyas.losses import DraftLosses, draft_losses, smooth_l1
 from eyas.nn import Documents, LayerShape
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
@@ -316,7 +316,7 @@ class Method(DynamicEagle):
                 raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
             true_KD = batch.features_NF[predictions.before_U[predictions.position_K], -self.target.hidden_size :]
             weight_K = test.decay**predictions.step_K * losses.is_counted_K
-            feature_loss = weighted_smooth_l1(normed_KD, true_KD, weight_K)
+            feature_loss = smooth_l1(normed_KD, true_KD, weight_K)
             total = total + test.feature * feature_loss
             sums["feature_loss"] = feature_loss.detach()
         return Loss(total, losses.is_counted_K[predictions.step_K == 0].sum(), sums)

@@ -314,8 +314,7 @@ class Method(Drafter):
         logits_MV = families.head(self.draft_model.family, hidden_RTD[inside_RT][rows_M])[:, : self.vocab_size]
         with torch.no_grad():
             true_MV = self.target.head(batch.features_NF[rows_M].to(self.target.dtype))[:, : self.vocab_size]
-        every_M = torch.ones_like(rows_M, dtype=torch.bool)
-        total = soft_cross_entropy(logits_MV, true_MV, every_M, 1.0)
+        total = soft_cross_entropy(logits_MV, true_MV)
         right = (logits_MV.detach().argmax(-1) == true_MV.argmax(-1)).sum()
         return Loss(total, torch.tensor(len(rows_M), device=device), {"accuracy": right})
 

@@ -1,5 +1,5 @@
-"""Kernels for GPUs, in Triton: attention of tree nodes split over the keys, and what lies between a
-layer's matrix products.
+"""Kernels for GPUs, in Triton: attention of tree nodes split over the keys, and what is computed
+between a layer's matrix products.
 
     _reference.py           what each kernel computes, in torch
     _ops.py                 the kernels as operators of torch, and into how many parts keys are split

@@ -113,7 +113,7 @@ def parts(
     """Fill `out` and `lse` (base 2): see `_reference.attention_parts`. Without `lse` there is one
     part, which is the result."""
     (R, Q, H, h), K, S = q_RQHh.shape, key_RKSh.shape[1], out_SRQHh.shape[0]
-    assert q_RQHh.stride(3) == key_RKSh.stride(3) == value_RKSh.stride(3) == 1, "heads lie in one piece"
+    assert q_RQHh.stride(3) == key_RKSh.stride(3) == value_RKSh.stride(3) == 1, "heads are contiguous"
     queries = Q * (H // K)
     block_m = 16 if queries <= 16 else 32 if queries <= 32 else 64
     block_n = 64 if q_RQHh.element_size() == 2 else 32

@@ -62,6 +62,7 @@ def _draw_parts_kernel(
 
 @triton.jit
 def _draw_merge_kernel(best, token, broken, drawn, is_broken, parts, BLOCK: tl.constexpr):
+    """One node: the best of its blocks' tokens, and whether any score is NaN."""
     node, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = p < parts
     key_P = tl.load(best + node * parts + p, mask=inside, other=float("-inf"))
@@ -209,7 +210,7 @@ def given_path(
     tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
     rates_D: Tensor, seed: int, stride: int, host_result_BX: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the columns of a path by lot (`bench.simulate`)."""
+    """Fill the columns of a path that is accepted at given rates (`bench.simulate`)."""
     B, N = tokens_BN.shape
     _given_path_kernel[(B,)](
         tokens_BN.contiguous(), parents_BN.contiguous(), acceptable_BN.contiguous().view(torch.uint8), depth_BN.contiguous(), position_B,
@@ -221,7 +222,7 @@ def given_path(
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     """See `core.cache.commit_path`."""
     E, B, K, _, width = store.shape
-    assert store.stride(4) == path_BP.stride(1) == 1, "heads and paths lie in one piece"
+    assert store.stride(4) == path_BP.stride(1) == 1, "heads and paths are contiguous"
     _commit_kernel[(E, B, K)](
         store, length_B, path_BP, path_BP.shape[1], path_BP.stride(0), *store.stride()[:4],
         WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=1,

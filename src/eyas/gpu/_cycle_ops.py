@@ -122,6 +122,7 @@ def _empty_scores(logits: Tensor, temperature: float, top_k: int, top_p: float, 
 
 @torch.library.custom_op("eyas::commit", mutates_args=("store",))
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+    """See `core.cache.commit_path`."""
     cycle_kernels().commit(store, length_B, path_BP)
 
 
@@ -137,24 +138,10 @@ def best_children(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The best `branch` tokens of each node, [B, Q, K]: indices in the draft vocabulary, log q, log
     of the confidence."""
-    inputs = (
-        logits_BQv,
-        ids_v,
-        seed_B,
-        greedy_B,
-        position_B,
-        level,
-        temperature,
-        confidence_temperature,
-        noisy,
-        coupled,
-    )
-    outputs = _empty_children(*inputs, branch)
-    ids = seed_B if ids_v is None else ids_v
-    growth_kernels().best_children(
-        logits_BQv, ids, ids_v is not None, seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled,
-        *outputs,
-    )  # fmt: skip
+    rest = (seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled)
+    outputs = _empty_children(logits_BQv, ids_v, *rest, branch)
+    ids = seed_B if ids_v is None else ids_v  # a kernel needs some tensor there
+    growth_kernels().best_children(logits_BQv, ids, ids_v is not None, *rest, *outputs)
     return outputs
 
 
@@ -178,12 +165,12 @@ def grow_step(
     choose the next level's nodes.
 
     Args:
-        value_BQ, number_BQ, visible_BQT: of the level's nodes; they are not read at the first level
-            (first = 1).
+        value_BQ, number_BQ, visible_BQT: values, numbers and masks of the level's nodes; they are
+            not read at the first level (first = 1).
 
     Returns:
-        of the next level's K nodes: tokens, values, numbers, which of the Q nodes their parents
-        are, and visible [B, K, T + K].
+        The next level's K nodes: tokens, values, numbers, which of the Q nodes their parents are
+        (all [B, K]), and masks [B, K, T + K].
     """
     outputs = _empty_level(
         index_BQK, log_q_BQK, log_confidence_BQK, ids_v, value_BQ, number_BQ, visible_BQT,

@@ -74,7 +74,7 @@ def _log_sum(sums, at, inside, which: tl.constexpr, sharpness):
 
 @triton.jit
 def _best_merge_kernel(
-    top_key, top_score, top_index, sums, greedy, index, log_q, chance, Q, parts, sharpness,
+    top_key, top_score, top_index, sums, greedy, index, log_q, log_confidence, Q, parts, sharpness,
     K: tl.constexpr, COUPLED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     node, c, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
@@ -95,13 +95,14 @@ def _best_merge_kernel(
         log_q_k = tl.minimum(tl.max(tl.where(is_it_C, score_C, float("-inf")), 0) - total, 0.0)
         tl.store(index + node * K + k, best.to(tl.int64))
         tl.store(log_q + node * K + k, log_q_k)
-        tl.store(chance + node * K + k, tl.where(determined, tl.minimum(top * sharpness - key_total, 0.0), log_q_k))
+        sharpened_k = tl.minimum(top * sharpness - key_total, 0.0)
+        tl.store(log_confidence + node * K + k, tl.where(determined, sharpened_k, log_q_k))
         left_C = left_C & (is_it_C == 0)
 
 
 @triton.jit(do_not_specialize=["Q", "X", "first", "slots"])
 def _step_kernel(
-    index, log_q, chance, ids, node_value, node_number, seen, tokens, scores, values, parents, roots,
+    index, log_q, log_confidence, ids, node_value, node_number, seen, tokens, scores, values, parents, roots,
     next_token, next_value, next_number, next_parent, next_seen, Q, X, first, slots, log_stop,
     K: tl.constexpr, HAS_IDS: tl.constexpr, BY_VALUE: tl.constexpr, FIRST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -115,9 +116,9 @@ def _step_kernel(
     token_C = index_C
     if HAS_IDS:
         token_C = tl.load(ids + index_C, mask=inside, other=0)
-    chance_C = tl.load(chance + at, mask=inside, other=float("-inf"))
+    log_confidence_C = tl.load(log_confidence + at, mask=inside, other=float("-inf"))
     parent_C = tl.full([BLOCK_C], 0, tl.int64)
-    value_C = chance_C
+    value_C = log_confidence_C
     if FIRST:
         tl.store(tokens + row * X, tl.load(roots + row))
         tl.store(scores + row * X, 0.0)
@@ -126,14 +127,14 @@ def _step_kernel(
     else:
         parent_C = tl.load(node_number + row * Q + node_C, mask=inside, other=0)
         above_C = tl.load(node_value + row * Q + node_C, mask=inside, other=float("-inf"))
-        chance_C = tl.where(above_C <= log_stop, float("-inf"), chance_C)
-        value_C = above_C + chance_C
+        log_confidence_C = tl.where(above_C <= log_stop, float("-inf"), log_confidence_C)
+        value_C = above_C + log_confidence_C
     goal = row * X + first + c
     tl.store(tokens + goal, token_C, mask=inside)
     tl.store(scores + goal, tl.load(log_q + at, mask=inside, other=0.0), mask=inside)
     tl.store(values + goal, value_C, mask=inside)
     tl.store(parents + goal, parent_C, mask=inside)
-    key_C, left_C, t = chance_C, inside, tl.arange(0, BLOCK_T)
+    key_C, left_C, t = log_confidence_C, inside, tl.arange(0, BLOCK_T)
     if BY_VALUE:
         key_C = value_C
     for k in range(K):
@@ -210,6 +211,8 @@ def best_children(
     logits_BQv: Tensor, ids_v: Tensor, has_ids: bool, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
     confidence_temperature: float, noisy: bool, coupled: bool, index_BQK: Tensor, log_q_BQK: Tensor, log_confidence_BQK: Tensor,
 ) -> None:  # fmt: skip
+    """Fill the best children of each node (`_cycle_ops.best_children`). Without `has_ids`, `ids_v`
+    is not read."""
     (B, Q, V), K = logits_BQv.shape, index_BQK.shape[2]
     parts, greedy = triton.cdiv(V, BLOCK_V), greedy_B.view(torch.uint8)
     keys = log_q_BQK.new_empty((2, B * Q * parts * K))
@@ -231,7 +234,7 @@ def step(
     drafted: tuple[Tensor, Tensor, Tensor, Tensor], root_tokens_B: Tensor, first: int, log_stop: float, by_value: bool,
     chosen: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Fill this level's part of `drafted` and the next level's nodes (`_ops.grow_step`)."""
+    """Fill this level's part of `drafted` and the next level's nodes (`_cycle_ops.grow_step`)."""
     (B, Q, K), slots, X = children[0].shape, nodes[2].shape[2], drafted[0].shape[1]
     seen, next_seen = nodes[2].view(torch.uint8), chosen[4].view(torch.uint8)
     _step_kernel[(B,)](
@@ -242,6 +245,7 @@ def step(
 
 
 def keep_best(values_BX: Tensor, selected_BM: Tensor) -> None:
+    """Fill the numbers of the most valuable nodes (`_cycle_ops.keep_best`)."""
     (B, X), M = values_BX.shape, selected_BM.shape[1]
     kept = torch.empty((B, X), dtype=torch.uint8, device=values_BX.device)
     _rank_kernel[(B, triton.cdiv(X - 1, 64))](values_BX, kept, X, M, BLOCK=64, num_warps=4)

@@ -80,10 +80,8 @@ def _rotate_kernel(
         tl.store(goal + HALF + h, tl.load(source + HALF + h, mask=inside), mask=inside)
     else:
         at = tl.load(position + token) * HALF
-        cos, sin = (
-            tl.load(cosine + at + h, mask=inside).to(tl.float32),
-            tl.load(sine + at + h, mask=inside).to(tl.float32),
-        )
+        cos = tl.load(cosine + at + h, mask=inside).to(tl.float32)
+        sin = tl.load(sine + at + h, mask=inside).to(tl.float32)
         if head < HEADS:
             source = q + token * q_m + head * 2 * HALF
             a, b = tl.load(source + h, mask=inside, other=0.0), tl.load(source + HALF + h, mask=inside, other=0.0)
@@ -133,14 +131,14 @@ def _swiglu_kernel(gate, up, out, width, g_m, u_m, BLOCK: tl.constexpr):
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[..., X] as [tokens, X] without a copy: its tokens lie at equal distances."""
+    """[..., X] as [tokens, X] without a copy: its tokens are at equal distances."""
     return x.view(-1, x.shape[-1]) if x.is_contiguous() else x.flatten(0, -2)
 
 
 def add_norm(
     x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float, summed: Tensor | None, normed: Tensor
 ) -> None:
-    """summed: None: only the norm is wanted."""
+    """Fill `normed`, and `summed` if it is there: see `_reference.add_norm`."""
     x_MD, D = _flat(x), x.shape[-1]
     residual_MD = x_MD if residual is None else _flat(residual)
     _add_norm_kernel[(len(x_MD),)](
@@ -150,6 +148,7 @@ def add_norm(
 
 
 def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float, out: Tensor) -> None:
+    """Fill `out`: see `_reference.join_norms`."""
     a_MD, b_MD, D = _flat(a), _flat(b), a.shape[-1]
     _join_norms_kernel[(len(a_MD), 2)](
         a_MD, b_MD, weight_a, weight_b, out, D, a_MD.stride(0), b_MD.stride(0), eps, BLOCK=triton.next_power_of_2(D), num_warps=8
@@ -157,6 +156,7 @@ def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: fl
 
 
 def quantise(x: Tensor, out: Tensor, scale: Tensor) -> None:
+    """Fill `out` and `scale`: see `_reference.quantise`."""
     x_MI, width = _flat(x), x.shape[-1]
     _quantise_kernel[(len(x_MI),)](
         x_MI, out, scale, width, x_MI.stride(0), LARGEST=448.0, BLOCK=triton.next_power_of_2(width), num_warps=8
@@ -168,6 +168,7 @@ def rotate_and_store(
     first: int, key_RKWh: Tensor, value_RKWh: Tensor, q_norm_h: Tensor | None, k_norm_h: Tensor | None, eps: float,
     unrotated_RKWh: Tensor | None, out_RQHh: Tensor,
 ) -> None:  # fmt: skip
+    """Store keys and values, and fill `out` with rotated queries: see `_reference.rotate_and_store`."""
     (R, Q), (K, _, h) = position_RQ.shape, key_RKWh.shape[1:]
     H = out_RQHh.shape[2]
     q_MX, k_MY, v_MY = (_flat(x) for x in (q_RQX, k_RQY, v_RQY))
@@ -182,6 +183,7 @@ def rotate_and_store(
 
 
 def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """Fill `out`: see `_reference.swiglu`."""
     gate_MI, up_MI, width = _flat(gate), _flat(up), gate.shape[-1]
     block = min(1024, triton.next_power_of_2(width))
     _swiglu_kernel[(len(gate_MI), triton.cdiv(width, block))](

@@ -20,8 +20,8 @@ __all__ = ["add_norm", "attention", "available", "join_norms", "quantise", "rms_
 
 CAPABILITY = (8, 0)  # the least CUDA compute capability: bfloat16 in matrix products
 PARTS_PER_PROCESSOR = 2  # blocks of the attention kernel that a streaming multiprocessor should have
-KEYS = 64  # the least number of keys of a part
-MOST_PARTS = 64
+MIN_PART_KEYS = 64  # the least number of keys of a part
+MAX_PARTS = 64
 
 
 @cache
@@ -71,7 +71,7 @@ def attention(
 def splits_of(blocks: int, width: int, device: torch.device) -> int:
     """Into how many parts the keys are split, where there are `blocks` blocks of queries."""
     wanted = PARTS_PER_PROCESSOR * _processors(device) // max(1, blocks)
-    return max(1, min(wanted, -(-width // KEYS), MOST_PARTS))
+    return max(1, min(wanted, -(-width // MIN_PART_KEYS), MAX_PARTS))
 
 
 @cache
@@ -96,9 +96,8 @@ def _empty_parts(
     q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor,
     scale: float, window: int, sink: int, splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty((splits, *q.shape), dtype=torch.float32), q.new_empty(
-        (splits, *q.shape[:3]), dtype=torch.float32
-    )
+    out_SRQHh = q.new_empty((splits, *q.shape), dtype=torch.float32)
+    return out_SRQHh, out_SRQHh.new_empty(out_SRQHh.shape[:4])
 
 
 @torch.library.custom_op("eyas::attention_combine", mutates_args=())
@@ -115,16 +114,8 @@ def _empty_combined(parts: Tensor, lse: Tensor, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("eyas::attention_whole", mutates_args=())
 def _attention_whole(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Tensor,
-    visible: Tensor,
-    position: Tensor,
-    scale: float,
-    window: int,
-    sink: int,
-) -> Tensor:
+    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
+) -> Tensor:  # fmt: skip
     out = q.new_empty(q.shape)
     attention_kernels().parts(q, key, value, length, visible, position, scale, window, sink, out[None], None)
     return out
@@ -132,16 +123,8 @@ def _attention_whole(
 
 @_attention_whole.register_fake
 def _empty_whole(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Tensor,
-    visible: Tensor,
-    position: Tensor,
-    scale: float,
-    window: int,
-    sink: int,
-) -> Tensor:
+    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
+) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape)
 
 
@@ -233,16 +216,8 @@ def _on_cpu(operator: Any, function: Any) -> None:
 
 
 def _whole(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Tensor,
-    visible: Tensor,
-    position: Tensor,
-    scale: float,
-    window: int,
-    sink: int,
-) -> Tensor:
+    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
+) -> Tensor:  # fmt: skip
     parts, lse = _reference.attention_parts(q, key, value, length, visible, position, scale, window, sink, 1)
     return _reference.attention_combine(parts, lse, q.dtype)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 __all__ = ["RotaryTables"]
 
-LEAST = 4096  # positions
+MIN_POSITIONS = 4096  # positions of the first tables, if the text may have as many
 
 
 class RotaryTables:
@@ -27,6 +27,6 @@ class RotaryTables:
         """Tables of at least this many positions."""
         known = len(self._tables[-1][0]) if self._tables else 0
         if positions > known:
-            cosine, sine = self.make(max(positions, min(self.most, max(2 * known, LEAST))))
+            cosine, sine = self.make(max(positions, min(self.most, max(2 * known, MIN_POSITIONS))))
             self._tables.append((cosine.contiguous(), sine.contiguous()))
         return self._tables[-1]

@@ -82,7 +82,7 @@ def _schema(schema: Any) -> Structure:
         try:
             schema = json.loads(schema)
         except ValueError as error:
-            raise InputError(f"the JSON schema is no JSON: {error}") from None
+            raise InputError(f"the JSON schema is not JSON: {error}") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):

@@ -24,21 +24,10 @@ __all__ = ["XGrammar"]
 # Keywords of JSON schema that both libraries read alike (tests/grammar compares their masks); those
 # of DESCRIBING forbid nothing.
 DESCRIBING = frozenset({"title", "description", "default", "examples", "$schema", "$id"})
-KEYWORDS = DESCRIBING | frozenset(
-    {
-        "type",
-        "properties",
-        "required",
-        "additionalProperties",
-        "items",
-        "minItems",
-        "maxItems",
-        "enum",
-        "const",
-        "anyOf",
-    }
-    | {"$ref", "$defs", "definitions"}
-)
+KEYWORDS = DESCRIBING | {
+    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const", "anyOf",
+    "$ref", "$defs", "definitions",
+}  # fmt: skip
 
 
 class XGrammar:

@@ -187,7 +187,7 @@ def _build_lock(folder: Path) -> Iterator[None]:
         with FileLock(path, timeout=2 * COMPILE_TIMEOUT_S):
             yield
     except Timeout as error:
-        raise UnavailableError(f"another process has been compiling them for long; it holds {path}") from error
+        raise UnavailableError(f"another process has been compiling them for a long time; it holds {path}") from error
 
 
 # --- compiling ---------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def _parse(compiler: str) -> list[str]:
     try:
         command = shlex.split(compiler)
     except ValueError as error:
-        raise UnavailableError(f"CXX is {compiler!r}, which is no command line: {error}") from error
+        raise UnavailableError(f"CXX is {compiler!r}, which is not a command line: {error}") from error
     if not command or shutil.which(command[0]) is None:
         raise UnavailableError("there is no C++ compiler here (g++, clang++, or the one that CXX names)")
     return command

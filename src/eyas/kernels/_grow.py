@@ -71,6 +71,14 @@ class TreeOptions:
     noise_RLv: Tensor | None
     """float32: the Gumbel noise of the target's draws."""
 
+    @property
+    def record(self) -> _records.TreeOptions:
+        return _records.TreeOptions(
+            *(self.depth, self.branch, self.nodes, self.by_confidence, self.rerank),
+            *(self.log_stop, self.inverse_temperature),
+            *map(address, (self.noise_RLv, self.temperature_R)),
+        )
+
 
 @dataclass(frozen=True)
 class Grown:
@@ -85,6 +93,22 @@ class Grown:
     mask_BNN: Tensor  # bool
     drafted_parents_BX: Tensor
     drafted_value_BX: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, nodes: int, drafted: int) -> Grown:
+        """Trees to be filled. drafted: nodes that are drafted, without the root."""
+        tokens, parents, depth = (torch.empty(rows, nodes, dtype=torch.long) for _ in range(3))
+        return cls(
+            tokens_BN=tokens,
+            parents_BN=parents,
+            depth_BN=depth,
+            log_q_BN=torch.empty(rows, nodes),
+            value_BN=torch.empty(rows, nodes),
+            acceptable_BN=torch.empty(rows, nodes, dtype=torch.bool),
+            mask_BNN=torch.empty(rows, nodes, nodes, dtype=torch.bool),
+            drafted_parents_BX=torch.empty(rows, 1 + drafted, dtype=torch.long),
+            drafted_value_BX=torch.empty(rows, 1 + drafted),
+        )
 
     def spread(self, row_R: Tensor, root_tokens_B: Tensor) -> Grown:
         """The trees of B rows: these R ones, and in the other rows the root alone."""
@@ -129,29 +153,7 @@ def grow(
     K = min(tree_options.branch, net.head.outputs)
     drafted = K + (tree_options.depth - 1) * K * K
     N = 1 + min(tree_options.nodes - 1, drafted if tree_options.rerank else tree_options.depth * K)
-    tokens, parents, depth = (torch.empty(R, N, dtype=torch.long) for _ in range(3))
-    grown = Grown(
-        tokens_BN=tokens,
-        parents_BN=parents,
-        depth_BN=depth,
-        log_q_BN=torch.empty(R, N),
-        value_BN=torch.empty(R, N),
-        acceptable_BN=torch.empty(R, N, dtype=torch.bool),
-        mask_BNN=torch.empty(R, N, N, dtype=torch.bool),
-        drafted_parents_BX=torch.empty(R, 1 + drafted, dtype=torch.long),
-        drafted_value_BX=torch.empty(R, 1 + drafted),
-    )
-    rule = _records.TreeOptions(
-        tree_options.depth,
-        tree_options.branch,
-        tree_options.nodes,
-        tree_options.by_confidence,
-        tree_options.rerank,
-        tree_options.log_stop,
-        tree_options.inverse_temperature,
-        address(tree_options.noise_RLv),
-        address(tree_options.temperature_R),
-    )
+    grown = Grown.empty(R, N, drafted)
     out = _records.Grown(*(address(getattr(grown, field.name)) for field in fields(grown)))
     with layer.lock:
         largest = replace(forward, position_RQ=forward.position_RQ.expand(R, max(P, K)))
@@ -159,7 +161,7 @@ def grow(
         library().eyas_grow(
             byref(net.record),
             layer._records,
-            *map(byref, (layer._shape, record, cache, rule)),
+            *map(byref, (layer._shape, record, cache, tree_options.record)),
             c_void_p(address(pending.features_RPF)),
             c_void_p(address(pending.tokens_RP)),
             c_int64(P),

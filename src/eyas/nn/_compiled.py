@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from eyas.errors import first_line
+
 __all__ = ["Backend", "Compiled"]
 
 Backend = str | Callable[..., Any]
@@ -50,6 +52,6 @@ class Compiled:
                 FailOnRecompileLimitHit,
             ) as error:  # raised before anything of the function ran
                 self.failed = True
-                reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                reason = first_line(error)
                 warnings.warn(f"{self.name} cannot be compiled and runs uncompiled: {reason}", stacklevel=2)
         return self.function(*args, **kwargs)

@@ -32,6 +32,7 @@ from eyas.core.cycle import Cycle, CycleRunner
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
+from eyas.errors import first_line
 from eyas.gpu import available
 from eyas.kernels import EXACT
 from eyas.nn import Backend
@@ -194,7 +195,7 @@ class CycleRecorder:
         except RuntimeError as error:
             undo()
             warnings.warn(
-                f"a cycle cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}",
+                f"a cycle cannot be captured as a CUDA graph and runs as it is: {first_line(error)}",
                 stacklevel=2,
             )
             return None
@@ -300,7 +301,7 @@ class GraphRunner:
             return buffers, *self.capture(lambda: self._run(recorded_work), lambda: None)
         except RuntimeError as error:
             warnings.warn(
-                f"a pass cannot be captured as a CUDA graph and runs as it is: {str(error).splitlines()[0]}",
+                f"a pass cannot be captured as a CUDA graph and runs as it is: {first_line(error)}",
                 stacklevel=2,
             )
             return None

@@ -1,6 +1,6 @@
 """`eyas serve`: a server for the clients of OpenAI's interface.
 
-    settings.py      what one server offers and where its limits are
+    settings.py      the name of a server, and its limits
     records.py       the internal request and the stream of what is generated for it
     engine.py        the one thread that decodes
     pool.py          the Decoders of that thread, by method and by number of rows
@@ -8,7 +8,7 @@
     steps.py, cycles.py
                      from the Decoder's Steps to that stream, and to objects for the page
     methods.py       the drafting methods that a request may choose
-    metrics.py       counters for Prometheus; stats.py: the same as JSON for the page
+    metrics.py       counters for Prometheus; stats.py: figures of the last seconds as JSON for the page
 
     protocol/        the bodies of requests as pydantic models
     completions.py, chat.py, responses.py, tokens.py, info.py

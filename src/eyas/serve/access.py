@@ -35,15 +35,15 @@ class AccessLog:
             await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        own = given if ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = own
+        identity = given if ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = identity
         began, status = time.monotonic(), 499  # if nothing is sent, the client has gone
 
         async def marked(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = own
+                MutableHeaders(scope=message)["x-request-id"] = identity
             await send(message)
 
         try:
@@ -55,7 +55,7 @@ class AccessLog:
                 "path": scope.get("raw_path", b"").decode("ascii", "backslashreplace"),
                 "status": status,
                 "ms": round(1000 * (time.monotonic() - began), 1),
-                "request_id": own,
+                "request_id": identity,
             }
             log.info("%(method)s %(path)s %(status)d %(ms).1f ms %(request_id)s", fields, extra={"fields": fields})
 

@@ -13,7 +13,7 @@ __all__ = ["Answer", "Silence"]
 
 
 class Silence:
-    """Stands in the stream for some seconds in which nothing came."""
+    """Marks a place in the stream where nothing came for some seconds."""
 
 
 class Answer:
@@ -22,7 +22,7 @@ class Answer:
     Args:
         count: sequences of the job.
         cancel: gives up what is left of the job.
-        join: whether Deltas that a slow reader leaves lying become one.
+        join: whether several Deltas of a sequence that a slow reader has not taken yet become one.
     """
 
     def __init__(self, count: int, cancel: Callable[[Answer], None], join: bool = True) -> None:
@@ -70,16 +70,16 @@ class Answer:
     async def _wait(self, seconds: float | None) -> bool:
         """Wait for Deltas; False when none came for `seconds`."""
         if seconds is not None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._look, seconds)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._check_silence, seconds)
         await self._news.wait()
         return bool(self._arrived)
 
-    def _look(self, seconds: float) -> None:
+    def _check_silence(self, seconds: float) -> None:
         """Wake the reader after `seconds` without a Delta. One timer serves many Deltas: to set one
         for each would cost more than to send it."""
         loop = asyncio.get_running_loop()
         left = self._newest + seconds - loop.time()
-        self._timer = loop.call_later(left, self._look, seconds) if left > 0 else None
+        self._timer = loop.call_later(left, self._check_silence, seconds) if left > 0 else None
         if self._timer is None:
             self._news.set()
 

@@ -28,6 +28,7 @@ from eyas.errors import EyasError
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError
+from eyas.serve.limits import check_ids
 from eyas.serve.methods import Methods
 from eyas.serve.metrics import Metrics, SequenceTimes
 from eyas.serve.pool import DecoderPool
@@ -37,7 +38,7 @@ from eyas.serve.steps import DeltaMaker, drafted_nodes
 
 __all__ = ["Engine"]
 
-LOOK_SECONDS = 0.25  # how often deadlines are looked at
+DEADLINE_CHECK_SECONDS = 0.25  # time between two checks of the deadlines
 SEEDS = SystemRandom()
 
 
@@ -70,10 +71,10 @@ class Engine:
         self._pool = DecoderPool(self.methods, settings.rows, settings.prefill_budget)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
-        self._flying: dict[tuple[Decoder, int], Sequence] = {}
+        self._in_flight: dict[tuple[Decoder, int], Sequence] = {}
         self._lock = threading.Lock()
         self._accepted = 0  # sequences that are waiting or in flight
-        self._next_look = 0.0
+        self._next_deadline_check = 0.0
         self._cycle_seconds: dict[Decoder, float] = {}  # the last cycle of each Decoder, 0 while no row of it runs
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.watch(lambda: self.load, settings.rows)
@@ -108,8 +109,8 @@ class Engine:
     @property
     def load(self) -> tuple[int, int]:
         """Sequences in flight, and sequences that wait."""
-        flying = len(self._flying)
-        return flying, max(0, self._accepted - flying)
+        running = len(self._in_flight)
+        return running, max(0, self._accepted - running)
 
     def check_open(self) -> None:
         """Raise the ApiError that says why no job is taken now, if so."""
@@ -166,14 +167,9 @@ class Engine:
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
         """Refuse, before the job is queued, prompts that `Decoder.add` would refuse."""
-        vocab = self.llm.target.vocab_size
-        outside = next((token for token in prompt if not 0 <= token < vocab), None)
         if not prompt:
             raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
-        if outside is not None:
-            raise ApiError(
-                400, f"token id {outside} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="prompt"
-            )
+        check_ids(prompt, self.llm.target.vocab_size, "prompt")
 
     # --- the thread ---
 
@@ -201,12 +197,12 @@ class Engine:
         self._cycle_seconds = seconds
 
     def _sequences(self) -> list[Sequence]:
-        return [*self._flying.values(), *self._waiting]
+        return [*self._in_flight.values(), *self._waiting]
 
     def _read_inbox(self) -> bool:
         """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the
         thread is to end."""
-        wait = not self._waiting and not self._flying
+        wait = not self._waiting and not self._in_flight
         while True:
             try:
                 task = self._inbox.get(block=wait)
@@ -220,9 +216,9 @@ class Engine:
     def _expire(self) -> None:
         """End the sequences whose time is over."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_deadline_check:
             return
-        self._next_look = now + LOOK_SECONDS
+        self._next_deadline_check = now + DEADLINE_CHECK_SECONDS
         late = [sequence for sequence in self._sequences() if sequence.deadline < now]
         self._cancel(
             late,
@@ -239,10 +235,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Waiting sequences enter Decoders, first come, first served."""
-        while self._waiting and len(self._flying) < self.settings.rows:
+        while self._waiting and len(self._in_flight) < self.settings.rows:
             sequence = self._waiting.popleft()
             decoder = self._pool.take(
-                sequence.method, len(self._flying) + len(self._waiting) + 1, sequence.request.adapter or ""
+                sequence.method, len(self._in_flight) + len(self._waiting) + 1, sequence.request.adapter or ""
             )
             try:
                 sequence.request_id = decoder.add(sequence.request)
@@ -251,7 +247,7 @@ class Engine:
                 self._end([sequence], error)
                 continue
             sequence.decoder = decoder
-            self._flying[decoder, sequence.request_id] = sequence
+            self._in_flight[decoder, sequence.request_id] = sequence
             self.metrics.admitted(sequence.times)
 
     def _deliver(self, decoder: Decoder, steps: list[Step]) -> None:
@@ -259,7 +255,7 @@ class Engine:
         news: dict[Answer, list[Delta]] = defaultdict(list)
         grown = list[tuple[Delta, SequenceTimes]]()
         for step, drafted in zip(steps, drafted_nodes(steps), strict=True):
-            sequence = self._flying[decoder, step.request_id]
+            sequence = self._in_flight[decoder, step.request_id]
             delta = sequence.maker.make(step, drafted)
             news[sequence.answer].append(delta)
             grown.append((delta, sequence.times))
@@ -280,7 +276,7 @@ class Engine:
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.decoder is not None:
-            del self._flying[sequence.decoder, sequence.request_id]
+            del self._in_flight[sequence.decoder, sequence.request_id]
             self._pool.release(sequence.decoder)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)

@@ -38,7 +38,7 @@ def with_images(messages: Sequence[Any]) -> list[Any]:
     """The messages with images of Pillow in the place of their data: URLs.
 
     Raises:
-        ApiError: an image that is no data: URL or cannot be read, too many images, or too many pixels.
+        ApiError: an image that is not a data: URL or cannot be read, too many images, or too many pixels.
     """
     room = Room(MOST_IMAGES, MOST_PIXELS)
     return [_converted(message, number, room) for number, message in enumerate(messages, start=1)]
@@ -105,10 +105,10 @@ def _opened(url: str, named: str) -> Any:
     try:
         return Image.open(io.BytesIO(base64.b64decode(data.encode(), validate=True)), formats=FORMATS)
     except binascii.Error:
-        raise ApiError(400, f"{named}: its data are no base64", param="messages") from None
+        raise ApiError(400, f"{named}: its data is not base64", param="messages") from None
     except Exception:  # Pillow's plugins raise whatever a broken file makes them
         raise ApiError(
-            400, f"{named} is no image that can be read: send {', '.join(FORMATS)}", param="messages"
+            400, f"{named} is not an image that can be read: send {', '.join(FORMATS)}", param="messages"
         ) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -11,6 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from eyas import __version__
 from eyas.serve.errors import ApiError
 from eyas.serve.service import Service
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["router"]
 
@@ -20,20 +23,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def router(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter()
-    common = {
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "eyas",
-        "max_model_len": service.settings.max_model_len,
-    }
-    own = {
-        "id": service.settings.name,
-        **common,
-        "root": service.llm.target.name or service.settings.name,
-        "parent": None,
-    }
-    tuned = [{"id": name, **common, "root": name, "parent": service.settings.name} for name in service.llm.adapters]
-    listed = {str(model["id"]): model for model in (*tuned, own)}
+    listed = _listed_models(service)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -73,18 +63,33 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
-        tokenizer = service.llm.tokenizer
-        if tokenizer is None:
-            raise ApiError(404, "this server has no tokenizer")
-        special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
-        template = getattr(tokenizer, "chat_template", None)
-        return JSONResponse(
-            {
-                "tokenizer_class": type(tokenizer).__name__,
-                "vocab_size": len(tokenizer),
-                **special,
-                "chat_template": template,
-            }
-        )
+        return JSONResponse(_described(service.llm.tokenizer))
 
     return routes
+
+
+def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
+    """OpenAI's object of each model, by name: the target with each adapter, and the target itself."""
+    name = service.settings.name
+    common = {
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "eyas",
+        "max_model_len": service.settings.max_model_len,
+    }
+    models = {adapter: {**common, "root": adapter, "parent": name} for adapter in service.llm.adapters}
+    models[name] = {**common, "root": service.llm.target.name or name, "parent": None}
+    return {model: {"id": model, **fields} for model, fields in models.items()}
+
+
+def _described(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """A tokenizer, as vLLM describes it."""
+    if tokenizer is None:
+        raise ApiError(404, "this server has no tokenizer")
+    special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        **special,
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }

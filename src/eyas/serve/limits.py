@@ -1,6 +1,8 @@
-"""Sizes of bodies and answers."""
+"""Limits of bodies, answers and token ids."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -8,11 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eyas.serve.errors import ApiError, error_response
 from eyas.serve.settings import Settings
 
-__all__ = ["BodyLimit", "answer_tokens", "check_count"]
+__all__ = ["BodyLimit", "answer_tokens", "check_count", "check_ids"]
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, before they are read as far as possible."""
+    """Refuses bodies that are too large: unread where their announced length says so, else as soon as
+    the limit is passed."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self.app = app
@@ -48,6 +51,14 @@ def check_count(settings: Settings, prompts: int, n: int) -> None:
             f"{prompts} prompts x {n} samples are more than {settings.max_sequences}: ask for fewer at once",
             param="n",
         )
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """ApiError for token ids outside the vocabulary; `param` is the field that they come from."""
+    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        message = f"token id {outside} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
+        raise ApiError(400, message, param=param)
 
 
 def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: int) -> int:

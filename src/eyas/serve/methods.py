@@ -40,11 +40,11 @@ class Methods:
         with self._lock:
             if (method, adapter) not in self._loaded:
                 own = adapter == self.llm.target.adapter
-                self._loaded[method, adapter] = self._load(method) if own else self._switched(method, adapter)
+                self._loaded[method, adapter] = self._load(method) if own else self._with_adapter(method, adapter)
                 release_threads()
             return with_policy(*self._loaded[method, adapter])
 
-    def _switched(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:
+    def _with_adapter(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:
         """The method with the weights that it has for the server's own target, and a policy that
         learns by itself."""
         if method == self.llm.method:

@@ -31,7 +31,7 @@ DEEPEST = 32  # positions of accepted tokens that are counted apart; deeper ones
 
 @dataclass
 class SequenceTimes:
-    """When what happened to one sequence, in seconds of the monotonic clock."""
+    """When each event of one sequence happened, in seconds of the monotonic clock."""
 
     prompt_tokens: int
     arrived: float = field(default_factory=time.monotonic)
@@ -48,7 +48,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.recent = RecentTokens()
         self._label = {"model_name": model_name}
-        self._labelled: dict[tuple[object, ...], Counter] = {}
+        self._with_labels: dict[tuple[object, ...], Counter] = {}  # what `_with_label` has looked up
         self._sequence_seconds = 1.0  # running mean of a sequence's time in its row
 
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
@@ -60,22 +60,15 @@ class Metrics:
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Cycles in which something was drafted.")
         self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
         self.accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
-        self.accepted_by_position = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", ["model_name", "position"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.finished = Counter(
-            "vllm:request_success",
-            "Sequences that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self.accepted_by_position = self._labelled_counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", "position"
+        )
+        self.finished = self._labelled_counter(
+            "vllm:request_success", "Sequences that ended, by reason.", "finished_reason"
         )
         self.rejections = self._counter("eyas:admission_rejections", "Requests refused because the queue was full.")
-        self.cycles = Counter(
-            "eyas:decision_cycles",
-            "Cycles of sequences by what was drafted.",
-            ["model_name", "decision"],
-            registry=self.registry,
+        self.cycles = self._labelled_counter(
+            "eyas:decision_cycles", "Cycles of sequences by what was drafted.", "decision"
         )
         self.cycle_tokens = self._counter(
             "eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau."
@@ -98,24 +91,20 @@ class Metrics:
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._label)
 
+    def _labelled_counter(self, name: str, help: str, label: str) -> Counter:
+        return Counter(name, help, ["model_name", label], registry=self.registry)
+
+    def _gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
+        Gauge(name, help, ["model_name"], registry=self.registry).labels(**self._label).set_function(value)
+
     def _histogram(self, name: str, help: str) -> Histogram:
         return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
 
     def watch(self, load: Callable[[], tuple[int, int]], rows: int) -> None:
         """Let gauges show the sequences in flight, those that wait, and how many of the rows are taken."""
-        running = Gauge("vllm:num_requests_running", "Sequences in flight.", ["model_name"], registry=self.registry)
-        running.labels(**self._label).set_function(lambda: load()[0])
-        waiting = Gauge(
-            "vllm:num_requests_waiting", "Sequences that wait for a row.", ["model_name"], registry=self.registry
-        )
-        waiting.labels(**self._label).set_function(lambda: load()[1])
-        used = Gauge(
-            "vllm:kv_cache_usage_perc",
-            "Share of the rows that are taken, 1 = all.",
-            ["model_name"],
-            registry=self.registry,
-        )
-        used.labels(**self._label).set_function(lambda: load()[0] / rows)
+        self._gauge("vllm:num_requests_running", "Sequences in flight.", lambda: load()[0])
+        self._gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", lambda: load()[1])
+        self._gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", lambda: load()[0] / rows)
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
@@ -179,9 +168,9 @@ class Metrics:
         """The counter of one label; looked up once, as prometheus-client's own look-up takes longer
         than the counting."""
         key = (counter, *label.values())
-        if key not in self._labelled:
-            self._labelled[key] = counter.labels(**self._label, **label)
-        return self._labelled[key]
+        if key not in self._with_labels:
+            self._with_labels[key] = counter.labels(**self._label, **label)
+        return self._with_labels[key]
 
     def ended(self, times: SequenceTimes, reason: str) -> None:
         """A sequence has ended: "stop", "length", "abort" or "error"."""

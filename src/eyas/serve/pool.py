@@ -26,7 +26,7 @@ GROWTH = 4  # rows of each size of Decoder over those of the size before
 
 
 class DecoderPool:
-    """Opens Decoders when they are needed, and closes those that have served longest ago.
+    """Opens Decoders when they are needed, and closes the least recently used idle ones.
 
     Args:
         rows: sequences in flight at most, over all Decoders.

@@ -18,7 +18,7 @@ from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.service import Service
 from eyas.serve.stream import KEEP_ALIVE, EventStream, event, unless_gone
 
-__all__ = ["Dialect", "collected", "reply", "usage_of"]
+__all__ = ["Dialect", "reply", "usage_of", "whole"]
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Dialect(ABC):
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """The text that a Delta adds, as choices of a chunk each; none: nothing to be seen yet."""
+        """The choices that a Delta adds, each to be sent in a chunk of its own; none while there is
+        nothing to be seen."""
 
     def opening(self) -> list[dict[str, Any]]:
         """The choices of chunks that come before anything is generated."""
@@ -59,20 +60,28 @@ class Dialect(ABC):
 async def reply(service: Service, request: Request, body: GenerationBody, dialect: Dialect) -> Response:
     """Submit the dialect's job and answer with what comes of it."""
     answer = await service.submit(dialect.job)
-    headers = {"x-eyas-ignored-fields": ",".join(body.ignored)} if body.ignored else {}
     if body.stream:
         events = _chunks(dialect, answer, body.stream_options or StreamOptions(), service.settings.keep_alive)
-        return EventStream(events, answer.close, headers=headers)
+        return EventStream(events, answer.close, headers=body.response_headers)
+    totals = await whole(request, answer)
+    response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
+    content = {**response, **dialect.extra(totals), **_figures(dialect.job, totals)}
+    return JSONResponse(content, headers=body.response_headers)
+
+
+async def whole(request: Request, answer: Answer) -> list[Totals]:
+    """The sequences of a job, once all have ended. Closes the Answer.
+
+    Raises:
+        ApiError: the client has hung up; the job is given up.
+    """
     try:
-        totals = await unless_gone(request, collected(answer))
+        return await unless_gone(request, _collected(answer))
     finally:
         answer.close()
-    response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
-    return JSONResponse({**response, **dialect.extra(totals), **_figures(dialect.job, totals)}, headers=headers)
 
 
-async def collected(answer: Answer) -> list[Totals]:
-    """The sequences of a job, whole."""
+async def _collected(answer: Answer) -> list[Totals]:
     totals = [Totals() for _ in range(answer.count)]
     async for delta in answer.deltas():
         assert isinstance(delta, Delta)

@@ -27,9 +27,9 @@ from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens
 from eyas.serve.protocol.responses import ResponsesBody
 from eyas.serve.records import Job, Totals
-from eyas.serve.reply import collected, usage_of
+from eyas.serve.reply import usage_of, whole
 from eyas.serve.service import Service
-from eyas.serve.stream import KEEP_ALIVE, EventStream, event, unless_gone
+from eyas.serve.stream import KEEP_ALIVE, EventStream, event
 
 __all__ = ["respond"]
 
@@ -49,20 +49,15 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
     job = Job((prompt.ids,), keywords, media=prompt.media or None, **body.job_fields())
     answer = await service.submit(job)
     writer = Writer(body, job, model, request_id(request.scope))
-    headers = {"x-eyas-ignored-fields": ",".join(body.ignored)} if body.ignored else {}
     if body.stream:
-        return EventStream(
-            writer.events(answer, service.settings.keep_alive), answer.close, b"", headers, writer.failed
-        )
-    try:
-        (totals,) = await unless_gone(request, collected(answer))
-    finally:
-        answer.close()
-    return JSONResponse(writer.response(totals), headers=headers)
+        events = writer.events(answer, service.settings.keep_alive)
+        return EventStream(events, answer.close, b"", body.response_headers, writer.failed)
+    (totals,) = await whole(request, answer)
+    return JSONResponse(writer.response(totals), headers=body.response_headers)
 
 
 class Writer:
-    """Words one response, whole or as events."""
+    """Writes one response, as a whole or as events."""
 
     def __init__(self, body: ResponsesBody, job: Job, model: str, identity: str) -> None:
         self.body = body

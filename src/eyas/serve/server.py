@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
         self.drain_seconds = drain_seconds
         self._ends_at: float | None = None
         self._signals = 0
-        self._said = False
+        self._announced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The handler of SIGTERM and SIGINT."""
@@ -73,8 +73,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True ends the server."""
         engine = self.service.engine
-        if self._signals and not self._said:
-            self._said = True
+        if self._signals and not self._announced:
+            self._announced = True
             running, waiting = engine.load
             log.info(
                 "shutting down: %d sequences in flight and %d that wait may end within %g s",

@@ -20,11 +20,12 @@ from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
 from eyas.serve.images import holds_images, with_images
+from eyas.serve.limits import check_ids
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.metrics import Metrics
 from eyas.serve.records import Job
 from eyas.serve.settings import Settings
-from eyas.text import encode, render
+from eyas.text import encode, encode_part, render
 
 __all__ = ["Service"]
 
@@ -84,24 +85,18 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """A prompt as token ids; a text without a chat template.
+        """A prompt as token ids; a text is tokenized without a chat template.
 
         Args:
             special: with the special tokens that the tokenizer adds.
         """
         if not isinstance(prompt, str):
             return tuple(prompt)
-        if special:
-            return tuple(encode(self.tokenizer, prompt))
-        return tuple(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
+        return tuple(encode(self.tokenizer, prompt) if special else encode_part(self.tokenizer, prompt, "the prompt"))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ApiError for ids outside the vocabulary."""
-        vocab = self.llm.target.vocab_size
-        if outside := [token for token in tokens if not 0 <= token < vocab]:
-            raise ApiError(
-                400, f"token id {outside[0]} is outside the vocabulary of {vocab} (0..{vocab - 1})", param="tokens"
-            )
+        check_ids(tokens, self.llm.target.vocab_size, "tokens")
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:

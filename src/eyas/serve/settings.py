@@ -1,4 +1,4 @@
-"""Settings of one server: the methods it offers, and its limits."""
+"""Settings of one server: its name for clients, and its limits."""
 
 from __future__ import annotations
 

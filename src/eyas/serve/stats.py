@@ -1,4 +1,4 @@
-"""Figures of the last seconds, and since the start, as one JSON object for the page."""
+"""Figures of the last ten seconds as one JSON object for the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Moment(NamedTuple):
 
 
 class RecentTokens:
-    """Deltas of the last ten seconds, and acceptance by depth of the same. Any thread may ask."""
+    """The Deltas of the last ten seconds, as numbers. May be used by several threads."""
 
     def __init__(self) -> None:
         self._moments: deque[Moment] = deque()
@@ -37,7 +37,7 @@ class RecentTokens:
             self._forget(now)
 
     def summary(self) -> dict[str, Any]:
-        """Throughput, tau, acceptance by depth and the decisions of these seconds."""
+        """Throughput, tau, acceptance by depth and what was drafted in these seconds."""
         now = time.monotonic()
         with self._lock:
             self._forget(now)

@@ -42,7 +42,7 @@ class EventStream(Response):
 
     Args:
         events: encoded events and comments.
-        close: called at the end, however it comes.
+        close: called when the response ends, however it ends.
         last: sent after the events.
         failed: makes the event of an error.
     """

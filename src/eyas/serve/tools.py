@@ -120,6 +120,6 @@ def _for_template(message: Any) -> Any:
             try:
                 function["arguments"] = json.loads(function["arguments"])
             except ValueError:
-                raise InputError("the arguments of a tool call in the messages are no JSON") from None
+                raise InputError("the arguments of a tool call in the messages are not JSON") from None
         calls.append({**call, "function": function} if function else call)
     return {**message, "content": message.get("content") or "", "tool_calls": calls}

@@ -37,8 +37,9 @@ from eyas.text import ROLES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatReader", "TokenizedChat", "messages_of", "messages_to_learn"]
+__all__ = ["FIRST_COUNTABLE", "ChatReader", "TokenizedChat", "messages_of", "messages_to_learn"]
 
+FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
 Span = tuple[int, int]  # first and past the last character or token
 
 SHAREGPT_ROLES = {
@@ -133,7 +134,7 @@ class ChatReader:
         for span in replies:
             first, end = self._tokens_of(span, ids, offsets, whole)
             counted[first:end] = [True] * (end - first)
-        if not any(counted[2:]):
+        if not any(counted[FIRST_COUNTABLE:]):
             raise InputError("the assistant says nothing; drop the line")
         return TokenizedChat(ids, counted, last_only)
 
@@ -214,5 +215,7 @@ class ChatReader:
         stops = [t for t in range(first, past) if ids[t] in self.special]
         if stops and not whole[offsets[stops[-1]][1] : span[1]].strip():
             return first, stops[-1] + 1
-        follows = past < len(ids) and past > first and ids[past] in self.special  # marks around the content alone
+        follows = (
+            past < len(ids) and past > first and ids[past] in self.special
+        )  # marks around the content alone leave out the end of turn
         return first, past + follows

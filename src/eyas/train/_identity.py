@@ -1,5 +1,5 @@
-"""Hashes that decide whether a saved state belongs to a run: of the examples, and of the head's
-tensors that are not trained.
+"""Hashes of the examples and of the head's untrained tensors, which decide whether a saved state
+belongs to a run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> st
 
 
 def untrained_hash(drafter: Drafter) -> str:
-    """SHA-256 of the tensors of the head's checkpoint that are not trained: its draft vocabulary,
-    embeddings of its own.
+    """SHA-256 of the tensors of the head's checkpoint that are not trained, such as its draft
+    vocabulary and its own embeddings.
     """
     assert drafter.net is not None
     trained = set(drafter.net.state_dict())

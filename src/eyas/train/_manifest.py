@@ -103,7 +103,7 @@ class Shard:
     examples: int
     tokens: int
     bytes: int  # without the file's header
-    # hash of those bytes; in the manifest once the store is complete, in the shard's header always
+    # hash of those bytes: always in the shard's header, in the manifest once the store is complete
     sha256: str | None = None
 
 
@@ -216,8 +216,8 @@ class StorePlan:
     tensors: dict[str, Tensor]  # tensors of all examples
 
     def write(self, folder: Path) -> None:
-        """Write manifest and examples; from them the shards can be made anywhere. OSError when they
-        cannot be written.
+        """Write manifest and examples; from them the shards can be made anywhere. OSError when the
+        examples cannot be written, InputError when the manifest cannot.
         """
         write_tensors(folder / EXAMPLES_FILE, self.tensors, {})
         self.manifest.write(folder)

@@ -2,7 +2,7 @@
 
 n-alpha is the acceptance rate of the (n+1)-th draft token of a chain, given that the n before it
 were accepted: n of the features that it was drafted from were the draft's own. tau is measured with
-the drafter's own tree. Knows no method: a drafter knows itself how it drafts a chain.
+the drafter's own tree. This module knows no method: each drafter knows how it drafts a chain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def chain_figures(
 
     Args:
         eos: tokens that end an answer.
-        prompts: number of examples; drafted with chains of `depth`, or as deep as the drafter can.
+        prompts: number of examples that are decoded with chains of `depth` draft tokens, or as
+            deep as the drafter can.
+        new_tokens: most tokens of an answer.
         tree_prompts: number of these examples that are decoded again with the drafter's own tree,
             whose cycles cost more.
 
@@ -55,7 +57,7 @@ def chain_figures(
 def last_prompt(example: Example) -> tuple[int, ...]:
     """The tokens before the last run of counted tokens: the prompt of the assistant's last reply.
 
-    Of plain text, where all tokens count, the first half.
+    For plain text, where all tokens count, it is the first half.
     """
     end = len(example.ids)
     if all(example.counted):

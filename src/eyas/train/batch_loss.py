@@ -81,7 +81,7 @@ def memory_errors(cause: str) -> Iterator[None]:
 
 
 def batch_memory_errors(batches: Batches, batch: Sequence[int]) -> AbstractContextManager[None]:
-    """The same for the loss of a batch."""
+    """`memory_errors` for the loss of a batch."""
     return memory_errors(
         f"with a batch of {batches.tokens(batch)} tokens; lower batch_tokens (now {batches.batch_tokens})"
     )

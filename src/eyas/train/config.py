@@ -37,7 +37,7 @@ MINIMA = {  # least values of the options that are whole numbers
     "patience": 0,
 }
 TRACKERS = ("tensorboard", "wandb")
-# between sessions of a run; the weights do not depend on them
+# options that a resumed run may change, as the weights do not depend on them
 MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")
 
 
@@ -82,7 +82,7 @@ class TrainConfig:
     heldout: float = 0.05
     """Share of the lines kept apart (used by data.read)."""
     heldout_tokens: int = 50_000
-    """Tokens of an evaluation, at most about."""
+    """About the most tokens of an evaluation."""
     precision: Literal["auto", "bf16", "float32"] = "auto"
     """bf16: autocast, weights stay float32; auto: where the machine has bf16."""
     checkpointing: bool = False
@@ -97,7 +97,7 @@ class TrainConfig:
     save_every: int = 200
     """Steps between saved states; 0 = at the end only."""
     log_every: int = 10
-    """Steps that a line of the log is the mean of."""
+    """Steps between lines of the log, each of which is the mean of these steps."""
     patience: int = 0
     """Evaluations without a better held-out loss after which the run ends; 0 = never."""
     log: str = ""
@@ -163,8 +163,7 @@ class TrainConfig:
             )
 
     def total_steps(self, batches: Batches) -> int:
-        """The number of steps of a run with this data. OptionError when the warm-up would not
-        end."""
+        """The steps of a run with this data. OptionError when the warm-up would not end."""
         steps = (
             self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         )

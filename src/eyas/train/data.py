@@ -39,7 +39,7 @@ from eyas import text
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.nn import Documents
-from eyas.train._chat import ChatReader
+from eyas.train._chat import FIRST_COUNTABLE, ChatReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,12 +53,13 @@ __all__ = [
     "chat_lines",
     "data_hash",
     "is_chat_file",
+    "open_file",
     "parse_chat_line",
     "read",
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Example(NamedTuple):
@@ -253,7 +254,7 @@ def _read_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise InputError(f"{file} does not exist; check the path of the training data") from error
+        raise InputError(f"{file} does not exist; check the path") from error
     except IsADirectoryError as error:
         raise InputError(f"{file} is a folder; name the files in it") from error
     except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
@@ -261,7 +262,10 @@ def _read_errors(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
+def open_file(file: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked if it is a .gz. InputError, also inside the block, when they
+    cannot be read.
+    """
     with _read_errors(file), open(file, "rb") as plain:
         is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
         yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
@@ -277,8 +281,8 @@ def chat_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """(where, JSON of one conversation) of each line or array item; blank lines are left out.
     InputError when the file is unreadable.
     """
-    with _open(file) as stream:
-        if stream.peek(64).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
+    with open_file(file) as stream:
+        if stream.peek(64).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
             yield from _array_items(file, stream.read())
             return
         for number, line in enumerate(stream, start=1):
@@ -301,7 +305,7 @@ def _documents(file: Path) -> Iterator[tuple[str, bytes]]:
     """(where, text) of each document; `where` names the line that it begins on."""
     begin, number = 1, 0
     lines: list[bytes] = []
-    with _open(file) as stream:
+    with open_file(file) as stream:
         for number, line in enumerate(stream, start=1):
             first, *rest = line.split(END_OF_TEXT.encode())
             lines.append(first)

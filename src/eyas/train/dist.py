@@ -33,19 +33,10 @@ __all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "join", "world_size"
 T = TypeVar("T")
 LossFunction = Callable[[Batch, torch.Generator], Loss]
 TIMEOUT = timedelta(hours=1)  # the other processes wait while the first one decodes held-out prompts
-FSDP_HOOKS = (
-    "_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)  # hooks of a module, to which fully_shard adds its own
+FSDP_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # attributes to which fully_shard adds its hooks
 CONNECTION_ERRORS = (
-    "connection closed",
-    "connection reset",
-    "broken pipe",
-    "timed out",
-    "connection refused",
-    "socket closed",
-    "remote process",
-)
+    "connection closed", "connection reset", "broken pipe", "timed out", "connection refused", "socket closed", "remote process",
+)  # fmt: skip
 
 
 def world_size() -> int:

@@ -11,9 +11,9 @@ from eyas.core.drafter import build_options, option_defaults
 from eyas.core.target import Target
 from eyas.errors import InputError, OptionError
 from eyas.files import locked_output, prepare_folder
+from eyas.hardware import versions
 from eyas.train.data import Data, data_hash
 from eyas.train.features import layers_for_training
-from eyas.train.record import versions
 from eyas.train.store import MANIFEST_FILE, FeatureSettings, FeatureStore, Manifest, plan_store, tokenizer_identity
 
 __all__ = ["chosen_layers", "feature_settings", "open_or_plan"]
@@ -29,13 +29,15 @@ def open_or_plan(
     """The store in a folder, begun now or earlier with the same settings.
 
     Args:
-        read: the data; not called where a plan is there.
+        read: reads the data; not called when the folder has a plan.
         is_target: whether a fingerprint is that of the target.
-        agree: called with the plan and the shards that are missing, before anything is written; it
-            raises when the user does not want them.
+        agree: called with the plan and the numbers of the missing shards, before anything is
+            written; it raises when the user does not want them.
 
     Raises:
         OptionError: the folder was begun with other settings.
+        InputError: the folder is damaged, cannot be written, or was begun by another process
+            meanwhile.
     """
     if (folder / MANIFEST_FILE).exists():
         store = FeatureStore(folder)

@@ -101,11 +101,10 @@ def write_features(
 
 
 def _write_failure(store: FeatureStore, error: OSError) -> str:
-    planned, missing = store.manifest.shards, set(store.missing())
-    progress = f"{len(planned) - len(missing)} of {len(planned)} shards are whole and can be trained from"
+    progress = f"{store.progress()} are whole and can be trained from"
     if error.errno not in DISK_FULL:
         return f"cannot write into {store.folder}: {error.strerror or error}; {progress}"
-    gib = sum(planned[i].bytes for i in missing) / 2**30
+    gib = sum(store.manifest.shards[i].bytes for i in store.missing()) / 2**30
     return (
         f"no space left for {store.folder}: {progress}; free {gib:,.1f} GiB and run the same command again, it goes on"
     )

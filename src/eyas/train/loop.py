@@ -34,7 +34,7 @@ from torch import Tensor
 
 from eyas.core.drafter import Drafter
 from eyas.errors import EyasError, InputError, OptionError
-from eyas.files import locked_output, prepare_folder, remove_leftovers
+from eyas.files import locked_folder
 from eyas.train._process import InterruptHandler, flushed_denormals, frozen
 from eyas.train.config import TrainConfig
 from eyas.train.data import Example
@@ -100,13 +100,13 @@ def train(
         InputError: no examples; a folder or disk that cannot be written, or in which another
             process trains; a damaged state.
         FitError: the accelerator's memory is too small for a batch.
-        EyasError: the loss became NaN or infinite, or another process has gone; the last good state
-            stays.
+        EyasError: the loss became NaN or infinite, or another process has ended; the last good
+            state stays.
     """
     folder = Path(folder).expanduser()
     config.check_processes(world_size())
     group = join(drafter.target.device, config.parallel)
-    with _own_folder(folder) if group.is_first else nullcontext():
+    with locked_folder(folder) if group.is_first else nullcontext():
         group.broadcast(None)  # the other processes wait for the folder
         setup = set_up(drafter, examples, heldout, config, group)
         output = TrainOutput(setup, folder, about or {})
@@ -120,15 +120,6 @@ def train(
             raise EyasError(
                 f"another process of this run has ended; {output.saved_state}; the same command goes on from there"
             ) from error
-
-
-@contextmanager
-def _own_folder(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep other processes from training into it."""
-    prepare_folder(folder)
-    with locked_output(folder):
-        remove_leftovers(folder)
-        yield
 
 
 class Trainer:
@@ -231,7 +222,7 @@ class Trainer:
         return TrainResult(state.step, setup.total_steps, best_step, figures, state.tokens, state.seconds, interrupted)
 
     def _note_interrupt(self) -> None:
-        second = "; once more stops at once" if self.setup.group.size == 1 else ""
+        second = "; Ctrl-C again stops at once" if self.setup.group.size == 1 else ""
         self.reporter.note(f"stopping after this step{second}")
 
     @contextmanager

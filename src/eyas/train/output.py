@@ -69,8 +69,8 @@ class TrainOutput:
         """Write state.pt; and the head as it is, when no evaluation has chosen a best one.
 
         Raises:
-            EyasError: weights are NaN or infinite; the state of before stays.
-            InputError: the file cannot be written; the state of before stays.
+            EyasError: weights are NaN or infinite; the earlier state stays.
+            InputError: the file cannot be written; the earlier state stays.
         """
         if (state.step, state.evaluated_step) == (self.saved_step, self.saved_evaluation):
             return

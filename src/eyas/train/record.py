@@ -5,27 +5,17 @@ people. Knows no method.
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from eyas import __version__
 from eyas.files import write_text
+from eyas.hardware import versions
 
-__all__ = ["options_of", "versions", "write_record"]
-
-
-def versions() -> dict[str, str]:
-    """The versions of everything that the numbers of a run depend on."""
-    libraries = {"torch": str(torch.__version__), "transformers": version("transformers")}
-    return {"eyas": __version__, "python": platform.python_version(), **libraries}
+__all__ = ["options_of", "write_record"]
 
 
 def options_of(options: Any, prefix: str = "") -> dict[str, Any]:
@@ -59,7 +49,7 @@ def _card(record: Mapping[str, Any]) -> str:
     table = f"On {record['examples']['heldout']:,} held-out examples:\n\n| | |\n|---|---|\n{figures}"
     return f"""# {method} draft head for {target}
 
-Drafts the next tokens of {target} (fingerprint `{record["target"]["fingerprint"]}`) which verifies several of them
+Drafts the next tokens of {target} (fingerprint `{record["target"]["fingerprint"]}`), which verifies several of them
 in one forward pass. The generated text is that of the target alone; with another target the head only makes generation slow.
 
     eyas generate "..." --target {target if record["target"].get("name") else "TARGET"} --draft THIS_FOLDER --method {method}

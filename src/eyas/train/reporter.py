@@ -39,7 +39,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """A line for the user."""
-        self._call(text, {})
+        self._report_progress(text, {})
 
     def report_step(self, figures: Mapping[str, float]) -> None:
         """Figures of the step that has just ended; every `log_every` steps their means go into the
@@ -55,7 +55,7 @@ class Reporter:
                 {"step": state.step, **means, "lr": lr, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
             )
             state.log_sums = {}
-        self._call("", {name: value for name, value in means.items() if name != "grad_norm"})
+        self._report_progress("", {name: value for name, value in means.items() if name != "grad_norm"})
 
     def report_evaluation(self, figures: Mapping[str, float], is_worse: bool) -> None:
         """Held-out figures, for the user."""
@@ -72,7 +72,7 @@ class Reporter:
         for tracker in self.trackers:
             tracker(None)
 
-    def _call(self, note: str, figures: Mapping[str, float]) -> None:
+    def _report_progress(self, note: str, figures: Mapping[str, float]) -> None:
         if self.on_progress is not None:
             state, steps = self.state, self.setup.total_steps
             lr = self.setup.config.lr_at(max(0, state.step - 1), steps)

@@ -48,10 +48,6 @@ class TrainSetup:
     identity: Mapping[str, str]  # what a saved state must have been made with; the keys are those of IDENTITY_NAMES
 
     @property
-    def method(self) -> str:
-        return self.identity["method"]
-
-    @property
     def device(self) -> torch.device:
         return self.drafter.target.device
 

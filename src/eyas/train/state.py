@@ -147,8 +147,8 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def save_state(path: Path, saved: Mapping[str, Any]) -> None:
-    """Write a dict of tensors and plain values. InputError when it cannot be written; the file of
-    before then stays.
+    """Write a dict of tensors and plain values. InputError when it cannot be written; the earlier
+    file then stays.
     """
     with write_errors(path), write_atomically(path) as stream:
         torch.save(dict(saved), stream)

@@ -110,9 +110,9 @@ class FeatureStore:
         """For each example: its shard, its first row in it, its number in it."""
         count = len(self.order)
         shard_of, row_of, number_of = [0] * count, [0] * count, [0] * count
-        for shard, planned in enumerate(self.manifest.shards):
+        for shard in range(len(self.manifest.shards)):
             row = 0
-            for number, i in enumerate(self.order[planned.first : planned.first + planned.examples]):
+            for number, i in enumerate(self.in_shard(shard)):
                 shard_of[i], row_of[i], number_of[i] = shard, row, number
                 row += self.lengths[i]
         return shard_of, row_of, number_of

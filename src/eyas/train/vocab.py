@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eyas.train.data import FIRST_COUNTABLE, Example
+from eyas.train._chat import FIRST_COUNTABLE
+from eyas.train.data import Example
 
 __all__ = ["count_tokens"]
 

@@ -14,16 +14,17 @@ from eyas.train.store import FeatureStore
 
 __all__ = ["Workers"]
 
-
 POLL_SECONDS = 0.2
 STOP_SECONDS = 20
 
 
 class Workers:
-    """The worker processes of one command.
+    """The worker processes of one `eyas features`, which start at once.
 
     Args:
-        tokens: the arguments of the command that they repeat.
+        todo: the shards to be made; worker k makes numbers k, k + count, ... of them.
+        devices: given to the workers in turn.
+        arguments: of the command, repeated for every worker.
         notes: a folder for what they print on stderr; a pipe that nobody reads would block them.
     """
 
@@ -33,12 +34,12 @@ class Workers:
         todo: Sequence[int],
         count: int,
         devices: Sequence[str],
-        tokens: Sequence[str],
+        arguments: Sequence[str],
         notes: Path,
     ) -> None:
         self.store = store
         self.todo = todo
-        self.command = [sys.executable, "-m", "eyas", "features", *tokens]
+        self.command = [sys.executable, "-m", "eyas", "features", *arguments]
         self.threads = max(1, (os.cpu_count() or 1) // count)
         self.notes = [notes / str(k) for k in range(count)]
         self.processes = [
@@ -46,9 +47,17 @@ class Workers:
         ]
 
     def _start(self, shards: Sequence[int], device: str, notes: Path) -> subprocess.Popen[bytes]:
-        only = ",".join(map(str, shards))
-        parent = ("--of", str(os.getpid()))
-        part = ["--only", only, *parent, "--device", device, "--workers", "1", "--yes"]
+        part = [
+            "--only",
+            ",".join(map(str, shards)),
+            "--of",
+            str(os.getpid()),
+            "--device",
+            device,
+            "--workers",
+            "1",
+            "--yes",
+        ]
         environment = dict(os.environ)
         if device in ("cpu", "auto"):
             environment.setdefault("OMP_NUM_THREADS", str(self.threads))
@@ -56,9 +65,10 @@ class Workers:
             return subprocess.Popen([*self.command, *part], stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
 
     def run(self, on_tokens: Callable[[int], None]) -> None:
-        """Wait for all of them. EyasError when one did not do its part.
+        """Wait for all of them. EyasError when one failed.
 
-        on_tokens: called with the tokens of each shard that is made.
+        Args:
+            on_tokens: called with the tokens of each shard that is made.
         """
         shards, missing = self.store.manifest.shards, list(self.todo)
         try:
@@ -74,8 +84,9 @@ class Workers:
             raise
         for number, (process, notes) in enumerate(zip(self.processes, self.notes, strict=True), start=1):
             if process.returncode:
+                code = process.returncode
                 lines = notes.read_text(errors="replace").strip().splitlines()
-                last = lines[-1] if lines else f"ended by signal {-process.returncode}"
+                last = lines[-1] if lines else f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
                 raise EyasError(
                     f"worker {number} of {len(self.processes)}: {last.removeprefix('eyas: error: ')}; "
                     f"{self.store.progress()} are whole; run the same command again, it goes on"

@@ -21,20 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eyas.bench.tasks._formats import Prompt, asked, only
+from eyas.bench.tasks._formats import Prompt, check_own_line, parse_line
 from eyas.bench.tasks._long import passages, split_lengths
 from eyas.bench.tasks._sources import BUNDLED, TASKS, files_of, hub_lines, lines_of
 from eyas.errors import InputError, OptionError, near
 
-__all__ = ["Prompt", "load", "names", "read_prompts"]
+__all__ = ["Prompt", "load", "read_prompts"]
 
 # Spec-Bench, section 4.1: MT-bench's eight categories are its one task of multi-turn conversation.
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
-
-
-def names() -> tuple[str, ...]:
-    """The names that `load` knows."""
-    return tuple(TASKS)
 
 
 def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
@@ -47,9 +42,9 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
         seed: decides which prompts `limit` takes, and where the passages of `long` begin.
 
     Raises:
-        OptionError: no such task, or an impossible limit. InputError: no line can be used; the
-            message says why.
-        If some lines can be used, each one that cannot is a warning.
+        OptionError: no such task, or an impossible limit.
+        InputError: no line can be used; the message says why. If some lines can be used, each one
+            that cannot is a warning.
     """
     if limit is not None and limit < 1:
         raise OptionError(f"a limit of {limit} leaves no prompt: at least 1")
@@ -59,7 +54,7 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
         raise OptionError(f"there is no task {name!r}; {near(name, TASKS)}")
     found, problems = _read(name, path, seed)
     for problem in problems:
-        warnings.warn(problem, stacklevel=1)  # as of this package: the command line shows such a one as a note
+        warnings.warn(problem, stacklevel=1)  # the command line shows warnings of this package as notes
     if part:
         parts = sorted({f.prompt.task.partition("/")[2] for f in found} - {""})
         found = [f for f in found if f.prompt.task == whole]
@@ -82,12 +77,12 @@ def read_prompts(path: str | Path) -> tuple[list[Prompt], list[str]]:
         )
     reader = _Reader(file.name.partition(".")[0], own=True)
     reader.read(lines_of(file))
-    return [f.prompt for f in _some(reader.found, reader.problems, str(file))], reader.problems
+    return [f.prompt for f in _not_empty(reader.found, reader.problems, str(file))], reader.problems
 
 
 class _Found(NamedTuple):
     prompt: Prompt
-    category: str
+    category: str  # "" where the format has none
 
 
 def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
@@ -98,7 +93,7 @@ def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
             raise InputError(f"task long needs a path, long:PATH: {task.file}")
         place, lengths = split_lengths(path)
         prompts, problems = passages(Path(place), lengths, seed, task.max_new_tokens)
-        return _some([_Found(prompt, "") for prompt in prompts], problems, place), problems
+        return _not_empty([_Found(prompt, "") for prompt in prompts], problems, place), problems
     if name == "bundled" and path:
         raise OptionError("the bundled prompts have no path; for a file of your own give --prompts FILE")
     reader = _Reader(name, task.max_new_tokens)
@@ -109,10 +104,11 @@ def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
             reader.read(lines_of(file), file.parent.name if name == "eagle" else "")
     else:
         reader.read(hub_lines(name))
-    return _some(reader.found, reader.problems, path or name), reader.problems
+    return _not_empty(reader.found, reader.problems, path or name), reader.problems
 
 
-def _some(found: list[_Found], problems: Sequence[str], where: str) -> list[_Found]:
+def _not_empty(found: list[_Found], problems: Sequence[str], where: str) -> list[_Found]:
+    """The same; InputError when there is none."""
     if found:
         return found
     raise InputError(
@@ -155,8 +151,8 @@ class _Reader:
     def _prompt(self, record: Any, number: int, part: str) -> _Found | None:
         """The prompt of a line; None when the line belongs to another task of a common file."""
         if self.own:
-            only(record)
-        name, category, fields = asked(record)
+            check_own_line(record)
+        name, category, fields = parse_line(record)
         if self.name == "mt_bench" and category and category not in MT_BENCH:
             return None
         task = self._task(record, category, part)

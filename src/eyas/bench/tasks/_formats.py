@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from eyas.errors import InputError, near
 from eyas.train._chat import messages_of
 
-__all__ = ["OWN", "Asked", "Prompt", "asked", "only"]
+__all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line"]
 
 OWN = ("prompt", "messages", "turns", "prompt_ids")  # a line of the user's own file holds exactly one of them
 NAMES = ("id", "question_id", "prompt_id", "task_id")  # keys of a line's id in the formats; the first one counts
@@ -44,7 +44,7 @@ class Prompt:
     prompt_ids: tuple[int, ...] | None = None
 
 
-class Asked(NamedTuple):
+class ParsedLine(NamedTuple):
     """The content of a line."""
 
     name: str | None  # its own id
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
     fields: dict[str, Any]  # fields of Prompt
 
 
-def asked(record: Any) -> Asked:
+def parse_line(record: Any) -> ParsedLine:
     """The content of a line. InputError, without the line's place, when it cannot be used."""
     if not isinstance(record, Mapping):
         raise InputError("not a JSON object; a line is one object")
@@ -60,15 +60,15 @@ def asked(record: Any) -> Asked:
     if read is None:
         keys = ", ".join(map(repr, record)) or "none"
         raise InputError(f'its keys ({keys}) are those of no known format; {{"prompt": "..."}} always works')
-    fields = {"turns": (), **read(record), **_manner(record)}
+    fields = {"turns": (), **read(record), **_settings(record)}
     if fields.get("system") and not fields["turns"]:
         raise InputError('"system" goes with "prompt" or "turns"; in "messages" it is the first message')
     if fields.get("raw") and (fields.get("system") or len(fields["turns"]) != 1):
         raise InputError('"raw" goes with one "prompt", without "system": it bypasses the chat template')
-    return Asked(_name(record), str(record.get("category") or ""), fields)
+    return ParsedLine(_name(record), str(record.get("category") or ""), fields)
 
 
-def only(record: Any) -> None:
+def check_own_line(record: Any) -> None:
     """InputError unless a line of the user's own file holds exactly one of the keys of OWN."""
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"prompt": "..."}')
@@ -84,7 +84,7 @@ def only(record: Any) -> None:
         )
 
 
-# --- the formats -----------------------------------------------------------------------------------------------------------------------
+# --- the formats -------------------------------------------------------------------------------------
 
 
 def _turns(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def _chat(record: Mapping[str, Any]) -> dict[str, Any]:
     if not any(message["role"] == "user" for message in messages):
         raise InputError("nobody asks anything in these messages; drop the line")
     if messages[-1]["role"] == "assistant":
-        asked_at = next(k for k, message in enumerate(messages) if message["role"] == "user")
-        replies = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > asked_at]
+        question = next(k for k, message in enumerate(messages) if message["role"] == "user")
+        replies = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > question]
         if not replies:
             raise InputError("no reply follows a question in these messages; drop the line")
         messages = messages[: max(replies, key=lambda k: len(messages[k]["content"]))]
@@ -152,24 +152,24 @@ FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], dict[str, Any
 )
 
 
-# --- what they share -------------------------------------------------------------------------------------------------------------------
+# --- what they share ---------------------------------------------------------------------------------
 
 
-def _manner(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of one prompt that any line of a prompt file may give."""
-    manner: dict[str, Any] = {}
+def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of its prompt that a line of any format may give."""
+    settings: dict[str, Any] = {}
     if record.get("system") is not None:
-        manner["system"] = _text(record["system"], "system")
+        settings["system"] = _text(record["system"], "system")
     most = record.get("max_new_tokens")
     if most is not None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise InputError(f'"max_new_tokens" must be a whole number from 1, it is {most!r}')
-        manner["max_new_tokens"] = most
+        settings["max_new_tokens"] = most
     if "raw" in record:
         if not isinstance(record["raw"], bool):
             raise InputError('"raw" must be true or false')
-        manner["raw"] = record["raw"]
-    return manner
+        settings["raw"] = record["raw"]
+    return settings
 
 
 def _name(record: Mapping[str, Any]) -> str | None:

@@ -12,10 +12,8 @@ model.
 
 from __future__ import annotations
 
-import gzip
 import random
 import re
-import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import NamedTuple
 
 from eyas.bench.tasks._formats import Prompt
 from eyas.errors import InputError, OptionError
+from eyas.train.data import open_file
 
 __all__ = ["LENGTHS_WORDS", "PASSAGES", "passages", "split_lengths"]
 
@@ -33,6 +32,8 @@ ENDINGS = (".txt", ".md", ".txt.gz", ".md.gz")
 
 
 class Book(NamedTuple):
+    """A text with the places of its words."""
+
     name: str
     text: str
     words: list[tuple[int, int]]  # first and past the last character of each
@@ -40,7 +41,7 @@ class Book(NamedTuple):
 
 
 def split_lengths(path: str) -> tuple[str, tuple[int, ...]]:
-    """("PATH@1000+4000") -> ("PATH", (1000, 4000)). OptionError when a length is 0."""
+    """ "PATH@1000+4000" -> ("PATH", (1000, 4000)). OptionError when a length is 0 or comes twice."""
     found = re.search(r"@(\d+(?:\+\d+)*)$", path)
     if not found:
         return path, LENGTHS_WORDS
@@ -68,14 +69,15 @@ def passages(
         ]
         for k in range(PASSAGES if fit else 0):
             book, turn = fit[k % len(fit)], k // len(fit)
-            first = _first(book, length, turn, -(-(PASSAGES - k % len(fit)) // len(fit)), seed)
+            turns = len(range(k % len(fit), PASSAGES, len(fit)))  # passages of this book
+            first = _first_word(book, length, turn, turns, seed)
             task = f"long/{length}"
             text = book.text[book.words[first][0] : book.words[first + length - 1][1]]
             prompts.append(Prompt(f"{task}/{book.name}-{first}", task, (ASK + text,), max_new_tokens=max_new_tokens))
     return prompts, problems
 
 
-def _first(book: Book, length: int, turn: int, turns: int, seed: int) -> int:
+def _first_word(book: Book, length: int, turn: int, turns: int, seed: int) -> int:
     """The word that the passage number `turn` of `turns` begins with."""
     room = len(book.words) - length + 1  # places to begin at
     shift = random.Random(f"{seed}/{book.name}/{length}").randrange(room)
@@ -95,13 +97,12 @@ def _files(path: Path) -> list[Path]:
 
 
 def _book(file: Path) -> Book:
+    with open_file(file) as stream:
+        raw = stream.read()
     try:
-        raw = file.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig").replace("\r\n", "\n")
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is no text in UTF-8 (byte {error.start})") from error
-    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
-        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     words = [match.span() for match in re.finditer(r"\S+", text)]
     starts = [begin for begin, _ in words]
     paragraphs = [bisect_left(starts, match.end()) for match in re.finditer(r"\n[ \t]*\n\s*(?=\S)", text)]

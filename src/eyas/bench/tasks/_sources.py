@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eyas.errors import InputError
+from eyas.errors import InputError, first_line
 from eyas.train.data import chat_lines, is_chat_file, parse_chat_line
 
 __all__ = ["BUNDLED", "TASKS", "Task", "files_of", "hub_lines", "lines_of"]
@@ -47,8 +47,8 @@ TASKS = {
 
 
 def files_of(name: str, path: Path) -> list[Path]:
-    """The files of lines that a path names: itself; a folder's question.jsonl, its only file
-    of lines, or those of its folders."""
+    """The files of lines at a path: the path itself; of a folder its question.jsonl, its only file of
+    lines, or the question.jsonl of each folder in it."""
     if path.is_file():
         return [path]
     if not path.exists():
@@ -89,8 +89,8 @@ def hub_lines(name: str) -> Iterator[tuple[str, Any]]:
     dataset, configuration, split = task.hub
     try:
         rows: Iterable[Any] = datasets.load_dataset(dataset, configuration, split=split)
-    except Exception as error:  # without a network, or whatever else a library of somebody else's may raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"task {name}: {dataset} cannot be had from the hub ({reason[:160]}); {file}") from error
+    except Exception as error:  # the library raises errors of several others, for example without a network
+        reason = first_line(error, 160)
+        raise InputError(f"task {name}: {dataset} cannot be fetched from the hub ({reason}); {file}") from error
     for number, row in enumerate(rows, start=1):
         yield f"{dataset}, row {number}", row

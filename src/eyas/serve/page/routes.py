@@ -23,17 +23,13 @@ router = APIRouter(include_in_schema=False)
 @router.get("/")
 def index() -> Response:
     """The page."""
-    return _file("index.html")
+    return file("index.html")
 
 
 @router.get("/page/{name}")
 def file(name: str) -> Response:
     """A module, style or picture of the page."""
-    return _file(name)
-
-
-def _file(name: str) -> Response:
     path = FOLDER / name
     if path.suffix not in MEDIA_TYPES or path.parent != FOLDER or not path.is_file():
         raise HTTPException(404, f"the page has no file {name!r}")
-    return Response(path.read_bytes(), media_type=f"{MEDIA_TYPES[path.suffix]}", headers=HEADERS)
+    return Response(path.read_bytes(), media_type=MEDIA_TYPES[path.suffix], headers=HEADERS)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from eyas.arguments import DEFAULTS
 from eyas.errors import OptionError
 from eyas.serve.protocol.structure import STRUCTURE_FIELDS, structure_keywords
 
@@ -71,8 +70,13 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of fields that change nothing because nobody here knows them."""
+        """The names of fields that change nothing because the server does not know them."""
         return sorted(name for name in self.model_extra or {} if name not in REFUSED and name not in WITHOUT_EFFECT)
+
+    @property
+    def response_headers(self) -> dict[str, str]:
+        """The header that tells the client which fields were ignored, if there are any."""
+        return {"x-eyas-ignored-fields": ",".join(self.ignored)} if self.ignored else {}
 
 
 class StreamOptions(BaseModel):
@@ -169,11 +173,11 @@ class GenerationBody(Body):
         return {"method": asked} if isinstance(asked, str) else {"draft": asked}
 
     def keywords(self, **more: Any) -> dict[str, Any]:
-        """The fields that are keywords of `LLM.generate`, those that are given, and further ones
-        that are not None.
+        """The keywords of `LLM.generate` among the fields that are given, and those of `more` that
+        are not None.
 
         Raises:
-            OptionError: a field that `LLM.generate` does not have.
+            OptionError: structured output that is asked for under two names.
         """
         fields = {name: getattr(self, name) for name in KEYWORDS} | more
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
@@ -183,11 +187,6 @@ class GenerationBody(Body):
             given[name] = value
         if given.get("top_k") == -1:  # vLLM's word for all tokens
             given["top_k"] = 0
-        for name in list(given):
-            if name not in DEFAULTS:
-                if given[name] not in NEUTRAL.get(name, ()):
-                    raise OptionError(f"this server does not support {name}: leave it out")
-                del given[name]
         return {"temperature": 1.0, **given}
 
 
@@ -195,9 +194,3 @@ KEYWORDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
     "stop", "ignore_eos", "response_format", "regex", "grammar", "choice",
 )  # fmt: skip
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-}

@@ -30,7 +30,7 @@ class ResponsesBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    # what follows may only say that it is not wanted
+    # the fields below are accepted only with values that change nothing
     conversation: None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
     max_tool_calls: None = None

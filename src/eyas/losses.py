@@ -196,11 +196,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
-        gradients = (
-            _cross_entropy_and_gradient(predicted_CV, true_CV)[1].mul_(outer).to(predicted_CV.dtype)
-            for predicted_CV, true_CV in _chunks(ctx.chunk_rows, *ctx.saved_tensors)
-        )
-        return torch.cat(list(gradients)), None, None
+        predicted_MV, true_MV = ctx.saved_tensors
+        gradient_MV = torch.empty_like(predicted_MV)
+        for gradient_CV, predicted_CV, true_CV in _chunks(ctx.chunk_rows, gradient_MV, predicted_MV, true_MV):
+            gradient_CV.copy_(_cross_entropy_and_gradient(predicted_CV, true_CV)[1].mul_(outer))
+        return gradient_MV, None, None
 
 
 class _LossThroughDraftHead(torch.autograd.Function):

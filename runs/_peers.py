@@ -245,12 +245,16 @@ def _transformers(w: Workshop) -> list[Engine]:
 
 
 def _reference(w: Workshop) -> list[Engine]:
+    if not _peers_reference.PYTHON.exists():
+        w.left_out["SafeAILab's code"] = "not installed: make interop"
+        return []
+
     def one(name: str, options: dict[str, Any]) -> Engine:
         log = "reference-plain" if options["plain"] else "reference"
         start = partial(w.program, _peers_reference.PYTHON, "with_reference.py", log, **options)
         return Engine(f"SafeAILab's code, {name}", "SafeAILab's code", start, passes=options["plain"])
 
-    return [one(name, options) for name, options in _peers_reference.ways(w).items()]
+    return [one(name, options) for name, options in _peers_reference.ways(w.folder).items()]
 
 
 def _vllm(w: Workshop) -> list[Engine]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,18 +19,16 @@ from safetensors.torch import load_file
 from eyas import tiny
 from eyas.checkpoints import ExportTarget, export, load
 
-if TYPE_CHECKING:
-    from _peers import Workshop
-
 TREE = (8, 4, 2)  # nodes, depth, branch: the best of those that were tried
 PYTHON = Path(__file__).resolve().parents[1] / ".venv-reference/bin/python"
 
 
-def ways(workshop: Workshop) -> dict[str, dict[str, Any]]:
-    """Options of with_reference.py by the name that is shown; none where the environment is not installed."""
-    if not PYTHON.exists():
-        workshop.left_out["SafeAILab's code"] = "not installed: make interop"
-        return {}
+def ways(workshop: Path) -> dict[str, dict[str, Any]]:
+    """Options of with_reference.py by the name that is shown.
+
+    Args:
+        workshop: the folder in which target and head are made.
+    """
     folder = os.environ.get("REFERENCE", "")
     method = "eagle3" if folder else "eagle1"
     target = target_form(workshop)
@@ -39,10 +37,10 @@ def ways(workshop: Workshop) -> dict[str, dict[str, Any]]:
     return {"plain": {**common, "plain": True}, shown: {**common, "plain": False}}
 
 
-def target_form(workshop: Workshop) -> Path:
+def target_form(workshop: Path) -> Path:
     """The target as transformers of 2024 saved it: in shards with an index, `rope_theta` beside the
     other settings, merges as strings."""
-    place = workshop.folder / "reference-target"
+    place = workshop / "reference-target"
     if not (place / "model.safetensors.index.json").exists():
         tiny.model().save_pretrained(place, max_shard_size="20MB")
         tiny.tokenizer().save_pretrained(place)
@@ -60,10 +58,10 @@ def target_form(workshop: Workshop) -> Path:
     return place
 
 
-def head_form(workshop: Workshop, method: str, target: Path) -> Path:
+def head_form(workshop: Path, method: str, target: Path) -> Path:
     """The head in its authors' format. Their EAGLE-1 reads the embedding from the head's own file,
     which is a pickle."""
-    place = workshop.folder / f"reference-{method}"
+    place = workshop / f"reference-{method}"
     if not place.exists():
         export(load(tiny.HEADS[method]), "safeailab", place, ExportTarget(str(target)))
         tensors = {name: tensor.float() for name, tensor in load_file(place / "model.safetensors").items()}

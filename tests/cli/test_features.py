@@ -207,6 +207,16 @@ def test_much_is_asked_for(
     assert run(*command, "--yes").exit_code == 0
 
 
+def test_missing_data_is_refused_before_the_target_is_loaded(
+    refused: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a large target was read for minutes, and then the name of a file was wrong."""
+    monkeypatch.setattr(features, "load_target", lambda *_: pytest.fail("loaded"))
+    said = refused("features", "--data", tmp_path / "nowhere.jsonl", "--output", tmp_path / "out")
+    assert "nowhere.jsonl does not exist" in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused(
     run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
-from eyas.cli._data import read_data
+from eyas.cli._data import check_files, read_data
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note
 from eyas.cli._load import load_target, need_tokenizer
 from eyas.cli._options import TargetOptions, TrainMethodOptions, option_group
@@ -95,6 +95,7 @@ def command(
         return
     if not job.data:
         raise UsageError("option --data is missing")
+    check_files(job.data)
     first, step = _part(job.part)
     check_output_folder(folder)
     devices = model.device.split(",")

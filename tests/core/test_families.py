@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import zoo
-from eyas.core.families import CHUNKED, FULL, SLIDING, Family, describe, embed, head
+from eyas.core.families import CHUNKED, FULL, SLIDING, Family, cache_argument_of, describe, embed, head
 from eyas.errors import ModelError
 
 LENGTH = 40  # longer than two windows
@@ -378,3 +378,12 @@ def test_eager_takes_the_same_masks() -> None:
     """Both backends read additive masks; a boolean one would be silently wrong in eager attention."""
     model = zoo.tiny("mistral", eager=True, sliding_window=zoo.WINDOW)
     assert plain_gap(model, describe(model)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache_params", "cache"])
+def test_the_name_of_a_forwards_cache(name: str) -> None:
+    """Bug: transformers 5.24 calls a cache `cache`, and warned of the older name at every load."""
+    namespace: dict[str, Any] = {}
+    exec(f"def forward(self, input_ids, {name}=None): ...", namespace)
+    module = type("Base", (torch.nn.Module,), {"forward": namespace["forward"]})()
+    assert cache_argument_of(module) == name

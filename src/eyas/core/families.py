@@ -45,7 +45,7 @@ from eyas.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CHUNKED", "FULL", "SLIDING", "Family", "describe", "embed", "head"]
+__all__ = ["CHUNKED", "FULL", "SLIDING", "Family", "cache_argument_of", "describe", "embed", "head"]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -98,7 +98,8 @@ KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
 KIND_ALIASES = {"attention": FULL}  # older names of kinds of layers
 
 BACKENDS = ("eager", "sdpa")
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # the latter in models without attention
+# names of a forward's cache: of models with attention, of models without, and of all since transformers 5.24
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
 UNLIMITED = 2**20  # positions of a request in a model without positions, which has no limit of its own
 
 # Fields of a configuration that hold a scale. 1: the model multiplies by it; -1: it divides.
@@ -171,11 +172,8 @@ def describe(model: PreTrainedModel) -> Family:
     every_kind = _kinds(config)
     kinds = tuple(kind for kind in every_kind if kind not in (*STATE_KINDS, *MASKLESS_KINDS))
     has_states = bool(getattr(model, "_is_stateful", False)) or any(kind in STATE_KINDS for kind in every_kind)
-    cache_argument = next(
-        (name for name in CACHE_ARGUMENTS if name in inspect.signature(type(base).forward).parameters),
-        "past_key_values",
-    )
-    has_attention = cache_argument == "past_key_values"
+    cache_argument = cache_argument_of(base)
+    has_attention = cache_argument != "cache_params"
     _refuse_layers(config, kinds)
     if has_attention:
         _refuse_positions(config, base)
@@ -253,6 +251,12 @@ def _refuse_positions(config: Any, base: nn.Module) -> None:
         raise _refusal(
             config, "its attention is bidirectional as it is configured, so it is not a causal language model"
         )
+
+
+def cache_argument_of(module: nn.Module) -> str:
+    """The name under which the module's forward takes a cache."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[0])
 
 
 # ---------------------------------------------------------------------------------------------- masks

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from eyas.core.families import cache_argument_of
 from eyas.core.placement import has_several_devices
 from eyas.errors import InputError, ModelError, one_line
 
@@ -106,11 +107,12 @@ def read_media(
     if not all_logits and takes_number and not has_several_devices(model):
         inputs["logits_to_keep"] = torch.tensor([tokens_1T.shape[1] - 1], device=tokens_1T.device)
     cache, counting = DynamicCache(), _position_module(model)
+    inputs[cache_argument_of(model)] = cache
     if counting is not None:
         counting.rope_deltas = None  # left from an earlier prompt
     with tap as features:
         try:
-            logits_1TV = model(input_ids=tokens_1T, past_key_values=cache, use_cache=True, **inputs).logits
+            logits_1TV = model(input_ids=tokens_1T, use_cache=True, **inputs).logits
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the model's own code, on inputs that somebody sent

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from eyas.core.cache import DraftKVCache, KVCache, Layout, additive_mask, layout_of
-from eyas.core.families import FULL, SLIDING
+from eyas.core.families import FULL, SLIDING, cache_argument_of
 from eyas.core.target import Target
 from eyas.drafters._nets import final_scale, norm_scale, placed, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError, one_line
@@ -60,6 +60,7 @@ class Net(nn.Module):
     def __init__(self, module: nn.Module, rotary: nn.Module | None, shared_norm: nn.Module | None = None) -> None:
         super().__init__()
         self.module, self.shared_norm = module, shared_norm
+        self.cache_argument = cache_argument_of(module)
         self.rotary = [rotary]  # in a list, so that it is not registered
         self.config: Any = module.config
         kinds = getattr(self.config, "layer_types", None)
@@ -150,7 +151,7 @@ class Net(nn.Module):
             position_embeddings=angles,
             attention_mask=mask,
             position_ids=token_RN,
-            past_key_values=cache,
+            **{self.cache_argument: cache},
         )
         return output if self.shared_norm is None else self.shared_norm(output)
 

@@ -135,7 +135,7 @@ def costs(base: LLM) -> dict[str, Any]:
         curves[f"kernels, {form} weights (random), by nodes"] = verify_cost(runners.with_fastest_runner(Target(other)))
     exact = target.runner.name == "kernels" and target.runner.weight_format.exact
     forms = [("bfloat16", "bfloat16")] if exact and kernels.has_avx512_bf16() else []
-    forms += [("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if exact and kernels.has_vnni() else []
+    forms += [("int8", "int16"), ("int8", "int8"), ("int4", "int8")] if exact and kernels.has_dots() else []
     for weights, activations in forms:
         less_exact = runners.with_fastest_runner(Target(target.model), weights=weights, activations=activations)
         curves[f"kernels, rounded: {weights} weights, {activations} activations, by nodes"] = verify_cost(less_exact)

@@ -197,7 +197,7 @@ def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch)
     assert {target.runner.name for target in timed} == ({"model", "kernels"} if kernels.available() else {"model"})
     assert timed[1] is base.target
     rounded = {target.runner.weight_format for target in timed if not target.runner.weight_format.exact}
-    assert len(rounded) == (kernels.has_avx512_bf16() + 3 * kernels.has_vnni() if kernels.available() else 0)
+    assert len(rounded) == (kernels.has_avx512_bf16() + 3 * kernels.has_dots() if kernels.available() else 0)
     assert {len(rows) for name, rows in curves.items() if name.endswith("by context")} == {len(speed.CONTEXTS)}
 
 

@@ -244,7 +244,7 @@ def test_python_threads_may_share_a_target() -> None:
 def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any) -> None:
     """Guards rounded weights and activations: other logits, near the model's; every method says
     what its plain decoding says."""
-    if (weights == "int4" or activations.startswith("int")) and not kernels.has_vnni():
+    if (weights == "int4" or activations.startswith("int")) and not kernels.has_dots():
         pytest.skip("a CPU without VNNI")
     if activations == "bfloat16" and not kernels.has_avx512_bf16():
         pytest.skip("a CPU without AVX-512 BF16")
@@ -283,7 +283,7 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
         runners.with_fastest_runner(target, weights="int2")
     with pytest.raises(OptionError, match="unknown activations"):
         runners.with_fastest_runner(target, activations="int4")
-    monkeypatch.setattr(kernels, "has_vnni", lambda: True)
+    monkeypatch.setattr(kernels, "has_dots", lambda: True)
     with pytest.raises(OptionError, match=r"activations int8 are for .* these are kept as float32: take weights int8$"):
         runners.with_fastest_runner(target, activations="int8")
     with pytest.raises(
@@ -300,7 +300,7 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: False)
     with pytest.raises(OptionError, match="no bfloat16 dot-product instructions"):
         runners.with_fastest_runner(target, weights="bfloat16", activations="bfloat16")
-    monkeypatch.setattr(kernels, "has_vnni", lambda: False)
+    monkeypatch.setattr(kernels, "has_dots", lambda: False)
     with pytest.raises(OptionError, match="no int8 dot-product instructions"):
         runners.with_fastest_runner(target, activations="int8")
     with pytest.raises(OptionError, match="no int8 dot-product instructions"):

@@ -10,7 +10,8 @@ kept in the user's cache:
         build.lock, build-*/   only one process compiles; the folders of killed compilations are removed by the next one
 
 Without kernels eyas computes the same by torch, slower; one logged line says why.
-EYAS_KERNELS=off turns the kernels off, CXX names another compiler.
+EYAS_KERNELS=off turns the kernels off, CXX names another compiler, and EYAS_KERNELS_ISA compiles for
+a smaller instruction set than the machine's own (`ISAS`), for tests and for measurements.
 """
 
 from __future__ import annotations
@@ -34,17 +35,29 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from eyas.errors import one_line
+from eyas.errors import near, one_line
 from eyas.files import remove_leftovers, sha256_of_file, user_cache, write_atomically
 
-__all__ = ["UnavailableError", "library", "outcome"]
+__all__ = ["ISAS", "UnavailableError", "library", "outcome", "runnable_isas"]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
 SOURCES = Path(__file__).with_name("cpu")
 MAIN = SOURCES / "kernels.cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-w")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-w")
 OPENMP = "-fopenmp"
+NATIVE = "native"
+# The compiler's flags for each instruction set, and what /proc/cpuinfo calls what it needs.
+ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    NATIVE: (("-march=native",), frozenset()),
+    "x86-64-v2": (("-march=x86-64-v2",), frozenset({"sse4_2", "ssse3", "popcnt"})),
+    "x86-64-v3": (("-march=x86-64-v3",), frozenset({"avx2", "fma", "bmi2", "f16c"})),
+    "x86-64-v3+vnni": (("-march=x86-64-v3", "-mavxvnni"), frozenset({"avx2", "fma", "bmi2", "avx_vnni"})),
+    "x86-64-v4": (("-march=x86-64-v4",), frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})),
+    "x86-64-v4+vnni": (("-march=x86-64-v4", "-mavx512vnni"), frozenset({"avx512bw", "avx512vl", "avx512_vnni"})),
+    "armv8-a": (("-march=armv8-a",), frozenset({"asimd"})),
+    "armv8.2-a+dotprod": (("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
+}
 COMPILE_TIMEOUT_S = 300
 CHECK_TIMEOUT_S = 60
 RETRY_AFTER_S = 24 * 3600
@@ -76,8 +89,9 @@ def outcome() -> ctypes.CDLL | str:
     if os.name != "posix":
         return "the kernels need Linux or macOS"
     try:
+        target_flags = _target_flags(os.environ.get("EYAS_KERNELS_ISA") or NATIVE)
         folder = _private_folder()
-        return _load(folder, os.environ.get("CXX") or _default_compiler())
+        return _load(folder, os.environ.get("CXX") or _default_compiler(), target_flags)
     except _KnownFailureError as error:
         return str(error)
     except (UnavailableError, OSError) as error:
@@ -89,16 +103,38 @@ class _KnownFailureError(UnavailableError):
     """An earlier attempt of this day failed, and that was logged then."""
 
 
-def _load(folder: Path, compiler: str) -> ctypes.CDLL:
+def runnable_isas() -> list[str]:
+    """Return the instruction sets of `ISAS` that this processor has, `NATIVE` first."""
+    features = _features()
+    return [name for name, (_, needed) in ISAS.items() if needed <= features]
+
+
+def _target_flags(isa: str) -> tuple[str, ...]:
+    """Return the compiler's flags for an instruction set. Raise UnavailableError if this processor lacks it."""
+    if isa not in ISAS:
+        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa!r}; {near(isa, list(ISAS))}")
+    flags, needed = ISAS[isa]
+    if missing := needed - _features():
+        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this processor lacks {', '.join(sorted(missing))}")
+    return flags
+
+
+def _features() -> frozenset[str]:
+    """Return the features of the first processor, as Linux names them."""
+    lines = [line for line in _processor() if line.startswith(("flags", "Features"))]
+    return frozenset(word for line in lines for word in line.partition(":")[2].split())
+
+
+def _load(folder: Path, compiler: str, target_flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library from the cache; compiled now if it is not there or not as it was written."""
-    key = _key(compiler)
+    key = _key(compiler, target_flags)
     path = folder / f"cpu-{key}.so"
     if not _is_intact(path):
         with _build_lock(folder):
             if not _is_intact(path):  # another process may have compiled it meanwhile
                 _refuse_known_failure(folder, key)
                 try:
-                    _build(compiler, path)
+                    _build(compiler, target_flags, path)
                 except UnavailableError as error:
                     _remember_failure(folder, key, str(error))
                     raise
@@ -198,18 +234,18 @@ def _default_compiler() -> str:
     return next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, target_flags: tuple[str, ...]) -> str:
     """A hash of everything that the library depends on. No program is run for it: it is needed at
     every start."""
     programs = [path for word in compiler.split() if (path := shutil.which(word))]
     identities = [(os.path.realpath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in programs]
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in _source_files()]
-    parts = (sources, FLAGS, OPENMP, compiler, identities, platform.machine(), _processor())
+    parts = (sources, FLAGS, target_flags, OPENMP, compiler, identities, platform.machine(), _processor())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _source_files() -> list[Path]:
-    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
 def _processor() -> list[str]:
@@ -221,7 +257,7 @@ def _processor() -> list[str]:
     return [line for line in lines if line.startswith(("model name", "CPU part", "flags", "Features"))]
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: str, target_flags: tuple[str, ...], path: Path) -> None:
     """Compile the library with threads, or without where the compiler has no OpenMP; check it; move
     it to its path."""
     command = _parse(compiler)
@@ -233,7 +269,9 @@ def _build(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         built = Path(folder) / path.name
         for flags in ((*FLAGS, OPENMP), FLAGS):
-            problem = _compile([*command, *flags, str(MAIN), "-o", str(built)], Path(folder)) or _check(built)
+            problem = _compile([*command, *target_flags, *flags, str(MAIN), "-o", str(built)], Path(folder)) or _check(
+                built
+            )
             if not problem:
                 return _install(built, path)
             problems.append(problem)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyas.kernels import _records
 from eyas.kernels._build import library
-from eyas.kernels._linear import LANES, Matrix, ThreadCount, count
+from eyas.kernels._linear import Matrix, ThreadCount, count, lanes
 from eyas.kernels._records import address
 
 __all__ = ["HEAD_DIMS", "Layer", "LayerSizes", "Layers", "Pass"]
@@ -135,7 +135,7 @@ class Layers:
         R, Q = forward.position_RQ.shape
         T, store = forward.visible_RQT.shape[-1], forward.store
         threads = count(self.threads)
-        score_stride = -(-store.shape[3] // LANES) * LANES + 2 * LANES
+        score_stride = -(-store.shape[3] // lanes()) * lanes() + 2 * lanes()
         masks = (forward.visible_RQT, forward.visible_in_window_RQT)
         tensors = (forward.length_R, forward.position_RQ, *masks, forward.cosine, forward.sine)
         buffers = self._work_space(R * Q, threads, score_stride)

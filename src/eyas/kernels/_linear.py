@@ -17,14 +17,13 @@ from eyas.kernels._build import library
 from eyas.kernels._records import address
 
 __all__ = [
-    "EXACT", "LANES", "Matrix", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_vnni",
-    "head", "linear", "pack", "pack_gated", "rms_norm",
+    "EXACT", "Matrix", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_dots",
+    "head", "lanes", "linear", "pack", "pack_gated", "rms_norm",
 ]  # fmt: skip
 
-PANEL, LANES = 32, 16  # as in cpu/vectors.h
 GROUP_SIZE = 32  # inputs of int4 that share a scale, as in cpu/tiles.h
 CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # scales of an int4 group that are tried, of the one without clipping
-KINDS = ("float32", "bfloat16", "int8", "int8_vnni", "int4")  # as in cpu/records.h
+KINDS = ("float32", "bfloat16", "int8", "int8_dot", "int4")  # as in cpu/records.h
 LOSSLESS = 3e-7  # relative error of int8 weights that comes from the rounding of their scale alone
 LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/tiles.h); otherwise three
 
@@ -37,25 +36,25 @@ def draft_format(draft_weights: str) -> WeightFormat:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer's weights in panels of 32 outputs, padded with zero outputs.
+    """A linear layer's weights in panels of P = 2 `lanes()` outputs, padded with zero outputs.
 
-    data: [O / 32, I, 32] in float32 or int8; [O / 32, I / 2, 32, 2] in bfloat16; for machines with
-    VNNI int8 + 128 as uint8 [O / 32, I / 4, 32, 4], and int4 as uint8 [O / 32, I / 32, 576]
-    (cpu/tiles.h).
+    data: [O / P, I, P] in float32 or int8; [O / P, I / 2, P, 2] in bfloat16. For machines with
+    integer dot products of d inputs: int8 [O / P, I / d, P, d], and int4 as uint8
+    [O / P, I / 32, 18 P] (cpu/tiles.h).
     """
 
-    kind: Literal["float32", "bfloat16", "int8", "int8_vnni", "int4"]
+    kind: Literal["float32", "bfloat16", "int8", "int8_dot", "int4"]
     data: Tensor
     scale_O: Tensor | None
     bias_O: Tensor | None
     inputs: int
     outputs: int  # without the padding
-    limbs: int = 3  # limbs of an activation for int8_vnni and int4; its parts for bfloat16
+    limbs: int = 3  # limbs of an activation for int8_dot and int4; its parts for bfloat16
 
     @property
     def padded(self) -> int:
         """Outputs with the padding."""
-        return self.data.shape[0] * PANEL
+        return self.data.shape[0] * 2 * lanes()
 
     @property
     def bytes(self) -> int:
@@ -75,24 +74,25 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, weight_format: WeightF
     """Pack a matrix in the narrowest kind that holds it without loss, or in the one that
     `weight_format` rounds to."""
     outputs, inputs = weight_OI.shape
-    padding = -outputs % PANEL
+    padding = -outputs % (2 * lanes())
     weight_OI = F.pad(weight_OI.detach().float(), (0, 0, 0, padding))
     bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding)).contiguous()
     limbs = LIMBS.get(weight_format.activations, 3)
-    if weight_format.weights == "int4" and not inputs % GROUP_SIZE and has_vnni():
+    if weight_format.weights == "int4" and not inputs % GROUP_SIZE and has_dots():
         return Matrix("int4", _int4_panels(weight_OI), None, bias_O, inputs, outputs, limbs)
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     integer_OI = (weight_OI / scale_O[:, None]).round()
     if weight_format.weights in ("int8", "int4") or (
         weight_format.weights == "exact" and _is_int8(weight_OI, integer_OI, scale_O)
     ):
-        if inputs % LANES or not has_vnni():
+        if inputs % lanes() or not has_dots():
             return Matrix("int8", _panels(integer_OI.to(torch.int8)), scale_O.contiguous(), bias_O, inputs, outputs)
-        data = _panels((integer_OI + 128).to(torch.uint8), 4)
-        return Matrix("int8_vnni", data, scale_O.contiguous(), bias_O, inputs, outputs, limbs)
+        stored_OI = (integer_OI + library().eyas_int8_zero()).to(torch.int16).to(torch.uint8)  # modulo 256
+        data = _panels(stored_OI, _dot_inputs())
+        return Matrix("int8_dot", data, scale_O.contiguous(), bias_O, inputs, outputs, limbs)
     bf16_OI = weight_OI.bfloat16()
     if not inputs % 2 and (weight_format.weights == "bfloat16" or torch.equal(bf16_OI.float(), weight_OI)):
-        rounds_inputs = weight_format.activations == "bfloat16" and not inputs % LANES and has_avx512_bf16()
+        rounds_inputs = weight_format.activations == "bfloat16" and not inputs % lanes() and has_avx512_bf16()
         return Matrix("bfloat16", _panels(bf16_OI, 2), None, bias_O, inputs, outputs, 1 if rounds_inputs else 3)
     return Matrix("float32", _panels(weight_OI), None, bias_O, inputs, outputs)
 
@@ -106,24 +106,25 @@ def _is_int8(weight_OI: Tensor, integer_OI: Tensor, scale_O: Tensor) -> bool:
 def pack_gated(
     gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, weight_format: WeightFormat = EXACT
 ) -> Matrix:
-    """Pack both matrices of a gated MLP as one: every panel holds 16 gates, then their 16 ups. O: a
-    multiple of 16."""
+    """Pack both matrices of a gated MLP as one: every panel holds `lanes()` gates, then their ups. O:
+    a multiple of 16."""
 
     def interleaved(gate: Tensor, up: Tensor) -> Tensor:
-        parts = [part.reshape(-1, LANES, *part.shape[1:]) for part in (gate, up)]
+        parts = [part.reshape(-1, lanes(), *part.shape[1:]) for part in (gate, up)]
         return torch.stack(parts, 1).flatten(0, 2)
 
     return pack(interleaved(gate_OI, up_OI), None if bias_O is None else interleaved(*bias_O), weight_format)
 
 
 def _int4_panels(weight_OI: Tensor) -> Tensor:
-    """uint8 [O / 32, I / 32, 576]: integers from -8 to 7, plus 8, two in a byte; then the scales in
-    bfloat16.
+    """uint8 [O / P, I / 32, 18 P] for panels of P outputs: integers from -8 to 7, plus 8, two in a
+    byte; then the scales in bfloat16.
 
     A group's scale is the one of those in CLIPPING with the least squared error.
     """
     group_OGg = weight_OI.view(len(weight_OI), -1, GROUP_SIZE)
-    panels, groups = len(weight_OI) // PANEL, group_OGg.shape[1]
+    panel, inputs = 2 * lanes(), _dot_inputs()
+    panels, groups = len(weight_OI) // panel, group_OGg.shape[1]
     largest_OG1 = group_OGg.gather(2, group_OGg.abs().argmax(2, keepdim=True))  # signed: -8 exists, 8 does not
     least_error_OG1 = torch.full_like(largest_OG1, torch.inf)
     integer_OGg = torch.zeros_like(group_OGg)
@@ -137,26 +138,35 @@ def _int4_panels(weight_OI: Tensor) -> Tensor:
         scale_OG1 = scale.where(better, scale_OG1)
         integer_OGg = integer.where(better, integer_OGg)
     scale_OG1 = scale_OG1.where(least_error_OG1.isfinite(), torch.nan)  # NaN stays NaN
-    # panel, output, group, pair of quadruples, nibble, input
-    nibbles = (integer_OGg + 8).to(torch.uint8).view(panels, PANEL, groups, 4, 2, 4)
-    bytes_PGpO4 = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
-    scale_PGO = scale_OG1.view(panels, PANEL, groups).transpose(1, 2).bfloat16().contiguous()
-    return torch.cat([bytes_PGpO4.flatten(2), scale_PGO.view(torch.uint8)], dim=2).contiguous()
+    # panel, output, group, step, nibble, input of a dot product
+    nibbles = (integer_OGg + 8).to(torch.uint8).view(panels, panel, groups, -1, 2, inputs)
+    bytes_PGsOd = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
+    scale_PGO = scale_OG1.view(panels, panel, groups).transpose(1, 2).bfloat16().contiguous()
+    return torch.cat([bytes_PGsOd.flatten(2), scale_PGO.view(torch.uint8)], dim=2).contiguous()
 
 
 def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
-    """[O / 32, I / together, 32, together], without the last dimension where it would be 1."""
-    panels = weight_OI.view(-1, PANEL, weight_OI.shape[1] // together, together).transpose(1, 2)
+    """[O / P, I / together, P, together], without the last dimension where it would be 1."""
+    panels = weight_OI.view(-1, 2 * lanes(), weight_OI.shape[1] // together, together).transpose(1, 2)
     return (panels.squeeze(-1) if together == 1 else panels).contiguous()
 
 
 # --- the processor -------------------------------------------------------------------------------
 
 
-def has_vnni() -> bool:
-    """Whether the processor has AVX-512 VNNI, which sums products of bytes: int8 weights are stored
-    for it then."""
-    return bool(library().eyas_has_vnni())
+def lanes() -> int:
+    """Return the number of floats in a vector of the kernels: 16, 8 or 4."""
+    return int(library().eyas_lanes())
+
+
+def has_dots() -> bool:
+    """Return whether int8 and int4 weights are multiplied by integer dot products here."""
+    return _dot_inputs() > 0
+
+
+def _dot_inputs() -> int:
+    """Return the number of inputs that such a dot product sums, 4 or 2; 0 where there are none."""
+    return int(library().eyas_dot_inputs())
 
 
 def has_avx512_bf16() -> bool:

@@ -25,7 +25,7 @@ from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.gpu import available as has_gpu_kernels
-from eyas.kernels import WeightFormat, available, has_vnni
+from eyas.kernels import WeightFormat, available, has_dots
 from eyas.nn import FP8_CAPABILITY
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, make_cpu_runner
@@ -86,10 +86,10 @@ def with_fastest_runner(
     _disable_cudnn_attention(target.device)
     _warn_about_mixing(target)
     made = copy(_with_runner(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
-    if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_vnni()):
+    if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_dots()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
         raise OptionError(
-            f"draft weights int4 need compiled kernels on a CPU with int8 dot products (AVX-512 VNNI){own_model}"
+            f"draft weights int4 need compiled kernels on a CPU with integer dot products (AVX2, or ARM's dotprod){own_model}"
         )
     made.draft_weights = draft_weights
     return made

@@ -212,9 +212,9 @@ class CpuRunner:
         if (
             not bfloat16_activations
             and (weight_format.weights == "int4" or weight_format.activations != "exact")
-            and not kernels.has_vnni()
+            and not kernels.has_dots()
         ):
-            raise UnsuitedError("this CPU has no int8 dot-product instructions (AVX-512 VNNI)")
+            raise UnsuitedError("the kernels have no integer dot products for this CPU (they need AVX2, or ARM's dotprod)")
         if bfloat16_activations and not kernels.has_avx512_bf16():
             raise UnsuitedError("this CPU has no bfloat16 dot-product instructions (AVX-512 BF16)")
         if weight_format.activations == "exact":
@@ -223,7 +223,7 @@ class CpuRunner:
         if weight_format.weights == "exact":
             layers = self.layers.layers
             matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-            kinds = ["int8" if m.kind == "int8_vnni" else m.kind for m in matrices]
+            kinds = ["int8" if m.kind == "int8_dot" else m.kind for m in matrices]
         suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
         if other := next((kind for kind in kinds if kind not in suited), None):
             instead = {

@@ -34,7 +34,7 @@ constexpr int64_t TILE_ROW_BYTES = 64, TILE_BYTES = 16 * TILE_ROW_BYTES;
 constexpr int64_t STEP_BYTES = 2 * TILE_BYTES;
 
 template <int LIMBS>
-struct AmxFormat<Int8Vnni<LIMBS>> {
+struct AmxFormat<Int8Dot<LIMBS>> {
     static constexpr int parts = LIMBS;
     static constexpr int min_rows = 9;  // tile rows from which on AMX is faster than vectors
     static constexpr int inputs = 64;   // of a step
@@ -185,12 +185,12 @@ static void split_into_limbs_amx(const float* x, int64_t K, float* x_scale, int3
                           high = _mm512_permutex2var_epi8(whole[2], index, whole[3]);
             const __m512i limb =
                 _mm512_xor_si512(_mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1), sign);
-            dot_bytes(sums[d], ones, limb);
+            add_dot((IntVec&)sums[d], (IntVec)ones, (IntVec)limb);
             _mm512_storeu_si512(to[d] + at, limb);
         }
     }
     for (int d = 0; d < LIMBS; d++)
-        initial[d] = -PanelFormat<Int8Vnni<LIMBS>>::zero_point * _mm512_reduce_add_epi32(sums[d]);
+        initial[d] = -PanelFormat<Int8Dot<LIMBS>>::zero_point * _mm512_reduce_add_epi32(sums[d]);
 }
 
 // The bfloat16 parts of a row [K], K a multiple of 32.

@@ -2,8 +2,9 @@
 // library but OpenMP. Compiled for the machine at hand by _build.py.
 //
 // Weights are read in the format in which they are stored (float32, bfloat16, int8, or int4 with
-// scales), in panels of 32 outputs. Everything is computed in float32, or exactly in integers,
-// unless rounding was asked for (tiles.h).
+// scales), in panels of as many outputs as two vectors hold; isa/ has the instruction sets.
+// Everything is computed in float32, or exactly in integers, unless rounding was asked for
+// (tiles.h).
 //
 // Every result depends on its own row alone, in content and in the order of its operations: an
 // output is summed over the inputs in one order, a softmax and its weighted values over the visible
@@ -18,8 +19,14 @@
 
 extern "C" {
 
-// Whether this machine has AVX-512 VNNI.
-int64_t eyas_has_vnni() { return HAS_VNNI; }
+// The floats of a vector; a panel of weights has twice as many outputs.
+int64_t eyas_lanes() { return LANES; }
+
+// The inputs side by side in matrices for integer dot products; 0: there are none.
+int64_t eyas_dot_inputs() { return HAS_DOT ? DOT_INPUTS : 0; }
+
+// What is added to int8 weights in such matrices.
+int64_t eyas_int8_zero() { return INT8_ZERO; }
 
 // Whether it has AVX-512 BF16.
 int64_t eyas_has_avx512_bf16() { return HAS_AVX512_BF16; }
@@ -88,9 +95,9 @@ void eyas_gumbel(const int64_t* seed, const uint8_t* greedy, int64_t stream,
             continue;
         }
         const TokenNoise key(seed[row / N], stream, position[row]);
-        for (int64_t begin = 0; begin < V; begin += 8) {
-            const int64_t count = V - begin < 8 ? V - begin : 8;
-            UInt64Vec token = TokenNoise::eight_from(begin);
+        for (int64_t begin = 0; begin < V; begin += WIDE_LANES) {
+            const int64_t count = V - begin < WIDE_LANES ? V - begin : WIDE_LANES;
+            UInt64Vec token = TokenNoise::tokens_from(begin);
             if (ids) std::memcpy(&token, ids + begin, count * sizeof(int64_t));
             DoubleVec g = gumbel(key.bits(token));
             for (int64_t i = 0; i < count; i++) noise[row * V + begin + i] = (float)g[i];

@@ -37,7 +37,7 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
     }
 }
 
-// The scores of COUNT queries [h], already scaled, with 16 / COUNT keys: all of the first query,
+// The scores of COUNT queries [h], already scaled, with LANES / COUNT keys: all of the first query,
 // then all of the second.
 template <int CHUNKS, int COUNT>
 static inline FloatVec dot_products(const float* const* query, const float* const* key) {
@@ -59,22 +59,23 @@ static inline FloatVec dot_products(const float* const* query, const float* cons
     return horizontal_sums(a);
 }
 
-// out [COUNT][h] += the weighted values, in order.
+// out [COUNT][h] += the weighted values, in order; CHUNKS vectors from the float `begin` on.
 template <int CHUNKS, int COUNT>
 static inline void accumulate_values(const float* const* weights, int64_t place,
-                                     const float* const* value, int64_t count, float* const* out) {
+                                     const float* const* value, int64_t count, float* const* out,
+                                     int64_t begin) {
     FloatVec a[COUNT][CHUNKS];
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; i++)
 #pragma GCC unroll 16
-        for (int d = 0; d < CHUNKS; d++) a[i][d] = load(out[i] + d * LANES);
+        for (int d = 0; d < CHUNKS; d++) a[i][d] = load(out[i] + begin + d * LANES);
     for (int64_t j = 0; j < count; j++) {
         FloatVec weight[COUNT];
 #pragma GCC unroll 16
         for (int i = 0; i < COUNT; i++) weight[i] = broadcast(weights[i][place + j]);
 #pragma GCC unroll 16
         for (int d = 0; d < CHUNKS; d++) {
-            FloatVec part = load(value[j] + d * LANES);
+            FloatVec part = load(value[j] + begin + d * LANES);
 #pragma GCC unroll 16
             for (int i = 0; i < COUNT; i++) a[i][d] = fma(weight[i], part, a[i][d]);
         }
@@ -82,11 +83,11 @@ static inline void accumulate_values(const float* const* weights, int64_t place,
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; i++)
 #pragma GCC unroll 16
-        for (int d = 0; d < CHUNKS; d++) store(out[i] + d * LANES, a[i][d]);
+        for (int d = 0; d < CHUNKS; d++) store(out[i] + begin + d * LANES, a[i][d]);
 }
 
 // Softmax without its division: scores become exp(score - max), zero behind `count` up to the next
-// multiple of 16. Returns their sum.
+// multiple of LANES. Returns their sum.
 static inline float exp_inplace(float* scores, int64_t count) {
     for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;
     FloatVec largest = load(scores), total = {};
@@ -103,7 +104,7 @@ static inline float exp_inplace(float* scores, int64_t count) {
 }
 
 // Attention of some queries of a row, for some heads that share keys: (query, head) pairs. Keys and
-// values are read 16 slots at a time and serve all pairs while they are in the cache.
+// values are read LANES slots at a time and serve all pairs while they are in the cache.
 //
 // A query's visible slots, in order: the committed ones from `begin` on, then its nodes. The
 // leading slots that all queries see (most of a prompt) are shared: those before `shared`. The
@@ -121,7 +122,7 @@ struct QueryGroup {
         return visible + (row * p.queries + first + n) * p.nodes;
     }
 
-    // a multiple of 16 from `begin` on; the rest is read with the other slots
+    // a multiple of LANES from `begin` on; the rest is read with the other slots
     int64_t shared_slots() const {
         int64_t nodes = p.nodes;
         for (int64_t n = 0; n < queries; n++)
@@ -166,11 +167,11 @@ struct QueryGroup {
         return place;
     }
 
-    // The scores of `pairs` queries with 16 keys, from index `place` on. Two queries read a key
+    // The scores of `pairs` queries with LANES keys, from index `place` on. Two queries read a key
     // together where registers suffice.
     static void score(const float* const* query, float* const* score, int64_t pairs, int64_t place,
                       const float* const* key) {
-        constexpr int TOGETHER = CHUNKS <= 4 ? 2 : 1, KEYS = LANES / TOGETHER;
+        constexpr int TOGETHER = CHUNKS <= 4 || LANES < 16 ? 2 : 1, KEYS = LANES / TOGETHER;
         int64_t n = 0;
         for (; n + TOGETHER <= pairs; n += TOGETHER)
             for (int first = 0; first < LANES; first += KEYS) {
@@ -182,18 +183,26 @@ struct QueryGroup {
         for (; n < pairs; n++) store(score[n] + place, dot_products<CHUNKS, 1>(query + n, key));
     }
 
-    // out += weights * values for `pairs` queries. Four of them read a value together: independent
+    // out += weights * values for `pairs` queries. Some of them read a value together: independent
     // sums hide the latency.
     static void add_values(const float* const* weights, int64_t pairs, int64_t place,
                            const float* const* value, int64_t count, float* const* out) {
-        constexpr int TOGETHER = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 2 : 1;
-        int64_t n = 0;
-        for (; n + TOGETHER <= pairs; n += TOGETHER)
-            accumulate_values<CHUNKS, TOGETHER>(weights + n, place, value, count, out + n);
-        if (n + 3 == pairs && CHUNKS <= 4)
-            accumulate_values<CHUNKS, 3>(weights + n, place, value, count, out + n), n = pairs;
-        for (; n < pairs; n++)
-            accumulate_values<CHUNKS, 1>(weights + n, place, value, count, out + n);
+        constexpr int PART = CHUNKS <= VALUE_VECTORS       ? CHUNKS
+                             : CHUNKS % VALUE_VECTORS == 0 ? VALUE_VECTORS
+                                                           : VALUE_VECTORS / 2;
+        constexpr int TOGETHER = PART <= 4 ? VALUE_PAIRS : PART <= 8 ? 2 : 1;
+        for (int64_t begin = 0; begin < CHUNKS * LANES; begin += PART * LANES) {
+            int64_t n = 0;
+            for (; n + TOGETHER <= pairs; n += TOGETHER)
+                accumulate_values<PART, TOGETHER>(weights + n, place, value, count, out + n, begin);
+            if (TOGETHER > 2 && n + TOGETHER - 1 == pairs) {
+                accumulate_values<PART, TOGETHER - 1>(weights + n, place, value, count, out + n,
+                                                      begin);
+                n = pairs;
+            }
+            for (; n < pairs; n++)
+                accumulate_values<PART, 1>(weights + n, place, value, count, out + n, begin);
+        }
     }
 
     void run() {
@@ -290,14 +299,14 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
                   width = (s.heads + 2 * s.kv_heads) * s.head_dim;
     if (!input) { input = normed_rows(thread, x, layer.norm, M, D, s.eps, p.normed); }
     linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, width, STORE);
-    switch (s.head_dim / LANES) {
-        case 1: attend<1>(layer, s, p, c, thread); break;
-        case 2: attend<2>(layer, s, p, c, thread); break;
-        case 4: attend<4>(layer, s, p, c, thread); break;
-        case 5: attend<5>(layer, s, p, c, thread); break;
-        case 6: attend<6>(layer, s, p, c, thread); break;
-        case 8: attend<8>(layer, s, p, c, thread); break;
-        case 16: attend<16>(layer, s, p, c, thread); break;
+    switch (s.head_dim) {
+        case 16: attend<16 / LANES>(layer, s, p, c, thread); break;
+        case 32: attend<32 / LANES>(layer, s, p, c, thread); break;
+        case 64: attend<64 / LANES>(layer, s, p, c, thread); break;
+        case 80: attend<80 / LANES>(layer, s, p, c, thread); break;
+        case 96: attend<96 / LANES>(layer, s, p, c, thread); break;
+        case 128: attend<128 / LANES>(layer, s, p, c, thread); break;
+        case 256: attend<256 / LANES>(layer, s, p, c, thread); break;
     }
     linear(layer.o, p.context, s.heads * s.head_dim, M, x, D, ADD);
     const float* normed = normed_rows(thread, x, layer.mlp_norm, M, D, s.eps, p.normed);

@@ -48,16 +48,16 @@ static void multiply_with_limbs(const Matrix& w, const float* x, int64_t ldx, in
 static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy,
                    Epilogue epilogue) {
     // of a prepared value, about
-    const int64_t x_bytes = w.kind == INT8_VNNI || w.kind == INT4 ? w.limbs
-                            : w.kind == BFLOAT16                  ? 2 * w.limbs
-                                                                  : 6;
+    const int64_t x_bytes = w.kind == INT8_DOT || w.kind == INT4 ? w.limbs
+                            : w.kind == BFLOAT16                 ? 2 * w.limbs
+                                                                 : 6;
     const int64_t most =
         std::max(MIN_BLOCK_ROWS, std::min(MAX_BLOCK_ROWS, BLOCK_BYTES / (w.inputs * x_bytes)));
     const int64_t blocks = (M + most - 1) / most;
     for (int64_t i = 0; i < blocks; i++) {
         const int64_t m = i * M / blocks, rows = (i + 1) * M / blocks - m;
-        if (w.kind == INT8_VNNI)
-            multiply_with_limbs<Int8Vnni>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        if (w.kind == INT8_DOT)
+            multiply_with_limbs<Int8Dot>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == INT4)
             multiply_with_limbs<Int4>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == INT8)

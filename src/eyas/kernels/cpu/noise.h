@@ -3,9 +3,10 @@
 
 #include "vectors.h"
 
-typedef double DoubleVec __attribute__((vector_size(64)));
-typedef int64_t Int64Vec __attribute__((vector_size(64)));
-typedef uint64_t UInt64Vec __attribute__((vector_size(64)));
+constexpr int WIDE_LANES = LANES / 2;  // numbers of 64 bits in a register
+typedef double DoubleVec __attribute__((vector_size(8 * WIDE_LANES)));
+typedef int64_t Int64Vec __attribute__((vector_size(8 * WIDE_LANES)));
+typedef uint64_t UInt64Vec __attribute__((vector_size(8 * WIDE_LANES)));
 
 template <class Word>
 static inline Word splitmix64(Word x) {  // SplitMix64's finaliser
@@ -28,16 +29,6 @@ static inline DoubleVec log_vec(DoubleVec x) {
     return __builtin_convertvector(n, DoubleVec) * 0.6931471805599453 + 2.0 * s * y;
 }
 
-static inline bool any(IntVec x) {
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
-#else
-    int32_t bits = 0;
-    for (int i = 0; i < LANES; i++) bits |= x[i];
-    return bits;
-#endif
-}
-
 // 52 random bits for each token; u = (bits + 1/2) / 2^52 is the token's uniform number, -log(-log
 // u) its Gumbel noise.
 struct TokenNoise {
@@ -52,8 +43,10 @@ struct TokenNoise {
     UInt64Vec bits(UInt64Vec token) const {
         return splitmix64(key + (token + 1) * 0x9E3779B97F4A7C15u) >> 12;
     }
-    static UInt64Vec eight_from(int64_t first) {
-        return (uint64_t)first + UInt64Vec{0, 1, 2, 3, 4, 5, 6, 7};
+    static UInt64Vec tokens_from(int64_t first) {
+        UInt64Vec offset;
+        for (int i = 0; i < WIDE_LANES; i++) offset[i] = i;
+        return (uint64_t)first + offset;
     }
 };
 
@@ -62,14 +55,14 @@ static inline DoubleVec gumbel(UInt64Vec bits) {
     return -log_vec(-log_vec(u));
 }
 
-// 1 - u for the uniform numbers u of 16 tokens.
+// 1 - u for the uniform numbers u of LANES tokens.
 static inline FloatVec one_minus_uniform(const TokenNoise& noise, const UInt64Vec* token) {
-    typedef float Eight __attribute__((vector_size(32)));
-    Eight half[2];
+    typedef float Half __attribute__((vector_size(4 * WIDE_LANES)));
+    Half half[2];
     for (int i = 0; i < 2; i++) {
         Int64Vec complement = (Int64Vec)(0xFFFFFFFFFFFFFu - noise.bits(token[i]));
         half[i] = __builtin_convertvector(
-            (__builtin_convertvector(complement, DoubleVec) + 0.5) * 0x1p-52, Eight);
+            (__builtin_convertvector(complement, DoubleVec) + 0.5) * 0x1p-52, Half);
     }
     FloatVec joined;
     std::memcpy(&joined, half, sizeof joined);
@@ -110,7 +103,8 @@ static int64_t draw(const float* scores, int64_t V, const TokenNoise* noise, boo
     };
     for (v = 0; v + LANES <= V; v += LANES) {
         FloatVec x = load(scores + v) - top;
-        const UInt64Vec token[2] = {TokenNoise::eight_from(v), TokenNoise::eight_from(v + 8)};
+        const UInt64Vec token[2] = {TokenNoise::tokens_from(v),
+                                    TokenNoise::tokens_from(v + WIDE_LANES)};
         IntVec may_win = one_minus_uniform(*noise, token) <= exp_vec(x - lead) * 1.0001f + 1e-37f;
         if (any(may_win))
             for (int i = 0; i < LANES; i++)

@@ -3,19 +3,20 @@
 
 #include "vectors.h"
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT8_VNNI, INT4 };
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT8_DOT, INT4 };
 
 struct Matrix {
     const void* data;    // panels in the layouts of tiles.h; null: no matrix
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
     int64_t kind;
-    int64_t limbs;  // of x for INT8_VNNI and INT4; for BFLOAT16 its parts, 1 (rounded) or 3
-    int64_t inputs, outputs;  // outputs: padded to a multiple of 32
+    int64_t limbs;  // of x for INT8_DOT and INT4; for BFLOAT16 its parts, 1 (rounded) or 3
+    int64_t inputs, outputs;  // outputs: padded to a multiple of PANEL
 };
 
 struct Layer {
-    Matrix qkv, o, gate_up, down;  // gate_up: panels hold 16 gates, then the 16 ups beside them
+    Matrix qkv, o, gate_up,
+        down;  // gate_up: panels hold LANES gates, then the LANES ups beside them
     const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of RMS norms; null: no norm
     int64_t window;  // visible positions, the query's own included; 0: all
 };
@@ -27,9 +28,9 @@ struct Shape {
 };
 
 struct KVCache {
-    float *keys, *values;        // of layer 0; [layer, row, K, slot, h]
-    const int64_t* row;          // [R]: where each row of the pass begins, in floats
-    int64_t layer, head, slot;   // strides in floats
+    float *keys, *values;       // of layer 0; [layer, row, K, slot, h]
+    const int64_t* row;         // [R]: where each row of the pass begins, in floats
+    int64_t layer, head, slot;  // strides in floats
 };
 
 struct Pass {
@@ -40,7 +41,8 @@ struct Pass {
     const uint8_t* visible;
     const uint8_t* visible_in_window;  // [R, Q, T]: the same for layers with a window
     const float *cosine, *sine;        // [position, h]
-    int64_t score_stride;  // floats of a query's scores: at least 32 more than its visible slots
+    int64_t
+        score_stride;  // floats of a query's scores: at least 2 vectors more than its visible slots
     // Work space for max(M, threads x min(M, SMALL_BATCH)) x D; M x (H + 2K) h; M x H h; M x inner;
     // and threads x MAX_PAIRS x score_stride floats.
     float *normed, *qkv, *context, *inner, *scores;

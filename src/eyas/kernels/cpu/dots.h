@@ -1,0 +1,223 @@
+// Tiles of int8 and int4 weights by integer dot products, and x as they read it; part of tiles.h.
+#pragma once
+
+// The largest integer whose limbs fit into signed bytes; for three limbs with a margin for
+// rounding: 127 * (65536 + 256 + 1) - 127.
+template <int LIMBS>
+constexpr float largest_quantized = LIMBS == 1   ? 127
+                                    : LIMBS == 2 ? 127 * 257
+                                                 : 8355584;
+
+#if !defined(NO_DOT)
+static inline IntVec broadcast_digit(const int8_t* digit) {
+    int32_t bytes;
+    std::memcpy(&bytes, digit, sizeof bytes);
+    return bytes - IntVec{};
+}
+
+// a += products of `inputs` inputs, N row digits by two vectors of outputs.
+template <int N>
+__attribute__((always_inline)) static inline void add_dots(IntVec (&a)[N][2], const int8_t*& digits,
+                                                           const uint8_t*& w, int64_t inputs,
+                                                           Prefetch& prefetch) {
+    for (int64_t k = 0; k < inputs; k += DOT_INPUTS, w += DOT_INPUTS * PANEL, digits += 4 * N) {
+        const IntVec first = dot_weights(w), second = dot_weights(w + DOT_INPUTS * LANES);
+        prefetch.issue();
+#pragma GCC unroll 12
+        for (int i = 0; i < N; i++) {
+            const IntVec x = broadcast_digit(digits + 4 * i);
+            add_dot(a[i][0], first, x);
+            add_dot(a[i][1], second, x);
+        }
+    }
+}
+
+template <int ROWS, int LIMBS>
+NOINLINE void multiply_tile(const TileInput& in, const Int8Dot<LIMBS>* w, int64_t inputs,
+                            Prefetch prefetch, const float* scale, const float* bias, float* y,
+                            int64_t ldy, Epilogue epilogue) {
+    constexpr int DIGITS = digits_of<LIMBS>, N = ROWS * DIGITS;
+    const int8_t* digits = in.digits;
+    const uint8_t* weights = (const uint8_t*)w;
+    // a copy: accumulators with a variable index would stay in memory throughout
+    FloatVec sums[N][2];
+    if constexpr (DOT_INPUTS == 4) {
+        IntVec a[N][2];
+#pragma GCC unroll 12
+        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = in.initial[i] - IntVec{};
+        add_dots<N>(a, digits, weights, inputs, prefetch);
+#pragma GCC unroll 12
+        for (int i = 0; i < N; i++) sums[i][0] = to_float(a[i][0]), sums[i][1] = to_float(a[i][1]);
+    } else {
+        constexpr int64_t BLOCK = 512;  // products of 16 and 8 bits whose sum fits into 32 bits
+        IntVec high[N][2] = {}, low[N][2] = {};
+        for (int64_t k = 0; k < inputs; k += BLOCK) {
+            IntVec a[N][2];
+#pragma GCC unroll 12
+            for (int i = 0; i < N; i++) a[i][0] = a[i][1] = IntVec{};
+            add_dots<N>(a, digits, weights, std::min(BLOCK, inputs - k), prefetch);
+#pragma GCC unroll 12
+            for (int i = 0; i < N; i++)
+                for (int half = 0; half < 2; half++)
+                    high[i][half] += a[i][half] >> 16, low[i][half] += a[i][half] & 0xffff;
+        }
+        for (int i = 0; i < N; i++)
+            for (int half = 0; half < 2; half++)
+                sums[i][half] =
+                    fma(to_float(high[i][half]), broadcast(65536), to_float(low[i][half]));
+    }
+    for (int m = 0; m < ROWS; m++) {
+        FloatVec whole[2] = {};
+        for (int half = 0; half < 2; half++) {
+            for (int d = DIGITS - 1; d >= 0; d--)
+                whole[half] =
+                    fma(whole[half], broadcast(1 << DIGIT_BITS), sums[m * DIGITS + d][half]);
+            whole[half] *= in.x_scale[m];
+        }
+        apply_epilogue(whole[0], whole[1], scale, bias, y + m * ldy, epilogue);
+    }
+}
+
+template <int ROWS, int LIMBS>
+NOINLINE void multiply_tile(const TileInput& in, const Int4<LIMBS>* w, int64_t inputs,
+                            Prefetch prefetch, const float*, const float* bias, float* y,
+                            int64_t ldy, Epilogue epilogue) {
+    constexpr int DIGITS = digits_of<LIMBS>, N = ROWS * DIGITS, STEP = DOT_INPUTS * PANEL;
+    FloatVec sums[ROWS][2] = {};
+    const uint8_t* group = (const uint8_t*)w;
+    const int8_t* digits = in.digits;
+    const int32_t* initial = in.initial;
+    for (int64_t k = 0; k < inputs; k += GROUP_SIZE, group += GROUP_BYTES, initial += N) {
+        IntVec a[N][2];
+#pragma GCC unroll 12
+        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = initial[i] - IntVec{};
+        for (int step = 0; step < PanelFormat<Int4<LIMBS>>::steps; step++) {
+            IntVec first = packed_nibbles(group + step * STEP),
+                   second = packed_nibbles(group + step * STEP + STEP / 2);
+            prefetch.issue();
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++, digits += 4 * N) {
+                const IntVec left = low_nibbles(first), right = low_nibbles(second);
+#pragma GCC unroll 12
+                for (int i = 0; i < N; i++) {
+                    const IntVec x = broadcast_digit(digits + 4 * i);
+                    add_dot(a[i][0], left, x);
+                    add_dot(a[i][1], right, x);
+                }
+                first = next_nibbles(first), second = next_nibbles(second);
+            }
+        }
+        FloatVec scale[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++)
+            scale[half] = load_bfloat16(group + GROUP_SIZE * PANEL / 2 + half * 2 * LANES);
+#pragma GCC unroll 6
+        for (int m = 0; m < ROWS; m++) {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                FloatVec whole = to_float(a[m * DIGITS + DIGITS - 1][half]);
+#pragma GCC unroll 2
+                for (int d = DIGITS - 2; d >= 0; d--)
+                    whole =
+                        fma(whole, broadcast(1 << DIGIT_BITS), to_float(a[m * DIGITS + d][half]));
+                sums[m][half] = fma(whole, scale[half], sums[m][half]);
+            }
+        }
+    }
+    FloatVec scaled[ROWS][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < ROWS; m++)
+        scaled[m][0] = sums[m][0] * in.x_scale[m], scaled[m][1] = sums[m][1] * in.x_scale[m];
+    for (int m = 0; m < ROWS; m++)
+        apply_epilogue(scaled[m][0], scaled[m][1], nullptr, bias, y + m * ldy, epilogue);
+}
+
+// Quantise a row [K], K a multiple of LANES, and split it into digits; consecutive steps of
+// DOT_INPUTS inputs are `rows` x digits x 4 bytes apart. initial: for each group, what cancels the
+// weights' zero point. Values that are not finite make x_scale NaN.
+#if defined(__AVX512VNNI__)
+template <int LIMBS>
+static void split_into_digits(const float* x, int64_t K, int64_t group, int zero, int64_t rows,
+                              int8_t* limbs, float* x_scale, int32_t* initial) {
+    constexpr float LARGEST = largest_quantized<LIMBS>;
+    FloatVec largest = broadcast(1e-30f), broken = {};
+    for (int64_t k = 0; k < K; k += LANES) {
+        largest = (FloatVec)_mm512_max_ps((__m512)largest, _mm512_abs_ps((__m512)load(x + k)));
+        broken = fma(load(x + k), FloatVec{}, broken);
+    }
+    const float top = _mm512_reduce_max_ps((__m512)largest);
+    *x_scale = top / LARGEST + horizontal_sum(broken);
+    __m512i sums[LIMBS] = {};
+    for (int64_t k = 0; k < K; k += LANES) {
+        __m512i rest = _mm512_cvtps_epi32((__m512)(load(x + k) * (LARGEST / top)));
+        for (int d = 0; d < LIMBS; d++) {
+            __m128i bytes = _mm512_cvtepi32_epi8(rest);
+            __m512i limb = _mm512_cvtepi8_epi32(bytes);
+            sums[d] = _mm512_add_epi32(sums[d], limb);
+            rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, limb), 8);
+            int32_t quadruples[4];
+            _mm_storeu_si128((__m128i*)quadruples, bytes);
+            for (int q = 0; q < 4; q++)
+                std::memcpy(limbs + (((k / 4 + q) * rows) * LIMBS + d) * 4, quadruples + q, 4);
+        }
+        if ((k + LANES) % group == 0) {
+            for (int d = 0; d < LIMBS; d++)
+                initial[d] = -zero * _mm512_reduce_add_epi32(sums[d]),
+                sums[d] = _mm512_setzero_si512();
+            initial += rows * LIMBS;
+        }
+    }
+}
+#else
+template <int LIMBS>
+static void split_into_digits(const float* x, int64_t K, int64_t group, int zero, int64_t rows,
+                              int8_t* digits, float* x_scale, int32_t* initial) {
+    constexpr float LARGEST = largest_quantized<LIMBS>;
+    // of a digit that another one follows; the last one keeps the rest
+    constexpr int DIGITS = digits_of<LIMBS>, UNUSED = 32 - DIGIT_BITS;
+    typedef std::conditional_t<DOT_INPUTS == 4, int8_t, int16_t> Digit;
+    FloatVec largest = broadcast(1e-30f), broken = {};
+    for (int64_t k = 0; k < K; k += LANES) {
+        const FloatVec value = load(x + k), size = value < 0 ? -value : value;
+        largest = size > largest ? size : largest;
+        broken = fma(value, FloatVec{}, broken);
+    }
+    float top = largest[0];
+    for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
+    *x_scale = top / LARGEST + horizontal_sum(broken);
+    IntVec sums[DIGITS] = {};
+    for (int64_t k = 0; k < K; k += LANES) {
+        IntVec rest = round_to_int(load(x + k) * (LARGEST / top));
+        for (int d = 0; d < DIGITS; d++) {
+            const IntVec digit = d + 1 < DIGITS ? (rest << UNUSED) >> UNUSED : rest;
+            sums[d] += digit;
+            rest = (rest - digit) >> DIGIT_BITS;
+            Digit narrow[LANES];
+            for (int i = 0; i < LANES; i++) narrow[i] = (Digit)digit[i];
+            for (int step = 0; step < LANES / DOT_INPUTS; step++)
+                std::memcpy(digits + ((k / DOT_INPUTS + step) * rows * DIGITS + d) * 4,
+                            narrow + step * DOT_INPUTS, 4);
+        }
+        if ((k + LANES) % group == 0) {
+            for (int d = 0; d < DIGITS; d++) {
+                int32_t sum = 0;
+                for (int i = 0; i < LANES; i++) sum += sums[d][i];
+                initial[d] = -zero * sum;
+                sums[d] = IntVec{};
+            }
+            initial += rows * DIGITS;
+        }
+    }
+}
+#endif
+#else
+template <int ROWS, int LIMBS>
+static void multiply_tile(const TileInput&, const Int8Dot<LIMBS>*, int64_t, Prefetch, const float*,
+                          const float*, float*, int64_t, Epilogue) {}
+template <int ROWS, int LIMBS>
+static void multiply_tile(const TileInput&, const Int4<LIMBS>*, int64_t, Prefetch, const float*,
+                          const float*, float*, int64_t, Epilogue) {}
+template <int LIMBS>
+static void split_into_digits(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*,
+                              int32_t*) {}
+#endif

@@ -4,7 +4,7 @@ test where its library is absent."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,14 @@ def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
     return words.sum(-1).to(torch.int32)
 
 
-def write_gguf(path: Path, kind: str = "Q8_0") -> None:
-    """The small llama as a file in GGUF format, without a tokenizer."""
+def write_gguf(path: Path, kind: str = "Q8_0", tokens: Sequence[str] = (), seed: int = 0) -> None:
+    """The small llama as a file in GGUF format.
+
+    tokens: its vocabulary, byte-level BPE whose first token ends a text and whose digits are split.
+    """
     gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
     pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
-    model = zoo.tiny("llama", **SIZES)
+    model = zoo.tiny("llama", seed=seed, **SIZES, **({"vocab_size": len(tokens)} if tokens else {}))
     config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -163,6 +166,15 @@ def write_gguf(path: Path, kind: str = "Q8_0") -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
+    if tokens:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
+        pairs = [token for token in tokens[1:] if len(token) == 2]
+        writer.add_token_merges([" ".join(pair) for pair in pairs])
+        writer.add_eos_token_id(0)
+        writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp pairs neighbouring dimensions for RoPE

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from eyas import files
 from eyas.errors import InputError
 from eyas.files import (
     check_output_folder,
@@ -141,3 +142,22 @@ def test_a_folder_that_cannot_be_made_is_refused_early_and_nothing_stays(tmp_pat
         with pytest.raises(InputError, match="cannot write"):
             check_output_folder(path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_kept_checksum_is_computed_again_only_when_the_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards large files from being read at every load, and a changed one of the same size from
+    being taken for what it was."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "large"
+    path.write_bytes(b"one")
+    first = files.kept_sha256(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sha256_of_file", lambda path: "read again")
+        assert files.kept_sha256(path) == first == hashlib.sha256(b"one").hexdigest()
+    path.write_bytes(b"two")
+    assert files.kept_sha256(path) == hashlib.sha256(b"two").hexdigest()
+    for kept in (tmp_path / "cache" / "eyas" / "checksums").iterdir():
+        kept.write_text("damaged")
+    assert files.kept_sha256(path) == hashlib.sha256(b"two").hexdigest()

@@ -6,6 +6,7 @@
     check_output_folder whether a folder can be made and locked, asked before anything slow is done
     remove_leftovers    temporary files of processes that are gone
     sha256_of_file      the checksum by which a changed file is noticed; sha256_of_folder: those of all files
+    kept_sha256         the same, computed once for as long as the system says that the file is unchanged
     is_altered          whether a file differs from the checksum that was shipped with it
     parse_json          a JSON value, or one clear error
     read_versioned      the content of a JSON file that says its format and version
@@ -38,6 +39,7 @@ __all__ = [
     "CHECKSUMS",
     "check_output_folder",
     "is_altered",
+    "kept_sha256",
     "locked_folder",
     "locked_output",
     "parse_json",
@@ -76,6 +78,28 @@ def sha256_of_file(path: str | Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal. Raises OSError when it cannot be read."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def kept_sha256(path: str | Path) -> str:
+    """The SHA-256 of a large file, which is kept in the user's cache: it is computed again when the
+    file's size, times or place on the disk have changed. Raises OSError when it cannot be read.
+
+    A change that the system does not record, such as a failing disk's, is not noticed.
+    """
+    path = Path(path).resolve()
+    status = path.stat()
+    identity = [str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    kept = user_cache() / "checksums" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.json"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        known = json.loads(kept.read_text(encoding="utf-8"))
+        if known["file"] == identity:
+            return str(known["sha256"])
+    computed = sha256_of_file(path)
+    with suppress(OSError):  # without a cache folder it is computed again the next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(kept) as stream:
+            stream.write(json.dumps({"file": identity, "sha256": computed}).encode())
+    return computed
 
 
 def sha256_of_folder(folder: Path) -> dict[str, str]:
@@ -323,4 +347,4 @@ def prepare_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{os.getpid()}"
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another thread probes, too

@@ -256,7 +256,7 @@ def test_gguf(tmp_path: Path) -> None:
     """Guards files in GGUF format: by path or by folder and name; the weights are plain, so kernels
     run them and text is exact."""
     write_gguf(tmp_path / "model.gguf")
-    with pytest.warns(UserWarning, match="no tokenizer from model.gguf"):
+    with pytest.warns(UserWarning, match="no tokenizer in model.gguf"):
         llm = eyas.load(tmp_path / "model.gguf", "suffix")
     assert llm.target.quantised_by == ""
     by_name = eyas.load(tmp_path, "suffix", gguf_file="model.gguf", tokenizer=False)

@@ -18,8 +18,9 @@ from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter, build_options, option_defaults
+from eyas.core.gguf_files import as_folder
 from eyas.core.placement import is_tensor_parallel
-from eyas.core.pretrained import DeviceMap, check_config, read_tokenizer, split_gguf
+from eyas.core.pretrained import DeviceMap, check_config, has_tokenizer, read_tokenizer, split_gguf
 from eyas.core.target import Target, pick_device, pick_dtype
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
@@ -41,6 +42,7 @@ def load(
     draft_with: str | None = None,
     adapter: str | Path | Sequence[str | Path] | Mapping[str, str | Path] | None = None,
     gguf_file: str | None = None,
+    cache: bool = True,
     tokenizer: str | Path | PreTrainedTokenizerBase | Literal[False] | None = None,
     dtype: str | torch.dtype | None = "auto",
     device: str | torch.device | int | None = "auto",
@@ -72,6 +74,7 @@ def load(
             the target is used as it is, with all of its adapters. Needs the extra `peft`.
         gguf_file: the name of a file in GGUF format in the target's folder or on the hub; its weights
             become plain ones. Needs the extra `quantised`.
+        cache: keep what such a file is converted to on this machine (docs/targets.md), or take what is kept.
         tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
         dtype, device: "auto": float32 on a CPU; on an accelerator, and for quantised weights, the
             checkpoint's own dtype.
@@ -111,7 +114,7 @@ def load(
         if draft in (None, AUTO) and method is not None:
             draft = tiny.HEADS.get(drafters.find(method).head_format)
     loaded_target, loaded_tokenizer = _load_target(
-        target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), weights_map, gguf_file
+        target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), weights_map, gguf_file, cache
     )
     loaded_target = runners.with_fastest_runner(
         loaded_target,
@@ -143,6 +146,7 @@ def _load_target(
     adapters: dict[str, str] | str | None,
     device_map: DeviceMap | None,
     gguf_file: str | None = None,
+    cache: bool = True,
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from the arguments of `load`."""
     if gguf_file is not None and not isinstance(source, str | Path):
@@ -169,14 +173,33 @@ def _load_target(
             f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}"
         )
     source, gguf_file = split_gguf(source, gguf_file)
-    check_config(source, trust_remote_code, gguf_file=gguf_file)
-    if tokenizer is None:
-        loaded_tokenizer = read_tokenizer(source, trust_remote_code, gguf_file=gguf_file)
-    else:
-        loaded_tokenizer = _tokenizer(tokenizer, trust_remote_code)
-    return Target.load(
-        source, dtype, device, trust_remote_code, adapters=adapters, device_map=device_map, gguf_file=gguf_file
-    ), loaded_tokenizer
+    if gguf_file is None:
+        return _load_folder(source, tokenizer, dtype, device, trust_remote_code, adapters, device_map)
+    with as_folder(source, gguf_file, cache) as folder:
+        if tokenizer is None and has_tokenizer(source):
+            tokenizer = source
+        elif tokenizer is None and not has_tokenizer(folder):
+            warnings.warn(f"no tokenizer in {gguf_file}: name one (tokenizer=..., --tokenizer)", stacklevel=3)
+        name = f"{source}/{gguf_file}"
+        return _load_folder(folder, tokenizer, dtype, device, trust_remote_code, adapters, device_map, name)
+
+
+def _load_folder(
+    source: str | Path,
+    tokenizer: Any,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    adapters: dict[str, str] | str | None,
+    device_map: DeviceMap | None,
+    name: str = "",
+) -> tuple[Target, PreTrainedTokenizerBase | None]:
+    """The target in a folder or at a hub id, and its tokenizer unless another one is named."""
+    check_config(source, trust_remote_code)
+    named = tokenizer is not None
+    loaded_tokenizer = (_tokenizer if named else read_tokenizer)(tokenizer if named else source, trust_remote_code)
+    target = Target.load(source, dtype, device, trust_remote_code, adapters=adapters, device_map=device_map, name=name)
+    return target, loaded_tokenizer
 
 
 def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:

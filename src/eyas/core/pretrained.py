@@ -8,8 +8,8 @@ knows files and transformers' Auto classes; it knows no tree, no cache and no me
 from __future__ import annotations
 
 import json
+import logging
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -39,11 +39,16 @@ __all__ = [
     "REASON_LENGTH",
     "DeviceMap",
     "check_config",
+    "check_gguf",
+    "has_tokenizer",
     "is_missing_path",
+    "read_gguf_tokenizer",
     "read_model",
     "read_tokenizer",
     "split_gguf",
 ]
+
+log = logging.getLogger(__name__)  # the command line shows its messages
 
 CPU = torch.device("cpu")
 
@@ -95,7 +100,8 @@ def read_model(
         dtype: a torch dtype, or "auto" for the checkpoint's own.
         role: how messages call the model: "target", "draft model".
         device_map: where its weights go, instead of the CPU.
-        gguf_file: a file in GGUF format in that folder; its weights become plain ones.
+        gguf_file: a file in GGUF format in that folder; its weights become plain ones
+            (`core.gguf_files` does it faster, once for each file).
         device: the device of the model. A quantised model is loaded there, as its library may not
             be able to move it.
         own_dtype: a quantised checkpoint keeps its own dtype, in which its scales are stored.
@@ -106,7 +112,7 @@ def read_model(
         OptionError: a package that reads GGUF files is missing.
     """
     config = check_config(source, trust_remote_code, role, gguf_file)
-    options = {} if gguf_file is None else _gguf_options(gguf_file)
+    options = {} if gguf_file is None else {"config": config, **_gguf_options(gguf_file)}
     quantised = getattr(config, "quantization_config", None) is not None and gguf_file is None
     if quantised and device != CPU and device_map is None:
         options["device_map"] = {"": device}
@@ -156,12 +162,12 @@ def check_config(
             the configuration.
         OptionError: a package that reads GGUF files is missing.
     """
-    _check_path(source, role, gguf_file)
     if gguf_file is not None:
-        _check_gguf_packages()
+        check_gguf(source, gguf_file)
         with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _no_faults, f"{gguf_file}: "):
             stated: PreTrainedConfig = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
             return stated
+    _check_path(source, role)
     folder = _folder(source)
     # transformers would list every layer in its error
     if folder is not None and (fault := next(_layer_faults(folder), None)):
@@ -176,23 +182,19 @@ def check_config(
 
 
 def read_tokenizer(
-    source: str | Path, trust_remote_code: bool = False, required: bool = False, gguf_file: str | None = None
+    source: str | Path, trust_remote_code: bool = False, required: bool = False
 ) -> PreTrainedTokenizerBase | None:
     """Load a tokenizer; None if there are no files of one, or it knows no token.
 
     Args:
         source: local folder or hub id.
         required: raise instead of returning None.
-        gguf_file: a file in GGUF format, which may hold a tokenizer; it is read if the folder has
-            no files of one.
 
     Raises:
         ModelError: the files of a tokenizer are there, but it cannot be loaded.
     """
     folder = _folder(source)
-    if gguf_file is not None and (folder is None or not _has_tokenizer(folder)):
-        return _gguf_tokenizer(source, gguf_file)
-    if folder is not None and not _has_tokenizer(folder):
+    if folder is not None and not _has_files_of_tokenizer(folder):
         if required:
             raise _no_tokenizer(source)
         return None
@@ -204,7 +206,7 @@ def read_tokenizer(
             empty = len(tokenizer) == 0
     except ModelError:
         folder = _folder(source)
-        if required or (folder is not None and _has_tokenizer(folder)):
+        if required or (folder is not None and _has_files_of_tokenizer(folder)):
             raise
         return None
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
@@ -225,16 +227,37 @@ def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | 
     return source, gguf_file
 
 
-def _gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a file in GGUF format; None, with a warning, if transformers cannot make one
-    from the file."""
+def has_tokenizer(source: str | Path) -> bool:
+    """Whether a local folder, or what the cache has of a hub id, holds files of a tokenizer."""
+    folder = _folder(source)
+    return folder is not None and _has_files_of_tokenizer(folder)
+
+
+def read_gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
+    one from the file."""
     try:
         with _one_line_errors("", source, _no_faults):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
             return tokenizer
     except ModelError as error:
-        warnings.warn(f"no tokenizer from {gguf_file}{error}; name another (tokenizer=..., --tokenizer)", stacklevel=4)
+        log.info("no tokenizer from %s%s", gguf_file, error)
         return None
+
+
+def check_gguf(source: str | Path, gguf_file: str) -> None:
+    """Refuse a file in GGUF format before anything large is read.
+
+    Raises:
+        ModelError: the folder has no such file, or `source` is neither a folder nor a hub id.
+        OptionError: a package that reads GGUF files is missing.
+    """
+    _check_path(source, "target", gguf_file)
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise OptionError(
+                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
+            )
 
 
 def _gguf_options(gguf_file: str) -> dict[str, Any]:
@@ -242,14 +265,6 @@ def _gguf_options(gguf_file: str) -> dict[str, Any]:
     transformers has no GgufConfig, and always makes plain weights."""
     settings = getattr(transformers, "GgufConfig", None)
     return {"gguf_file": gguf_file, **({} if settings is None else {"quantization_config": settings(dequantize=True)})}
-
-
-def _check_gguf_packages() -> None:
-    for package in ("gguf", "accelerate"):
-        if find_spec(package) is None:
-            raise OptionError(
-                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
-            )
 
 
 def _no_tokenizer(source: str | Path) -> ModelError:
@@ -299,7 +314,7 @@ def _folder(source: str | Path) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def _has_files_of_tokenizer(folder: Path) -> bool:
     return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
 
 

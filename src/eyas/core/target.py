@@ -176,20 +176,21 @@ class Target:
         role: str = "target",
         adapters: Adapters = None,
         device_map: DeviceMap | None = None,
-        gguf_file: str | None = None,
+        name: str = "",
     ) -> Target:
         """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own
         on an accelerator or if it is quantised.
 
         `role`: the name of the model in error messages. `adapters`: see `of`. `device_map`: where
-        the weights go, instead of one device. `gguf_file`: see `core.pretrained.read_model`.
+        the weights go, instead of one device. `name`: the target's name, if it is not the path.
         """
         place = torch.device(pick_device(device))
+        own_dtype = dtype == "auto"
         model: Any = read_model(
-            path, pick_dtype(dtype, place), trust_remote_code, role, device_map, gguf_file, place, dtype == "auto"
+            path, pick_dtype(dtype, place), trust_remote_code, role, device_map, device=place, own_dtype=own_dtype
         )
         try:
-            return cls.of(model, "/".join(filter(None, (str(path), gguf_file))), adapters)
+            return cls.of(model, name or str(path), adapters)
         except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code, with the values of a configuration that may be broken

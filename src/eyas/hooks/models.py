@@ -28,6 +28,7 @@ MAX_LLMS = 4  # LLMs that are kept for a model; each may hold a draft head, and 
 TARGET_OPTIONS = (
     "target",
     "gguf_file",
+    "cache",
     "tokenizer",
     "dtype",
     "torch_dtype",

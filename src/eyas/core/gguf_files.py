@@ -1,0 +1,250 @@
+"""A model in a file in GGUF format, as a folder in Hugging Face layout.
+
+transformers reads such files, but it parses them up to five times and computes the weights in small
+pieces, one core at a time. Here its own code does the same with a file that is parsed once and with
+weights that are computed on all cores; the result is written as float32, which holds every weight
+without loss. The folder is kept in the user's cache:
+
+    ~/.cache/eyas/gguf/KEY/    KEY hashes the file's bytes and the versions of transformers and gguf
+
+A kept folder that has changed on the disk is made again. Those that were used least recently are
+removed once all of them take more than EYAS_GGUF_CACHE_GB (20).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from huggingface_hub import hf_hub_download
+from rich.console import Console
+from rich.progress import track
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers.utils import logging as transformers_logging
+
+from eyas.core.pretrained import check_gguf, read_gguf_tokenizer, read_model
+from eyas.errors import InputError, ModelError, one_line
+from eyas.files import CHECKSUMS, kept_sha256, prepare_folder, sha256_of_folder, user_cache, write_errors, write_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["as_folder", "kept_folder"]
+
+log = logging.getLogger(__name__)  # the command line shows its messages
+
+FORMAT = 1  # of the folders; those of another number are made again
+PIECE = 2**20  # weights that one core computes at a time
+DEFAULT_LIMIT_GB = 20.0
+RECENT_SECONDS = 600.0  # a folder that was used so shortly before the newest one is not removed
+# Vocabularies whose digits are split before the rest, which llama.cpp does and transformers does not.
+SPLITS_DIGITS = ("smollm", "starcoder", "refact", "command-r")
+
+
+@contextmanager
+def as_folder(source: str | Path, gguf_file: str, keep: bool = True) -> Iterator[Path]:
+    """Yield a folder with the model and, if the file has one, its tokenizer.
+
+    Args:
+        source: the file's folder, or a hub id.
+        gguf_file: the file's name there.
+        keep: keep the folder in the user's cache, or take the one that is there. Otherwise it is
+            removed when the block ends; weights that were mapped into memory stay readable.
+
+    Raises:
+        ModelError: the file is missing, or transformers cannot read it.
+        OptionError: a package that reads GGUF files is missing.
+    """
+    path = _file(source, gguf_file)
+    if keep:
+        try:
+            prepare_folder(_cache())
+        except InputError as error:
+            log.warning("%s: %s is converted at every load", error, path.name)
+            keep = False
+    if keep:
+        yield kept_folder(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="eyas-gguf-") as folder:
+        _convert(path, Path(folder))
+        yield Path(folder)
+
+
+def kept_folder(path: Path) -> Path:
+    """The folder of this file in the user's cache; it is made first where it is missing or damaged.
+
+    Raises: see `as_folder`.
+    """
+    from filelock import FileLock
+
+    check_gguf(path.parent, path.name)
+    prepare_folder(_cache())
+    folder = _cache() / _key(path)
+    with write_errors(folder), FileLock(_cache() / f".{folder.name}.lock"):  # a second process waits, and finds it
+        if not _is_intact(folder):
+            log.info("%s is converted, which takes a while and is done once", path.name)
+            _make(path, folder)
+        os.utime(folder)
+    _remove_unused(folder)
+    return folder
+
+
+def _file(source: str | Path, gguf_file: str) -> Path:
+    """The file, fetched where `source` is a hub id. ModelError where there is none."""
+    check_gguf(source, gguf_file)
+    if Path(source).is_dir():
+        return Path(source) / gguf_file
+    try:
+        return Path(hf_hub_download(str(source), gguf_file))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"target {str(source)!r} has no file {gguf_file!r} here: {one_line(error, 200)}") from error
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def _cache() -> Path:
+    return user_cache() / "gguf"
+
+
+def _key(path: Path) -> str:
+    versions = [FORMAT, *(version(name) for name in ("transformers", "gguf"))]
+    return "-".join([kept_sha256(path)[:16], *map(str, versions)])
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether all files are there as they were written."""
+    try:
+        expected = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        return bool(expected) and all(kept_sha256(folder / name) == known for name, known in expected.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _make(path: Path, folder: Path) -> None:
+    """Convert into a temporary folder, which then gets its name. What a killed process left is
+    removed: whoever makes a folder holds its lock."""
+    for left in (folder, *folder.parent.glob(f".{folder.name}.*.tmp")):
+        shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        _convert(path, made)
+        write_text(made / CHECKSUMS, json.dumps(sha256_of_folder(made), indent=1))
+        os.replace(made, folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_unused(newest: Path) -> None:
+    """Remove the folders that were used least recently, until the others fit the limit."""
+    limit = float(os.environ.get("EYAS_GGUF_CACHE_GB") or DEFAULT_LIMIT_GB) * 1e9
+    with suppress(OSError):  # another process removes them, too
+        folders = [path for path in _cache().iterdir() if path.is_dir() and not path.name.startswith(".")]
+        used = {path: path.stat().st_mtime for path in folders}
+        room = limit
+        for path in sorted(folders, key=lambda path: -used[path]):
+            room -= sum(file.stat().st_size for file in path.iterdir())
+            if room < 0 and path != newest and used[path] < used[newest] - RECENT_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+# --- the conversion -------------------------------------------------------------------------------
+
+
+def _convert(path: Path, folder: Path) -> None:
+    """Write the model and, if there is one, its tokenizer into an empty folder."""
+    bars: Any = transformers_logging
+    shows_bars = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()  # ours is for the whole file
+    try:
+        with _read_quickly() as parsed:
+            tokenizer = read_gguf_tokenizer(path.parent, path.name)
+            model = read_model(path.parent, torch.float32, gguf_file=path.name)
+        if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            _complete(tokenizer, model.config, parsed(str(path)))
+            tokenizer.save_pretrained(folder)
+    finally:
+        if shows_bars:
+            bars.enable_progress_bar()
+
+
+def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> None:
+    """Add what transformers does not take from the file: digits that are split, the length of texts."""
+    kind = file.get_field("tokenizer.ggml.pre")
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if kind is not None and kind.contents() in SPLITS_DIGITS and isinstance(backend.pre_tokenizer, ByteLevel):
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    if context := getattr(config.get_text_config(), "max_position_embeddings", None):
+        tokenizer.model_max_length = context
+
+
+@contextmanager
+def _read_quickly() -> Iterator[Callable[[str], Any]]:
+    """Within this block transformers gets quicker functions, which give the same: files are parsed
+    once, weights are computed on all cores, tables of names are made once; and its progress bar is
+    one that only terminals see. Yields the function that parses a file."""
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, *args: Any, **keywords: Any) -> Any:
+            self.data: Any = self.data.view(np.ndarray)  # slices of numpy's memmap take four times as long
+            return super()._get(*args, **keywords)
+
+    parsed = cache(lambda name: Reader(name))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        quick: dict[tuple[Any, str], Callable[..., Any]] = {
+            (gguf, "GGUFReader"): lambda path: parsed(str(path)),
+            (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),
+            (gguf, "dequantize"): partial(_dequantised, gguf.dequantize, pool),
+            (reading, "tqdm"): _progress_bar,
+        }
+        usual = {(module, name): getattr(module, name) for module, name in quick}
+        try:
+            for (module, name), function in quick.items():
+                setattr(module, name, function)
+            yield parsed
+        finally:
+            for (module, name), function in usual.items():
+                setattr(module, name, function)
+
+
+def _dequantised(dequantize: Callable[[Any, Any], Any], pool: ThreadPoolExecutor, data: Any, kind: Any) -> Any:
+    """What `gguf.dequantize` returns, computed in pieces of many blocks on all cores: a block's
+    weights depend on no other block."""
+    import gguf
+
+    size, length = gguf.GGML_QUANT_SIZES[kind]  # weights and bytes of a block
+    if size == 1:
+        return dequantize(data, kind)
+    blocks = np.ascontiguousarray(data).view(np.uint8).reshape(-1, length)
+    weights = np.empty((len(blocks), size), np.float32)
+    step = PIECE // size
+
+    def compute(first: int) -> None:
+        piece = blocks[first : first + step]
+        weights[first : first + step] = dequantize(piece.reshape(1, -1), kind).reshape(-1, size)
+
+    list(pool.map(compute, range(0, len(blocks), step)))  # raises what a piece raises
+    return weights.reshape(*data.shape[:-1], -1)
+
+
+def _progress_bar(tensors: Iterable[Any], **_: Any) -> Iterable[Any]:
+    """The tensors, with a progress bar on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    return track(tensors, "converting weights", console=console, transient=True, disable=not console.is_terminal)

@@ -301,9 +301,9 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     with pytest.raises(OptionError, match="no bfloat16 dot-product instructions"):
         runners.with_fastest_runner(target, weights="bfloat16", activations="bfloat16")
     monkeypatch.setattr(kernels, "has_dots", lambda: False)
-    with pytest.raises(OptionError, match="no int8 dot-product instructions"):
+    with pytest.raises(OptionError, match="no integer dot products for this CPU"):
         runners.with_fastest_runner(target, activations="int8")
-    with pytest.raises(OptionError, match="no int8 dot-product instructions"):
+    with pytest.raises(OptionError, match="no integer dot products for this CPU"):
         runners.with_fastest_runner(target, weights="int4")
     with pytest.raises(OptionError, match="draft weights int4 need compiled kernels"):
         runners.with_fastest_runner(target, "off", draft_weights="int4")

@@ -28,7 +28,7 @@ LAYERS = {
     **dict.fromkeys(["nn", "losses", "text", "tiny", "datastore"], 0),
     "checkpoints": 1,
     "core": 2,
-    **dict.fromkeys(["drafters", "metrics", "grammar"], 3),
+    **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     "api": 6,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas import checkpoints, drafters, runners, tiny
+from eyas import checkpoints, drafters, named, runners, tiny
 from eyas.adaptive import make_controller, mode_of
 from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
@@ -59,7 +59,8 @@ def load(
 
     Args:
         target: local folder, hub id, a file in GGUF format, or a loaded model, which is used as it is;
-            quantised models stay quantised (docs/targets.md). None: the embedded model with its own head.
+            quantised models stay quantised (docs/targets.md). "smollm2": SmolLM2-135M-Instruct, which
+            is fetched when it is first asked for. None: the embedded model with its own head.
         draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that
             needs none. "auto": the first head that is listed for this target and can be read
             (docs/checkpoints.md); a warning says which.
@@ -109,10 +110,14 @@ def load(
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
-    if target is None:
-        method = method or (tiny.BEST if draft in (None, AUTO) else None)
+    if (model := named.find(target)) is not None:
+        method = method or (model.best if draft in (None, AUTO) else None)
         if draft in (None, AUTO) and method is not None:
-            draft = tiny.HEADS.get(drafters.find(method).head_format)
+            draft = model.heads.get(drafters.find(method).head_format)
+    elif named.is_name(target):
+        warnings.warn(
+            f"took the folder {target} that is here; the model {target} is loaded where there is none", stacklevel=2
+        )
     loaded_target, loaded_tokenizer = _load_target(
         target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), weights_map, gguf_file, cache
     )
@@ -149,16 +154,20 @@ def _load_target(
     cache: bool = True,
 ) -> tuple[Target, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, from the arguments of `load`."""
-    if gguf_file is not None and not isinstance(source, str | Path):
+    model = named.find(source)
+    if gguf_file is not None and (model is not None or not isinstance(source, str | Path)):
         raise OptionError(
             "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
         )
-    if source is None:
+    if model is not None and model.place is not None:
+        folder, name = model.place(source)
+        return _load_folder(folder, tokenizer, dtype, device, trust_remote_code, adapters, device_map, name)
+    if model is not None:
         place = torch.device(pick_device(device))
         kind = pick_dtype(dtype, place)
         embedded: torch.nn.Module = tiny.model()
         embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
-        made = Target.of(embedded, "embedded", adapters)
+        made = Target.of(embedded, named.EMBEDDED, adapters)
         return made, tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
     if isinstance(source, PreTrainedModel) or is_peft_model(source):
         if adapters:

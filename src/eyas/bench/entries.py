@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from eyas import checkpoints, drafters, tiny
+from eyas import checkpoints, drafters, named, tiny
 from eyas.adaptive import MODES, make_controller, mode_of
 from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
@@ -124,15 +124,16 @@ def _transformers(entrants: Entrants, entered: Sequence[Drafting], skipped: dict
 
 
 def _shown_head(head: str | None) -> str | None:
-    """The name of a head in the summary: an embedded head without its path on this machine."""
-    embedded = {str(path): f"embedded {name}" for name, path in tiny.HEADS.items()}
-    return None if head is None else embedded.get(head, head)
+    """The name of a head in the summary: a named model's own without its path on this machine."""
+    known = {str(path): f"{model.names[0]} {kind}" for model in named.models() for kind, path in model.heads.items()}
+    return None if head is None else known.get(head, head)
 
 
 def _heads(entrants: Entrants) -> dict[str, str]:
     """Method, or the name of a head that several methods read -> the head. --draft wins over
     --heads."""
-    heads = {name: str(path) for name, path in tiny.HEADS.items()} if entrants.embedded else {}
+    model = named.of_target(entrants.llm.target.name)
+    heads = {} if model is None else {name: str(path) for name, path in model.heads.items()}
     folder = Path(entrants.heads_folder or HEADS)
     if entrants.heads_folder and not folder.is_dir():
         raise OptionError(f"--heads {folder} is no folder")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from eyas.core.requests import TokenLogprobs
 
 PACKAGE = Path(__file__).resolve().parents[1]
-EMBEDDED = "embedded"
 
 
 @contextmanager
@@ -130,7 +129,7 @@ def need_tokenizer(llm: LLM) -> None:
 
 def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
     """Tell the user what drafts when nothing was named that could. Printed once a request is valid."""
-    if model.target and not draft.draft and not draft.method:
+    if llm.draft_name is None and model.target and not draft.draft and not draft.method:
         note(
             f"no --draft: drafts are copied from the text so far ({llm.method}); a draft head for this target would be faster"
         )
@@ -190,10 +189,14 @@ def training_record(folder: Path) -> dict[str, Any]:
 
 
 def recorded_target(record: Mapping[str, Any]) -> str:
-    """The folder or hub id of the target in a head's record; empty when it is unknown or embedded."""
+    """The folder or hub id of the target in a head's record; empty when it is unknown or embedded.
+    A model with a name of its own goes by its hub id."""
+    from eyas import named
+
     target = record.get("target")
     name = str(target.get("name") or "") if isinstance(target, dict) else ""
-    return "" if name == EMBEDDED else name
+    model = named.of_target(name)
+    return name if model is None else model.published
 
 
 def _token_and_number(text: str) -> tuple[int, float]:
@@ -206,7 +209,7 @@ def _token_and_number(text: str) -> tuple[int, float]:
 
 def record(llm: LLM, result: Result) -> dict[str, Any]:
     """A result as the object that `--json` prints."""
-    from eyas import hardware, tiny
+    from eyas import hardware, named
     from eyas.arguments import dtype_name
 
     stats = result.stats
@@ -224,7 +227,7 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
         "tokens_per_second": stats.tokens_per_second,
         "method": llm.method,
         "target": llm.target.name,
-        "draft": EMBEDDED if llm.draft_name in {str(head) for head in tiny.HEADS.values()} else llm.draft_name,
+        "draft": named.shown_head(llm.draft_name),
         "tree": llm.drafter.describe(),
         "policy": "fixed" if llm.policy is None else "auto",
         "decisions": dict(stats.decisions),

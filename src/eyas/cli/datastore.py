@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 
 from eyas.cli._data import check_files, note_problems, reading
 from eyas.cli._errors import UsageError, interruptible, note
-from eyas.cli._load import EMBEDDED, quiet
+from eyas.cli._load import quiet
 from eyas.cli._options import VERBOSE, option_group
 from eyas.cli._show import progress_bar
 
@@ -98,24 +98,25 @@ def _contents(folder: Path, manifest: Manifest) -> str:
 
 
 def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Settings:
+    from eyas import named
     from eyas.datastore import Settings
     from eyas.train.store import tokenizer_identity
 
-    name = options.tokenizer or options.target or EMBEDDED
+    name = options.tokenizer or options.target or named.EMBEDDED
     largest_id = max(tokenizer.get_vocab().values())
     return Settings(tokenizer_identity(tokenizer), name, largest_id + 1, options.segment_tokens)
 
 
 def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
     """The target's tokenizer, without the target."""
-    from eyas import tiny
+    from eyas import named, tiny
     from eyas.core.pretrained import read_tokenizer
 
-    name = options.tokenizer or options.target
-    if name is None:
+    place = named.place_of(options.tokenizer or options.target or named.EMBEDDED)
+    if not place:
         return tiny.tokenizer()
     with quiet(options.verbose):
-        tokenizer = read_tokenizer(name, options.trust_remote_code, required=True)
+        tokenizer = read_tokenizer(place, options.trust_remote_code, required=True)
     assert tokenizer is not None
     return tokenizer
 

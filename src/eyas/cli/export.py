@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from eyas.cli._load import EMBEDDED, quiet, recorded_target, training_record
+from eyas.cli._load import quiet, recorded_target, training_record
 from eyas.cli._options import AS_JSON, option_group
 from eyas.errors import InputError, first_line
 
@@ -73,6 +73,7 @@ def command(
 
 def _target(head: str, job: ExportOptions) -> ExportTarget:
     """The target, as the options and the head's record describe it."""
+    from eyas import named
     from eyas.checkpoints import ExportTarget
 
     if job.target is None:
@@ -83,14 +84,13 @@ def _target(head: str, job: ExportOptions) -> ExportTarget:
 
         from eyas.api import load
 
-        name = None if job.target == EMBEDDED else job.target
         with quiet():
-            target = load(name, method="vanilla", kernels="off", trust_remote_code=job.trust_remote_code).target
+            target = load(job.target, method="vanilla", kernels="off", trust_remote_code=job.trust_remote_code).target
         return target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu()
 
-    if job.target == EMBEDDED:
-        return ExportTarget("", ("LlamaForCausalLM",), embedding)
-    return ExportTarget(job.target, _architectures(job.target), embedding)
+    model, place = named.find(job.target), named.place_of(job.target)
+    name = job.target if model is None else model.published
+    return ExportTarget(name, _architectures(place) if place else ("LlamaForCausalLM",), embedding)
 
 
 def _architectures(target: str) -> tuple[str, ...]:

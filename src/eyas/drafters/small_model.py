@@ -459,8 +459,8 @@ def _vocabulary(model: Target, local: bool) -> dict[int, str] | None:
     try:
         if model.name == "embedded":
             tokenizer = tiny.tokenizer()
-        elif model.name:
-            tokenizer = AutoTokenizer.from_pretrained(model.name, local_files_only=local)
+        elif place := model.model.name_or_path or model.name:
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=local)
         else:
             return None
     except (OSError, ValueError, KeyError, TypeError):

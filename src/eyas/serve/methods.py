@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from eyas import checkpoints, drafters, tiny
+from eyas import checkpoints, drafters, named
 from eyas.adaptive import make_controller
 from eyas.api import LLM
 from eyas.core.dormant import Policy, with_policy
@@ -69,7 +69,8 @@ class Methods:
         kind = drafters.find(method)
         if not kind.head_format:
             return None
-        if self.llm.target.name == "embedded":
-            return str(tiny.HEADS[kind.head_format]) if kind.head_format in tiny.HEADS else None
+        model = named.of_target(self.llm.target.name)
+        if model is not None and kind.head_format in model.heads:
+            return str(model.heads[kind.head_format])
         name = self.llm.draft_name
         return name if name is not None and checkpoints.load(name).method == kind.head_format else None

@@ -1,0 +1,84 @@
+"""Models that have a name of their own, for `eyas.load("smollm2")` and `--target smollm2`.
+
+    embedded   the small model of the package eyas-tiny (tiny.py); also what no name stands for
+    smollm2    SmolLM2-135M-Instruct, fetched when it is first asked for (_smollm2.py)
+
+A local folder of the same name is taken instead of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas import tiny
+from eyas.named import _smollm2
+
+__all__ = ["EMBEDDED", "NamedModel", "find", "is_name", "models", "of_target", "place_of", "shown_head"]
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model with a name."""
+
+    names: tuple[str, ...]  # what it is called by, the plain name first
+    best: str  # the method that is fastest on it, and the default
+    published: str = ""  # its hub id; "": it has none
+    # its own heads, by the kind of head that a method reads
+    heads: Mapping[str, Path] = field(default_factory=dict)
+    # from one of `names` to the folder with its files, fetched if necessary, and the target's name
+    place: Callable[[str], tuple[Path, str]] | None = None
+
+
+def models() -> tuple[NamedModel, ...]:
+    """All of them. Here stands which method is the default for each, and which heads it has."""
+    return (
+        NamedModel((EMBEDDED,), tiny.BEST, heads=tiny.HEADS),
+        NamedModel(
+            ("smollm2", _smollm2.QUANTISED),
+            "suffix",  # until it has heads
+            published=_smollm2.HUB,
+            place=_smollm2.place,
+        ),
+    )
+
+
+def find(target: Any) -> NamedModel | None:
+    """The model that the argument `target` of `eyas.load` names; None for folders, hub ids and
+    loaded models."""
+    if target is None:
+        target = EMBEDDED
+    if not isinstance(target, str) or Path(target).is_dir():
+        return None
+    return next((model for model in models() if target in model.names), None)
+
+
+def is_name(target: Any) -> bool:
+    """Whether this is the name of a model, also where a local folder has the same name."""
+    return any(target in model.names for model in models())
+
+
+def of_target(name: str) -> NamedModel | None:
+    """The model that a loaded target of this name is."""
+    return next((model for model in models() if name and name in (*model.names, model.published)), None)
+
+
+def shown_head(head: str | None) -> str | None:
+    """What a head is called: one of a named model's by that model's name, without its path here."""
+    owner = next((model for model in models() if head in [str(path) for path in model.heads.values()]), None)
+    return head if owner is None else owner.names[0]
+
+
+def place_of(target: str) -> str:
+    """A folder or hub id for what `target` names; "" for the embedded model, which has none.
+
+    Raises: see `NamedModel.place`.
+    """
+    model = find(target)
+    if model is None:
+        return target
+    return "" if model.place is None else str(model.place(target)[0])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import processes
+from eyas.cli import regenerate
 from eyas.core.engine import Decoder
 
 Run = Callable[..., Any]
@@ -252,3 +255,20 @@ def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str,
     assert last.startswith("eyas: error: ")
     assert words in last
     assert (tmp_path / "diary.txt").read_text() == "dear diary\n"
+
+
+@pytest.mark.slow
+def test_no_conversation_begins_when_the_minutes_are_over(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the time is checked never, or answers that have begun are thrown away; or the next run does
+    not go on with the rest. The clock here goes on by half a minute whenever it is read."""
+    ticks = itertools.count(step=30)
+    monkeypatch.setattr(regenerate, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    late = run(*command, "--rows", 1, "--minutes", 1)
+    assert late.exit_code == 0, (late.output, late.exception)
+    begun = lines(tmp_path / "own.jsonl")
+    assert 1 <= len(begun) < len(CHATS)
+    assert all(line["finish"] for line in begun)
+    assert run(*command).exit_code == 0
+    assert len(lines(tmp_path / "own.jsonl")) == len(CHATS)

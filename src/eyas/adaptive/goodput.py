@@ -96,9 +96,15 @@ def best(all_sizes: Sequence[TreeSize], accepted_S: Array, seconds_S: Array) -> 
 
 class Acceptance:
     """Estimates the accepted draft tokens of trees of every size, from trees that were drafted and
-    verified."""
+    verified.
 
-    def __init__(self, limit: TreeSize) -> None:
+    Args:
+        limit: the largest tree.
+        chances: of the assumed tree: the chance of each child of a node to be the accepted one, best
+            child first; None: the same for every method.
+    """
+
+    def __init__(self, limit: TreeSize, chances: Sequence[float] | None = None) -> None:
         self.limit, self.all_sizes = limit, sizes(limit)
         self.place = {size: s for s, size in enumerate(self.all_sizes)}  # index of each size in `all_sizes`
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.all_sizes}) for name in ("branch", "nodes"))
@@ -108,7 +114,7 @@ class Acceptance:
         # trees that an average is made of, MEMORY at most
         self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
         self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # average of predicted[d]
-        self._add(*_assumed_tree(limit), limit)
+        self._add(*_assumed_tree(limit, chances or _usual_chances(limit.branch)), limit)
         self._assumed_ADGE = self._mean_ADGE.copy()
         self._count_ADG[:], self._mean_ADGE[:] = 0.0, 0.0
         self._accepted_S: Array | None = None  # the estimates; None: a tree was added since they were computed
@@ -259,14 +265,17 @@ def _drafted_with(
     return drafted
 
 
-def _assumed_tree(limit: TreeSize) -> tuple[list[int], list[float]]:
+def _usual_chances(branch: int) -> list[float]:
+    return [PRIOR_CHANCE * PRIOR_RATIO**rank for rank in range(branch)]
+
+
+def _assumed_tree(limit: TreeSize, chances: Sequence[float]) -> tuple[list[int], list[float]]:
     """Parents and log values of the assumed tree: the best `limit.nodes` nodes, if the children of
     every node have the same confidences."""
-    chances = [PRIOR_CHANCE * PRIOR_RATIO**rank for rank in range(limit.branch)]
     parents, values, depth, waiting = [-1], [0.0], [0], list[tuple[float, int, int]]()
 
     def wait(parent: int, rank: int) -> None:
-        if depth[parent] < limit.depth and rank < len(chances):
+        if depth[parent] < limit.depth and rank < min(limit.branch, len(chances)):
             waiting.append((values[parent] + math.log(chances[rank]), -parent, rank))
 
     wait(0, 0)

@@ -115,12 +115,8 @@ def _measured(
     folder: Path,
 ) -> dict[str, Any]:
     """The bench, from the models to the files in its folder; returns its summary."""
-    import sys
-
     from eyas.bench.entries import Entrants, contestants
-    from eyas.bench.machine import snapshot
     from eyas.bench.run import Bench
-    from eyas.bench.summary import summarise, write
 
     llm = load(model, DraftOptions(method="vanilla", draft_weights=job.draft_weights), {})
     entrants = Entrants(llm, job.methods, job.draft, job.heads, not model.target, job.simulate_acceptance, options)
@@ -135,6 +131,18 @@ def _measured(
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints when it begins and ends
     if job.restart:
         bench.forget(folder)
+    return run_bench(bench, folder, job.probe, skipped, folder if job.profile else None)
+
+
+def run_bench(
+    bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str], traces: Path | None = None
+) -> dict[str, Any]:
+    """Run a bench, or go on with it, and write its files; returns its summary. See `summarise`."""
+    import sys
+
+    from eyas.bench.machine import snapshot
+    from eyas.bench.summary import summarise, write
+
     before, command_line = snapshot(), shlex.join(["eyas", *sys.argv[1:]])
     message = f"whole prompts are kept in {folder}; the same command goes on from there"
     with interruptible(lambda: message), _progress() as on_prompt:
@@ -144,10 +152,10 @@ def _measured(
             answers,
             before,
             command_line,
-            probe_prompts=job.probe,
+            probe_prompts=probe,
             skipped=skipped,
             on_prompt=on_prompt,
-            traces=folder if job.profile else None,
+            traces=traces,
         )
     write(folder, summary)
     return summary

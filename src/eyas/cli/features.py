@@ -105,7 +105,7 @@ def command(
         shards = [int(i) for i in job.only.split(",")] if job.only else range(first, len(store.manifest.shards), step)
         todo = sorted(set(store.missing()) & set(shards))
         count = min(job.workers or len(devices), max(1, len(todo)))
-        with interruptible(lambda: f"{store.progress()} are whole in {folder}; the same command goes on"):
+        with _resumable(store):
             if count == 1:
                 _make(llm, store, todo, job)
             else:
@@ -115,6 +115,20 @@ def command(
                     Workers(store, todo, count, devices, arguments, Path(notes)).run(bar.advance)
         if not job.only:
             _report(store)
+
+
+def make_features(llm: LLM, job: FeatureOptions, options: dict[str, Any]) -> FeatureStore:
+    """Make all features in this process, with a target that is loaded."""
+    folder = Path(job.output).expanduser()
+    store = _planned(llm, folder, job, options, (0, 1))
+    with locked_output(folder, part="1-1"), _resumable(store):
+        _make(llm, store, store.missing(), job)
+    _report(store)
+    return store
+
+
+def _resumable(store: FeatureStore) -> AbstractContextManager[None]:
+    return interruptible(lambda: f"{store.progress()} are whole in {store.folder}; the same command goes on")
 
 
 def _free_memory() -> None:

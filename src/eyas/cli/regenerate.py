@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts.types import PositiveInt
+from cyclopts.types import PositiveFloat, PositiveInt
 
 from eyas.cli._data import check_files
 from eyas.cli._errors import UsageError, interruptible, note
@@ -56,6 +56,8 @@ class RegenerateOptions:
     """Answer the last turn only; the turns before it stay as they are."""
     limit: Annotated[PositiveInt | None, "Data", "N"] = None
     """Only the first N conversations."""
+    minutes: Annotated[PositiveFloat | None, "Data", "N"] = None
+    """Begin no further conversation after N minutes."""
     output: Annotated[str, "Output", "FILE.jsonl"]
     """Where the conversations go, one a line."""
     drop_cut: Annotated[bool, "Output"] = False
@@ -76,17 +78,38 @@ def command(
     options: MethodOptions,
 ) -> None:
     """Let the target answer the data's questions itself."""
-    keywords = sampling_of(sampling)
+    answer_data(
+        job,
+        sampling_of(sampling),
+        lambda: load(model, draft, options),
+        lambda llm: note_no_head(llm, model, draft),
+    )
+
+
+def answer_data(
+    job: RegenerateOptions,
+    sampling: dict[str, Any],
+    load_llm: Callable[[], LLM],
+    on_valid: Callable[[LLM], None] = lambda llm: None,
+) -> dict[str, int]:
+    """Answer the data's questions and return the counts.
+
+    Args:
+        sampling: the keywords of `Sampling`.
+        load_llm: loads the target, or returns one that is there; called when the files are open.
+        on_valid: called when nothing is wrong with the output, before the first answer.
+    """
     _check(job)
     with ExitStack() as files:
         results = files.enter_context(Results(job.output, ("key",), "messages"))
         dropped = files.enter_context(Results(f"{job.output}.dropped", ("key",), "reason")) if job.drop_cut else None
-        llm = load(model, draft, options)
+        llm = load_llm()
         need_tokenizer(llm)
-        run = _Run(llm, keywords, results, dropped, job)
+        run = _Run(llm, sampling, results, dropped, job)
         run.check_same()
-        note_no_head(llm, model, draft)
+        on_valid(llm)
         run.answer()
+        return run.counts
 
 
 def _check(job: RegenerateOptions) -> None:
@@ -126,6 +149,10 @@ class _Run(FileRun):
         from eyas.metrics import tokens_per_second
 
         return tokens_per_second(self.counts["tokens"], time.monotonic() - self.began)
+
+    def is_late(self) -> bool:
+        """Whether no further conversation may begin."""
+        return self.job.minutes is not None and time.monotonic() - self.began > 60 * self.job.minutes
 
     def check_same(self) -> None:
         """OptionError when the file holds answers of another target or with other settings."""
@@ -187,6 +214,8 @@ class _Run(FileRun):
         for line in read_lines(self.job.data):
             if line.key["key"] not in remaining:
                 continue
+            if self.is_late():
+                return
             remaining.discard(str(line.key["key"]))
             try:
                 yield parse_conversation(line, self.config)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from eyas.train.config import TrainConfig
     from eyas.train.data import Data
     from eyas.train.loop import TrainResult
+    from eyas.train.progress import OnProgress, Progress
 
 GROUP = "Heads"
 # How long another process waits with its error: the first process mostly finds the same, reports it, and torchrun
@@ -82,11 +83,8 @@ def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOption
 
 def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]) -> None:
     from eyas.core.drafter import build_options
-    from eyas.train import alpha, progress
     from eyas.train.config import TrainConfig
     from eyas.train.dist import world_size
-    from eyas.train.loop import train
-    from eyas.train.store import StoredExamples
     from eyas.train.trackers import check_trackers
 
     check_exact(model)
@@ -100,14 +98,43 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
     method_options = build_options(kind.Options, options)
     if _rank() == 0:
         check_output_folder(Path(head.output).expanduser())
-    llm = load_target(model, _device(model.device))
+    train_head(load_target(model, _device(model.device)), head, config, method_options, verbose=model.verbose)
+
+
+def train_head(
+    llm: LLM,
+    head: HeadOptions,
+    config: TrainConfig,
+    options: Any,
+    *,
+    verbose: bool = False,
+    on_progress: OnProgress = lambda now: None,
+    **evaluation: int,
+) -> TrainResult:
+    """Train a head for a target that is loaded, or go on with it. Interrupted when the run was stopped.
+
+    Args:
+        options: the method's own.
+        on_progress: called after every step and evaluation, besides the display.
+        evaluation: arguments of `chain_figures`, where its defaults do not suit.
+    """
+    from eyas.train import alpha, progress
+    from eyas.train.loop import train
+    from eyas.train.store import StoredExamples
+
+    kind = _trainable_method(head.method)
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, head.data, head.features, config)
-    drafter = _drafter(kind, llm, head.init, method_options, data, config)
+    drafter = _drafter(kind, llm, head.init, options, data, config)
     if isinstance(data.train, StoredExamples):
         data.train.store.check_layers(drafter.train_feature_layers)
-    with progress.bar() as show, quiet(model.verbose):
+    with progress.bar() as show, quiet(verbose):
+
+        def report(now: Progress) -> None:
+            show(now)
+            on_progress(now)
+
         outcome = train(
             drafter,
             data.train,
@@ -115,11 +142,12 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
             config,
             head.output,
             resume=not head.restart,
-            evaluate=alpha.chain_figures(data.heldout, llm.eos),
-            progress=show,
+            evaluate=alpha.chain_figures(data.heldout, llm.eos, **evaluation),
+            progress=report,
             about=about,
         )
     _report(outcome, head.output, config)
+    return outcome
 
 
 def _rank() -> int:

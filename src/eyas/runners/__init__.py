@@ -116,7 +116,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
         if kernels == "off":
             raise OptionError(f"{asked} are for the compiled kernels: remove kernels='off'")
         try:
-            return target.run_with(make_cpu_runner(target, weight_format))
+            return target.run_with(make_cpu_runner(target, weight_format, own))
         except UnsuitedError as why:
             raise OptionError(
                 f"{asked} are for the compiled kernels, and there are none for this model: {why}"
@@ -137,7 +137,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
     if kernels == "compile":
         raise OptionError(f"kernels compile is for GPUs, and the target is on {target.device}: leave it out")
     try:
-        return target.run_with(make_cpu_runner(target))
+        return target.run_with(make_cpu_runner(target, own=own))
     except UnsuitedError as why:
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)

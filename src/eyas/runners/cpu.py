@@ -2,9 +2,9 @@
 
 The kernels know the decoder layers of the model types in FAMILIES. When a runner is made, its
 logits and features over a prompt and a small tree are compared with those of the model's own
-forward; if they differ, the runner is refused. The model is not changed: the kernels keep a copy of
-its weights, without loss in the narrowest format that holds them, or rounded on request
-(`WeightFormat`).
+forward, once for each model and machine (_proofs.py); if they differ, the runner is refused. The
+model is not changed: the kernels keep a copy of its weights, without loss in the narrowest format
+that holds them, or rounded on request (`WeightFormat`).
 
 A token's logits do not depend, to the last bit, on the other tokens of the pass. So a tree's logits
 equal plain decoding's exactly, not only up to rounding.
@@ -30,6 +30,7 @@ from eyas.errors import OptionError
 from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat
 from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._layer_settings import layer_windows, norm_eps
+from eyas.runners._proofs import Proof
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import CpuOps
 
@@ -40,13 +41,16 @@ __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
+TIMING_SECONDS = 0.5  # after which no further turn begins, but two
 TOLERANCE = 1e-4  # relative to the largest logit; another order of summation changes less
 
 
-def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT) -> CpuRunner:
+def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bool = False) -> CpuRunner:
     """The target's runner by compiled kernels.
 
     Args:
+        own: eyas loaded the model from files, so it is what they say: what was found out about it
+            at an earlier load is still true.
         weight_format: the number format of its linear layers. A rounded format makes another
             target: plain decoding and trees both use it.
 
@@ -56,10 +60,19 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT) -> CpuR
     """
     if (missing := kernels.why_not()) is not None:
         raise UnsuitedError(f"no compiled kernels: {missing}")
-    made = CpuRunner(target)
-    made.check()
-    made.check_weight_format(weight_format)
-    made = made if weight_format.exact else CpuRunner(target, weight_format)
+    _refuse(target)  # before its weights are read
+    proof = Proof(target) if own else None
+    known = proof is not None and proof.known
+    made = None
+    if weight_format.weights == "exact" or not known:
+        made = CpuRunner(target)
+    if made is not None and not known:
+        made.check()
+        if proof is not None:
+            proof.keep()
+    _check_weight_format(weight_format, made)
+    if made is None or not weight_format.exact:
+        made = CpuRunner(target, weight_format)
     made.choose_threads()
     return made
 
@@ -119,7 +132,10 @@ class CpuRunner:
         counts = sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)})
         took: dict[int, list[float]] = {count: [] for count in counts}
         tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long), Tree.chain(1, 4)
+        first = time.perf_counter()
         for turn in range(TURNS):
+            if turn > 1 and time.perf_counter() - first > TIMING_SECONDS:
+                break
             for count in counts:
                 self.thread_chooser = Threads(count)
                 began = time.perf_counter()
@@ -205,37 +221,6 @@ class CpuRunner:
         cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
-    def check_weight_format(self, weight_format: WeightFormat) -> None:
-        """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if
-        its activations would change nothing, as weights are kept otherwise."""
-        bfloat16_activations = weight_format.activations == "bfloat16"
-        if (
-            not bfloat16_activations
-            and (weight_format.weights == "int4" or weight_format.activations != "exact")
-            and not kernels.has_dots()
-        ):
-            raise UnsuitedError("the kernels have no integer dot products for this CPU (they need AVX2, or ARM's dotprod)")
-        if bfloat16_activations and not kernels.has_avx512_bf16():
-            raise UnsuitedError("this CPU has no bfloat16 dot-product instructions (AVX-512 BF16)")
-        if weight_format.activations == "exact":
-            return
-        kinds: list[str] = [weight_format.weights]
-        if weight_format.weights == "exact":
-            layers = self.layers.layers
-            matrices = [self.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-            kinds = ["int8" if m.kind == "int8_dot" else m.kind for m in matrices]
-        suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
-        if other := next((kind for kind in kinds if kind not in suited), None):
-            instead = {
-                "bfloat16": ", or activations bfloat16",
-                "int8": ", or activations int8",
-                "int4": ", or activations int8",
-            }.get(other, "")
-            raise OptionError(
-                f"activations {weight_format.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
-                f"take weights {suited[0]}{instead}"
-            )
-
     def check(self) -> None:
         """Compare logits and features over a prompt and a small tree with the model's own forward;
         UnsuitedError if they differ."""
@@ -244,6 +229,39 @@ class CpuRunner:
                 raise UnsuitedError(
                     f"the model's own forward gives other numbers (by {float((own - ours).abs().max()):.2g})"
                 )
+
+
+def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -> None:
+    """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if its
+    activations would change nothing, as weights are kept otherwise. `exact`: the runner with exact
+    weights, if the format keeps these."""
+    bfloat16_activations = weight_format.activations == "bfloat16"
+    if (
+        not bfloat16_activations
+        and (weight_format.weights == "int4" or weight_format.activations != "exact")
+        and not kernels.has_dots()
+    ):
+        raise UnsuitedError("the kernels have no integer dot products for this CPU (they need AVX2, or ARM's dotprod)")
+    if bfloat16_activations and not kernels.has_avx512_bf16():
+        raise UnsuitedError("this CPU has no bfloat16 dot-product instructions (AVX-512 BF16)")
+    if weight_format.activations == "exact":
+        return
+    kinds: list[str] = [weight_format.weights]
+    if exact is not None and weight_format.weights == "exact":
+        layers = exact.layers.layers
+        matrices = [exact.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+        kinds = ["int8" if m.kind == "int8_dot" else m.kind for m in matrices]
+    suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
+    if other := next((kind for kind in kinds if kind not in suited), None):
+        instead = {
+            "bfloat16": ", or activations bfloat16",
+            "int8": ", or activations int8",
+            "int4": ", or activations int8",
+        }.get(other, "")
+        raise OptionError(
+            f"activations {weight_format.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
+            f"take weights {suited[0]}{instead}"
+        )
 
 
 def _refuse(target: Target) -> None:

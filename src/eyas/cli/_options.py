@@ -249,13 +249,13 @@ def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> ty
     if not isinstance(annotation, type):
         return None
     if issubclass(annotation, TrainingOptions):
-        return _config_class()
+        return _config_class(wants_help)
     if not issubclass(annotation, MethodOptions):
         return None
     named = tuple(name for name in (_value_of("--method", tokens) or "").split(",") if name)
     if wants_help and not named and "--help-all" not in tokens:
         return _options_class((), "Method")
-    return _method_class(annotation.uses, named, wants_help and bool(named))
+    return _method_class(annotation.uses, named, wants_help)
 
 
 def given(options: Any) -> dict[str, Any]:
@@ -276,15 +276,16 @@ def _value_of(option: str, tokens: Sequence[str]) -> str | None:
 
 
 @functools.cache
-def _method_class(uses: frozenset[str], named: tuple[str, ...], only_named: bool) -> type:
-    """A dataclass with the options of the methods, those at dotted paths after --method included."""
+def _method_class(uses: frozenset[str], named: tuple[str, ...], for_help: bool) -> type:
+    """A dataclass with the options of the methods, those at dotted paths after --method included;
+    for a help page of named methods, of these alone."""
     from eyas import drafters
 
     outside = [name for name in named if "." in name]
-    methods = named if only_named else [*drafters.names(), *outside]
+    methods = named if for_help and named else [*drafters.names(), *outside]
     by_name: dict[str, dict[str, Option]] = {}
     for method in methods:
-        for option in list_options(drafters.find(method).Options):
+        for option in list_options(drafters.find(method).Options, described=for_help):
             if not option.use or option.use in uses:
                 by_name.setdefault(option.name, {})[method] = option
     return _options_class(map(_merged, by_name.values()), "Method")
@@ -305,11 +306,13 @@ def _merged(by_method: Mapping[str, Option]) -> Option:
 
 
 @functools.cache
-def _config_class() -> type:
+def _config_class(for_help: bool) -> type:
     """A dataclass with the options of a training."""
     from eyas.train.config import TrainConfig
 
-    shown = (replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(TrainConfig))
+    shown = (
+        replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(TrainConfig, described=for_help)
+    )
     return _options_class(shown, "Training", flags=True)
 
 

@@ -53,22 +53,23 @@ class Option:
         return ",".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
 
 
-def list_options(kind: type, prefix: str = "") -> Iterator[Option]:
-    """Every option of an options dataclass, in the order of the fields."""
+def list_options(kind: type, prefix: str = "", described: bool = True) -> Iterator[Option]:
+    """Every option of an options dataclass, in the order of the fields; not `described`: without
+    its help, for which the source is read."""
     defaults = kind()
     hints = get_type_hints(kind, include_extras=True)
-    described = field_docstrings(kind)
+    helps = field_docstrings(kind) if described else {}
     for field in fields(kind):
         default = getattr(defaults, field.name)
         if is_dataclass(default):
-            yield from list_options(type(default), f"{prefix}{field.name}.")
+            yield from list_options(type(default), f"{prefix}{field.name}.", described)
             continue
         annotation, *marks = (
             get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
         )
         use = next((mark for mark in marks if mark in (TRAINING, NEW_HEADS)), "")
         yield Option(
-            prefix + field.name, default, annotation, described.get(field.name, ""), use, "deprecated" in field.metadata
+            prefix + field.name, default, annotation, helps.get(field.name, ""), use, "deprecated" in field.metadata
         )
 
 

@@ -32,7 +32,46 @@ __attribute__((always_inline)) static inline void add_dots(IntVec (&a)[N][2], co
     }
 }
 
-template <int ROWS, int LIMBS>
+#if !defined(DOT_OF_BYTES)
+// Weights for dots of pairs, and x in float32.
+template <class Act>
+INLINE void for_inputs(const Int8Dot<3>* weights, int64_t begin, int64_t end, Prefetch& prefetch,
+                       Act act) {
+    const uint8_t* w = (const uint8_t*)weights + begin * PANEL;
+    for (int64_t k = begin; k < end; k += 2, w += 2 * PANEL) {
+        const IntVec first = dot_weights(w), second = dot_weights(w + PANEL);
+        prefetch.issue();
+        act(k, to_float((first << 16) >> 16), to_float((second << 16) >> 16));
+        act(k + 1, to_float(first >> 16), to_float(second >> 16));
+    }
+}
+
+template <class Act>
+INLINE void for_inputs(const Int4<3>* weights, int64_t begin, int64_t end, Prefetch& prefetch,
+                       Act act) {
+    constexpr int STEP = 2 * PANEL;  // bytes, which are four inputs
+    const uint8_t* group = (const uint8_t*)weights + begin / GROUP_SIZE * GROUP_BYTES;
+    for (int64_t k = begin; k < end; group += GROUP_BYTES) {
+        const FloatVec scale[2] = {load_bfloat16(group + GROUP_SIZE / 4 * STEP),
+                                   load_bfloat16(group + GROUP_SIZE / 4 * STEP + 2 * LANES)};
+        for (int step = 0; step < GROUP_SIZE / 4; step++) {
+            IntVec first = packed_nibbles(group + step * STEP),
+                   second = packed_nibbles(group + step * STEP + STEP / 2);
+            prefetch.issue();
+            for (int half = 0; half < 2; half++, k += 2) {
+                const IntVec left = low_nibbles(first), right = low_nibbles(second);
+                act(k, to_float((left & 0xffff) - 8) * scale[0],
+                    to_float((right & 0xffff) - 8) * scale[1]);
+                act(k + 1, to_float((left >> 16) - 8) * scale[0],
+                    to_float((right >> 16) - 8) * scale[1]);
+                first = next_nibbles(first), second = next_nibbles(second);
+            }
+        }
+    }
+}
+#endif
+
+template <int ROWS, int LIMBS, std::enable_if_t<digits_of<LIMBS> != 0, int> = 0>
 NOINLINE void multiply_tile(const TileInput& in, const Int8Dot<LIMBS>* w, int64_t inputs,
                             Prefetch prefetch, const float* scale, const float* bias, float* y,
                             int64_t ldy, Epilogue epilogue) {
@@ -70,15 +109,14 @@ NOINLINE void multiply_tile(const TileInput& in, const Int8Dot<LIMBS>* w, int64_
         FloatVec whole[2] = {};
         for (int half = 0; half < 2; half++) {
             for (int d = DIGITS - 1; d >= 0; d--)
-                whole[half] =
-                    fma(whole[half], broadcast(1 << DIGIT_BITS), sums[m * DIGITS + d][half]);
+                whole[half] = fma(whole[half], broadcast(256), sums[m * DIGITS + d][half]);
             whole[half] *= in.x_scale[m];
         }
         apply_epilogue(whole[0], whole[1], scale, bias, y + m * ldy, epilogue);
     }
 }
 
-template <int ROWS, int LIMBS>
+template <int ROWS, int LIMBS, std::enable_if_t<digits_of<LIMBS> != 0, int> = 0>
 NOINLINE void multiply_tile(const TileInput& in, const Int4<LIMBS>* w, int64_t inputs,
                             Prefetch prefetch, const float*, const float* bias, float* y,
                             int64_t ldy, Epilogue epilogue) {
@@ -118,8 +156,7 @@ NOINLINE void multiply_tile(const TileInput& in, const Int4<LIMBS>* w, int64_t i
                 FloatVec whole = to_float(a[m * DIGITS + DIGITS - 1][half]);
 #pragma GCC unroll 2
                 for (int d = DIGITS - 2; d >= 0; d--)
-                    whole =
-                        fma(whole, broadcast(1 << DIGIT_BITS), to_float(a[m * DIGITS + d][half]));
+                    whole = fma(whole, broadcast(256), to_float(a[m * DIGITS + d][half]));
                 sums[m][half] = fma(whole, scale[half], sums[m][half]);
             }
         }
@@ -173,8 +210,7 @@ template <int LIMBS>
 static void split_into_digits(const float* x, int64_t K, int64_t group, int zero, int64_t rows,
                               int8_t* digits, float* x_scale, int32_t* initial) {
     constexpr float LARGEST = largest_quantized<LIMBS>;
-    // of a digit that another one follows; the last one keeps the rest
-    constexpr int DIGITS = digits_of<LIMBS>, UNUSED = 32 - DIGIT_BITS;
+    constexpr int DIGITS = digits_of<LIMBS>;
     typedef std::conditional_t<DOT_INPUTS == 4, int8_t, int16_t> Digit;
     FloatVec largest = broadcast(1e-30f), broken = {};
     for (int64_t k = 0; k < K; k += LANES) {
@@ -189,9 +225,10 @@ static void split_into_digits(const float* x, int64_t K, int64_t group, int zero
     for (int64_t k = 0; k < K; k += LANES) {
         IntVec rest = round_to_int(load(x + k) * (LARGEST / top));
         for (int d = 0; d < DIGITS; d++) {
-            const IntVec digit = d + 1 < DIGITS ? (rest << UNUSED) >> UNUSED : rest;
+            // the last digit keeps the rest
+            const IntVec digit = d + 1 < DIGITS ? (rest << 24) >> 24 : rest;
             sums[d] += digit;
-            rest = (rest - digit) >> DIGIT_BITS;
+            rest = (rest - digit) >> 8;
             Digit narrow[LANES];
             for (int i = 0; i < LANES; i++) narrow[i] = (Digit)digit[i];
             for (int step = 0; step < LANES / DOT_INPUTS; step++)

@@ -3,6 +3,20 @@
 
 #include "amx.h"
 
+// tiles of a panel from which on its weights are made floats once, and not in every tile
+constexpr int64_t MIN_WIDE_TILES = 3;
+
+// The weights of a panel as floats, [input][PANEL].
+template <class W>
+static void widen(const W* w, int64_t inputs, float* to) {
+    Prefetch prefetch{(const char*)w + PREFETCH_BYTES, PanelFormat<W>::read_bytes};
+    for_inputs(w, 0, inputs, prefetch,
+               [&](int64_t k, FloatVec first, FloatVec second) INLINE_LAMBDA {
+                   store(to + k * PANEL, first);
+                   store(to + k * PANEL + LANES, second);
+               });
+}
+
 // x [M, inputs], at most MAX_BLOCK_ROWS rows, through all panels. A panel's tiles have nearly the
 // same number of rows.
 template <class W>
@@ -18,11 +32,16 @@ static void multiply_panels(const Matrix& w, const float* x, int64_t ldx, int64_
     const bool aliased = M > 4 && ldx % CACHE_SET_STRIDE == 0;
     const PreparedRows* prepared =
         F::x_bytes || aliased ? prepared_rows<F>(x, ldx, M, w.inputs, tiles) : nullptr;
+    static thread_local std::vector<float> widened;
+    const bool widens = F::widens && tiles >= MIN_WIDE_TILES;
+    if (widens && (int64_t)widened.size() < w.inputs * PANEL) widened.resize(w.inputs * PANEL);
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
         const char* panel = (const char*)w.data + n * bytes;
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr,
                     *bias = w.bias ? w.bias + n * PANEL : nullptr;
+        if constexpr (F::widens)
+            if (widens) widen((const W*)panel, w.inputs, widened.data());
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t m = i * M / tiles, rows = (i + 1) * M / tiles - m;
             const TileInput in = prepared ? prepared->from<F>(m, w.inputs)
@@ -30,8 +49,16 @@ static void multiply_panels(const Matrix& w, const float* x, int64_t ldx, int64_
             const Prefetch prefetch =
                 tiles == 1 ? Prefetch{panel + PREFETCH_BYTES, F::read_bytes}
                            : Prefetch{panel + bytes + i * (bytes / tiles), F::read_bytes / tiles};
-            multiply_rows<W, MOST>(rows, in, (const W*)panel, w.inputs, prefetch, scale, bias,
-                                   y + m * ldy + n * width, ldy, epilogue);
+            float* to = y + m * ldy + n * width;
+            if constexpr (F::widens)
+                if (widens) {
+                    multiply_rows<float, MOST>(rows, in, widened.data(), w.inputs,
+                                               {(const char*)widened.data(), 0}, scale, bias, to,
+                                               ldy, epilogue);
+                    continue;
+                }
+            multiply_rows<W, MOST>(rows, in, (const W*)panel, w.inputs, prefetch, scale, bias, to,
+                                   ldy, epilogue);
         }
     }
 }

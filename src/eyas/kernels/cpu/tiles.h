@@ -13,8 +13,9 @@
 // split into digits that one dot product takes. The sums of products are integers and have no
 // rounding at all.
 //     d = 4    dots of bytes: a limb is a digit to base 256
-//     d = 2    dots of 16-bit integers: 8 and 16 bits are one digit, 24 bits two to base 4096. 512
-//              products of 16 by 8 bits fit into 32 bits; after so many, sums move to wider ones.
+//     d = 2    dots of 16-bit integers: 8 and 16 bits are one digit. 512 products of 16 by 8 bits
+//              fit into 32 bits; after so many, sums move to wider ones. 24 bits would take two
+//              digits and more time than floats, so x stays float32 and weights become floats.
 //
 // Accuracy of three limbs: x is exact to within 2^-23 of its row's largest value, which is at most
 // sqrt(K) times the root mean square of its K values, and nothing else is lost. Against float64 the
@@ -51,6 +52,8 @@ struct Prefetch {  // fetches this tile's share of the panel that is needed next
 // Tiles are never inlined: compilers would spill the accumulators of small tiles, which takes twice
 // as long.
 #define NOINLINE static __attribute__((noinline))
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 constexpr int64_t GROUP_SIZE = 32;  // inputs of int4 that share a scale
 constexpr int64_t GROUP_BYTES = GROUP_SIZE * PANEL / 2 + 2 * PANEL;
@@ -77,17 +80,19 @@ constexpr int DOT_INPUTS = 4, INT8_ZERO = 0;
 #else
 constexpr bool HAS_DOT = true;
 #endif
-// digits of x that a dot product takes, their base, and what they have in all
+// digits of x that a dot product takes; none: x stays float32
 template <int LIMBS>
-constexpr int digits_of = DOT_INPUTS == 4 ? LIMBS : (LIMBS + 1) / 2;
-constexpr int DIGIT_BITS = DOT_INPUTS == 4 ? 8 : 12;
+constexpr int digits_of = DOT_INPUTS == 4 ? LIMBS
+                          : LIMBS < 3     ? 1
+                                          : 0;
 
 template <class W>
 struct PanelFormat {
     // at most: the accumulators must fit into registers
     static constexpr int tile_rows = TILE_ROWS;
     static constexpr int digits = 0, limbs = 0;
-    static constexpr int x_bytes = 0;  // of a prepared value of x; 0: x stays float32
+    static constexpr int x_bytes = 0;      // of a prepared value of x; 0: x stays float32
+    static constexpr bool widens = false;  // weights become floats, and that takes time
     static constexpr int zero_point = 0;
     // of the panel, in one step
     static constexpr int read_bytes = sizeof(W) == 1 ? PANEL : 4 * PANEL;
@@ -97,8 +102,10 @@ struct PanelFormat {
 template <int LIMBS>
 struct PanelFormat<Int8Dot<LIMBS>> : PanelFormat<uint8_t> {
     static constexpr int digits = digits_of<LIMBS>, limbs = LIMBS;
-    static constexpr int tile_rows = TILE_ROWS / digits, x_bytes = 4 * digits / DOT_INPUTS;
+    static constexpr int tile_rows = TILE_ROWS / std::max(digits, 1);
+    static constexpr int x_bytes = 4 * digits / DOT_INPUTS;
     static constexpr int zero_point = INT8_ZERO, read_bytes = DOT_INPUTS * PANEL;
+    static constexpr bool widens = digits == 0;
 };
 template <>
 struct PanelFormat<BFloat16Dot> : PanelFormat<uint16_t> {
@@ -111,6 +118,7 @@ struct PanelFormat<Int4<LIMBS>> {
     static constexpr int tile_rows = TILE_ROWS / (digits + 1), x_bytes = 4 * digits / DOT_INPUTS;
     static constexpr int zero_point = 8, steps = GROUP_SIZE / DOT_INPUTS / 2;  // of a group
     static constexpr int read_bytes = GROUP_BYTES / steps;
+    static constexpr bool widens = digits == 0;
     static int64_t group_size(int64_t) { return GROUP_SIZE; }
     static int64_t panel_bytes(int64_t inputs) { return inputs / GROUP_SIZE * GROUP_BYTES; }
 };
@@ -149,38 +157,57 @@ static inline void accumulate(FloatVec (&a)[ROWS][2], FloatVec first, FloatVec s
     }
 }
 
+// Call act(k, the weights of input k as two vectors) for inputs from `begin` to `end`.
+template <class W, class Act>
+INLINE void for_inputs(const W* w, int64_t begin, int64_t end, Prefetch& prefetch, Act act) {
+    w += begin * PANEL;
+    for (int64_t k = begin; k < end; k++, w += PANEL) {
+        prefetch.issue();
+        act(k, load(w), load(w + LANES));
+    }
+}
+
+template <class Act>
+INLINE void for_inputs(const uint16_t* w, int64_t begin, int64_t end, Prefetch& prefetch, Act act) {
+    w += begin * PANEL;
+    for (int64_t k = begin; k < end; k += 2, w += 2 * PANEL) {
+        IntVec first, second;
+        std::memcpy(&first, w, sizeof first);
+        std::memcpy(&second, w + PANEL, sizeof second);
+        prefetch.issue();
+        act(k, (FloatVec)(first << 16), (FloatVec)(second << 16));
+        act(k + 1, (FloatVec)(first & -65536), (FloatVec)(second & -65536));
+    }
+}
+
+#include "dots.h"
+
+// A tile of weights that become floats. Where SUM_BLOCK is set, so many products are summed in
+// order and their sums in order again, which rounds less: over K products an error of about
+// sqrt(SUM_BLOCK + K / SUM_BLOCK) units in place of sqrt(K).
 template <int ROWS, class W>
 NOINLINE void multiply_tile(const TileInput& in, const W* w, int64_t inputs, Prefetch prefetch,
                             const float* scale, const float* bias, float* y, int64_t ldy,
                             Epilogue epilogue) {
     FloatVec a[ROWS][2] = {};
-    for (int64_t k = 0; k < inputs; k++, w += PANEL) {
-        prefetch.issue();
-        accumulate<ROWS>(a, load(w), load(w + LANES), in.x + k, in.ldx);
+    const auto add = [&](int64_t k, FloatVec first, FloatVec second)
+                         INLINE_LAMBDA { accumulate<ROWS>(a, first, second, in.x + k, in.ldx); };
+    if constexpr (!SUM_BLOCK) {
+        for_inputs(w, 0, inputs, prefetch, add);
+    } else {
+        FloatVec total[ROWS][2] = {};
+        for (int64_t k = 0; k < inputs; k += SUM_BLOCK) {
+            for_inputs(w, k, std::min<int64_t>(k + SUM_BLOCK, inputs), prefetch, add);
+            for (int m = 0; m < ROWS; m++)
+                for (int half = 0; half < 2; half++)
+                    total[m][half] += a[m][half], a[m][half] = FloatVec{};
+        }
+        for (int m = 0; m < ROWS; m++)
+            for (int half = 0; half < 2; half++) a[m][half] = total[m][half];
     }
     for (int m = 0; m < ROWS; m++)
         apply_epilogue(a[m][0], a[m][1], scale, bias, y + m * ldy, epilogue);
 }
-
-template <int ROWS>
-NOINLINE void multiply_tile(const TileInput& in, const uint16_t* w, int64_t inputs,
-                            Prefetch prefetch, const float* scale, const float* bias, float* y,
-                            int64_t ldy, Epilogue epilogue) {
-    FloatVec a[ROWS][2] = {};
-    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-        IntVec first, second;
-        std::memcpy(&first, w, sizeof first);
-        std::memcpy(&second, w + PANEL, sizeof second);
-        prefetch.issue();
-        accumulate<ROWS>(a, (FloatVec)(first << 16), (FloatVec)(second << 16), in.x + k, in.ldx);
-        accumulate<ROWS>(a, (FloatVec)(first & -65536), (FloatVec)(second & -65536), in.x + k + 1,
-                         in.ldx);
-    }
-    for (int m = 0; m < ROWS; m++)
-        apply_epilogue(a[m][0], a[m][1], scale, bias, y + m * ldy, epilogue);
-}
-
-#include "dots.h"
 
 #if defined(__AVX512BF16__)
 constexpr bool HAS_AVX512_BF16 = true;

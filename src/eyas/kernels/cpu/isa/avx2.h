@@ -7,6 +7,7 @@
 constexpr int LANES = 8;
 constexpr int TILE_ROWS = 6;       // 12 accumulators, 2 weights and one x in 16 registers
 constexpr int PREFETCH_LINES = 1;  // cache lines of a panel that a step reads
+constexpr int SUM_BLOCK = 128;     // products that a float tile sums in order; 0: all
 // (query, head) pairs that read a value together, and the vectors of it that they read at a time
 constexpr int VALUE_PAIRS = 3, VALUE_VECTORS = 4;
 typedef float FloatVec __attribute__((vector_size(32)));

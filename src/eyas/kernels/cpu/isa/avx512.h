@@ -71,7 +71,9 @@ static inline FloatVec exp_vec(FloatVec x) {
 }
 
 #if defined(__AVX512VNNI__)
+#define DOT_OF_BYTES
 constexpr int DOT_INPUTS = 4, INT8_ZERO = 128;  // vpdpbusd: unsigned weights, signed x
+constexpr int SUM_BLOCK = 0;                    // products that a float tile sums in order; 0: all
 
 static inline IntVec dot_weights(const uint8_t* w) { return (IntVec)_mm512_loadu_si512(w); }
 static inline IntVec packed_nibbles(const uint8_t* w) { return (IntVec)_mm512_loadu_si512(w); }
@@ -84,6 +86,7 @@ static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
 }
 #elif defined(__AVX512BW__)
 constexpr int DOT_INPUTS = 2, INT8_ZERO = 0;
+constexpr int SUM_BLOCK = 128;
 
 static inline IntVec dot_weights(const uint8_t* w) {
     return (IntVec)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w));
@@ -98,4 +101,5 @@ static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
 }
 #else
 #define NO_DOT
+constexpr int SUM_BLOCK = 128;
 #endif

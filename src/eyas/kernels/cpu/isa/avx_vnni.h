@@ -1,6 +1,7 @@
 // AVX-VNNI: dot products of bytes in vectors of 8 integers; the rest is avx2.h.
 #pragma once
 
+#define DOT_OF_BYTES
 constexpr int DOT_INPUTS = 4, INT8_ZERO = 128;  // vpdpbusd: unsigned weights, signed x
 
 static inline IntVec dot_weights(const uint8_t* w) {

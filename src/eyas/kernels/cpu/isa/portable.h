@@ -5,6 +5,7 @@
 constexpr int LANES = 4;
 constexpr int TILE_ROWS = 6;  // 12 accumulators in 16 registers
 constexpr int PREFETCH_LINES = 1;
+constexpr int SUM_BLOCK = 128;
 constexpr int VALUE_PAIRS = 2, VALUE_VECTORS = 4;
 typedef float FloatVec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));

@@ -1,0 +1,119 @@
+"""What the heads of SmolLM2-135M-Instruct learn from: its own answers to questions of chats.
+
+    python runs/smollm2.py questions --chats CHAT.jsonl.gz --skip 0 --limit 3500 --output out/smollm2/questions_a.jsonl
+    python runs/smollm2.py pack --chats CHAT.jsonl.gz --answers out/smollm2/own_a.jsonl --output runs/answers/smollm2_a.npz
+    python runs/smollm2.py chats --chats CHAT.jsonl.gz --answers runs/answers/smollm2_a.npz --output out/smollm2/chats_a.jsonl
+
+The answers between the first two commands are made by `eyas regenerate` (runs/smollm2.sh has all
+commands in order). They take hours, so `pack` keeps them as token ids beside the line of their
+question, 2 MB a million tokens, and `chats` makes the chats again wherever the questions are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _common import open_text, run
+from transformers import AutoTokenizer
+
+from eyas import named
+from eyas.errors import InputError
+from eyas.files import write_atomically, write_text
+
+SOURCES = ("dolly_qa", "dolly_3k", "rasbt_instruction_1100", "gsm8k", "gpteacher_codegen", "gpteacher_roleplay")
+MAX_CHARACTERS = 2500  # of a question
+SEED = 34
+
+
+def questions(args: argparse.Namespace) -> None:
+    """Write questions of one turn, in an order that stays the same: --limit of them, the first
+    --skip left out."""
+    lines = [(number, chat) for number, chat in _read(args.chats) if _is_question(chat)]
+    random.Random(SEED).shuffle(lines)
+    chosen = lines[args.skip : args.skip + args.limit if args.limit else None]
+    records = [
+        {"source": f"{chat['source']}:{number}", "messages": chat["conversations"][:2]} for number, chat in chosen
+    ]
+    _write_lines(args.output, records)
+    print(f"{len(records):,} questions")
+
+
+def pack(args: argparse.Namespace) -> None:
+    """Keep answers as token ids, each with the line of its question."""
+    tokenizer = _tokenizer()
+    place = {chat["conversations"][0]["content"]: number for number, chat in _read(args.chats) if _is_question(chat)}
+    numbers: list[int] = []
+    ids: list[list[int]] = []
+    for _, record in _read(args.answers):
+        question, answer = (turn["content"] for turn in record["messages"][-2:])
+        encoded = tokenizer.encode(answer, add_special_tokens=False)
+        if question in place and tokenizer.decode(encoded) == answer:
+            numbers.append(place[question])
+            ids.append(encoded)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(args.output) as stream:
+        np.savez_compressed(
+            stream,
+            line=np.array(numbers, np.int32),
+            length=np.array([len(one) for one in ids], np.int32),
+            ids=np.array([token for one in ids for token in one], np.uint16),
+        )
+    print(f"{len(ids):,} answers, {sum(map(len, ids)):,} tokens")
+
+
+def chats(args: argparse.Namespace) -> None:
+    """Write the chats of packed answers."""
+    tokenizer = _tokenizer()
+    by_line = dict(_read(args.chats))
+    kept = np.load(args.answers, allow_pickle=False)
+    answers = np.split(kept["ids"], np.cumsum(kept["length"])[:-1])
+    records = []
+    for number, ids in zip(kept["line"].tolist(), answers, strict=True):
+        if number not in by_line:
+            raise InputError(f"{args.chats} has no line {number}: give the file that the answers were made from")
+        question = by_line[number]["conversations"][0]
+        records.append({"messages": [question, {"role": "assistant", "content": tokenizer.decode(ids.tolist())}]})
+    _write_lines(args.output, records)
+    print(f"{len(records):,} chats")
+
+
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(named.place_of("smollm2-q4_1"))
+
+
+def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open_text(path) as lines:
+        for number, line in enumerate(lines):
+            yield number, json.loads(line)
+
+
+def _is_question(chat: dict[str, Any]) -> bool:
+    turns = chat["conversations"]
+    return chat["source"] in SOURCES and len(turns) >= 2 and len(turns[0]["content"]) < MAX_CHARACTERS
+
+
+def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("questions", "pack", "chats"))
+    parser.add_argument("--chats", type=Path, required=True, help="chats, one JSON object a line; .gz too")
+    parser.add_argument("--answers", type=Path, help="what regenerate wrote, or what pack wrote")
+    parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--limit", type=int, default=0, help="0: all")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    {"questions": questions, "pack": pack, "chats": chats}[args.stage](args)
+
+
+if __name__ == "__main__":
+    run(main)

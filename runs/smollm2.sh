@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# How the heads of SmolLM2-135M-Instruct were made: from its own answers to questions of chats. Every
+# step goes on where it was; what is there is not made again.
+#     DATA=../shared/data runs/smollm2.sh answers a    # 3,500 greedy answers into runs/answers (hours)
+#     DATA=../shared/data runs/smollm2.sh answers b    # 3,500 more, sampled at temperature 1
+#     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
+#     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
+# THREADS: CPU threads of a step. STEPS, LR: of the training.
+set -euo pipefail
+: "${DATA:?folder with train/ and eval/}"
+OUT=${OUT:-out/smollm2}
+PYTHON=${PYTHON:-.venv/bin/python}
+THREADS=${THREADS:-$(nproc)}
+export OMP_NUM_THREADS=$THREADS
+export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=268435456 # fewer page faults
+CHATS=$DATA/train/chat.jsonl.gz
+mkdir -p "$OUT" runs/answers
+
+answers() { # PART
+  local sampling=(--temperature 0)
+  case $1 in
+  a) skip=0 limit=3500 ;;
+  b) skip=3500 limit=3500 sampling=(--temperature 1 --seed 2) ;;
+  c) skip=7000 limit=3500 ;;
+  d) skip=10500 limit=3500 sampling=(--temperature 1 --seed 4) ;;
+  *) echo "the parts are a, b, c and d" >&2 && return 2 ;;
+  esac
+  [ -f "$OUT/questions_$1.jsonl" ] ||
+    "$PYTHON" runs/smollm2.py questions --chats "$CHATS" --skip $skip --limit $limit --output "$OUT/questions_$1.jsonl"
+  "$PYTHON" -m eyas regenerate --target smollm2-q4_1 --method vanilla --data "$OUT/questions_$1.jsonl" --output "$OUT/own_$1.jsonl" \
+    --rows 64 --max-new-tokens 384 "${sampling[@]}"
+  "$PYTHON" runs/smollm2.py pack --chats "$CHATS" --answers "$OUT/own_$1.jsonl" --output "runs/answers/smollm2_$1.npz"
+}
+
+data() { # the options that name all chats to learn from
+  for packed in runs/answers/smollm2_*.npz; do
+    local part
+    part=$(basename "$packed" .npz)
+    "$PYTHON" runs/smollm2.py chats --chats "$CHATS" --answers "$packed" --output "$OUT/$part.jsonl" >&2
+    echo --data "$OUT/$part.jsonl"
+  done
+}
+
+case ${1:-} in
+answers) answers "${2:?part}" ;;
+features)
+  # shellcheck disable=SC2046
+  "$PYTHON" -m eyas features --target smollm2-q4_1 --method eagle3,mtp $(data) --max-length 512 --heldout 0.01 --output "$OUT/features" --yes
+  ;;
+train)
+  case ${2:?method} in
+  eagle3) options=(--head.draft-vocab 8192 --ttt.steps 4) ;;
+  mtp) options=(--ttt.steps 4) ;;
+  *) echo "the methods are eagle3 and mtp" >&2 && exit 2 ;;
+  esac
+  "$PYTHON" -m eyas train --target smollm2-q4_1 --method "$2" --features "$OUT/features" --output "$OUT/$2" "${options[@]}" \
+    --lr "${LR:-2e-3}" --tokens "${TOKENS:-3000000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
+    --save-every 25 --eval-every 100
+  ;;
+*)
+  sed -n '2,9s/^# \?//p' "$0" >&2
+  exit 2
+  ;;
+esac

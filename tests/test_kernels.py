@@ -367,7 +367,10 @@ def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
             scores_BNV[torch.rand(scores_BNV.shape, generator=generator) < 0.9] = -torch.inf
             scores_BNV[..., -1] = 0.0
         depth_BN = torch.tensor([0, 1, 1, 2, 2, 3]).expand(3, 6)
-        drawn_BN, has_nan_B = kernels.draw(scores_BNV, depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
+        every_BN = torch.ones_like(depth_BN, dtype=torch.bool)
+        drawn_BN, has_nan_B = kernels.draw(
+            scores_BNV, depth_BN, every_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET
+        )
         gumbel_BNV = noise.gumbel(position_B[:, None] + depth_BN + 1, vocab)
         key_BNV = (scores_BNV - scores_BNV.amax(-1, keepdim=True)) + gumbel_BNV
         assert torch.equal(drawn_BN, key_BNV.argmax(-1))
@@ -381,10 +384,25 @@ def test_a_draw_from_no_number_is_said() -> None:
         scores_BNV = torch.zeros(2, 3, 37)
         scores_BNV[1, 2, at] = torch.nan
         _, has_nan_B = kernels.draw(
-            scores_BNV, torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long),
-            torch.zeros(2, dtype=torch.bool), 0,
+            scores_BNV, torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, dtype=torch.long),
+            torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool), 0,
         )  # fmt: skip
         assert has_nan_B.tolist() == [False, True]
+
+
+@needs
+def test_nothing_is_drawn_at_padding() -> None:
+    """Bug: a node that is padding is drawn at, which takes time, and what its scores happen to hold is taken for
+    a broken target."""
+    scores_BNV, acceptable_BN = torch.zeros(2, 3, 37), torch.tensor([[True, True, False], [True, False, False]])
+    scores_BNV[~acceptable_BN] = torch.nan
+    scores_BNV[0, 1, 5] = 1.0
+    zeros_B = torch.zeros(2, dtype=torch.long)
+    drawn_BN, has_nan_B = kernels.draw(
+        scores_BNV, torch.zeros(2, 3, dtype=torch.long), acceptable_BN, zeros_B, zeros_B, zeros_B == 0, 0
+    )
+    assert drawn_BN.tolist() == [[0, 5, -1], [0, -1, -1]]
+    assert not has_nan_B.any()
 
 
 @needs
@@ -395,7 +413,7 @@ def test_nothing_at_all() -> None:
     for rows, nodes in ((0, 3), (2, 0)):
         row = {dtype: torch.zeros(rows, dtype=dtype) for dtype in (L, B)}
         node = {dtype: torch.zeros(rows, nodes, dtype=dtype) for dtype in (L, B)}
-        drawn_BN, has_nan_B = kernels.draw(torch.zeros(rows, nodes, 37), node[L], row[L], row[L], row[B], 0)
+        drawn_BN, has_nan_B = kernels.draw(torch.zeros(rows, nodes, 37), node[L], node[B], row[L], row[L], row[B], 0)
         assert (drawn_BN.shape, has_nan_B.tolist()) == ((rows, nodes), [False] * rows)
         assert kernels.gumbel(row[L], ~row[B], 0, node[L], 11).shape == (rows, nodes, 11)
     assert kernels.gumbel(row[L], ~row[B], 0, torch.zeros(2, 3, dtype=L), torch.zeros(0, dtype=L)).shape == (2, 3, 0)

@@ -113,6 +113,34 @@ def test_a_tree_has_plain_decodings_bits(family: str) -> None:
             assert torch.equal(last, logits_BNV[b, node]), f"row {b}, node {node}"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_is_left_out_and_changes_no_bit(family: str) -> None:
+    """Bugs: a node of one row is taken for another row's, or reads what padding left in a slot; a row pays for the
+    nodes of another. Rows of 1, 5 and 2 nodes of 5 each, beside an empty one; two prompts longer than the window."""
+    target, counts = with_cpu_kernels(family), (1, 5, 2)
+    parents_BN = torch.tensor([[-1, 0, 0, 0, 0], [-1, 0, 0, 1, 3], [-1, 0, 0, 0, 0], [-1, 0, 0, 0, 0]])
+    padded, tokens_BN = Tree.build(parents_BN, 3), torch.tensor([ids(5, seed) for seed in range(4)])
+    tree = Tree.build(parents_BN, 3, counts=(*counts, 1))
+    session = target.open(4, (1, target.num_layers))
+    for row, length in enumerate((40, 3, 25)):
+        session.prefill(row, ids(length, row))
+    passes = list[int]()
+    layers = target.runner.layers.__class__.__call__
+
+    def counting(self: Any, x_MD: torch.Tensor, *rest: Any) -> None:
+        passes.append(len(x_MD))
+        layers(self, x_MD, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target.runner.layers.__class__, "__call__", counting)
+        part = session.forward(tokens_BN, tree, (0, 1, 2))
+    full = session.forward(tokens_BN, padded, (0, 1, 2))
+    assert passes == [sum(counts)]
+    for row, count in enumerate(counts):
+        assert torch.equal(part.logits_BNV[row, :count], full.logits_BNV[row, :count])
+        assert torch.equal(part.features_BNF[row, :count], full.features_BNF[row, :count])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_is_lossless_by_kernels(name: str) -> None:

@@ -75,6 +75,7 @@ class ForwardInput:
     feature_layers: tuple[int, ...]  # hidden states to return (`Target.tap`)
     last_only: bool  # only the logits of the last node are needed
     prompt: bool = False  # the nodes are a chunk of a prompt; as its length varies, it is not recorded
+    counts: tuple[int, ...] = ()  # `Tree.counts` of the R rows; the output of other nodes may hold anything
 
 
 class Runner(Protocol):
@@ -89,6 +90,7 @@ class Runner(Protocol):
         records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one
             by one.
         skips_rows: whether a forward of some rows leaves out the others, whichever rows these are.
+        skips_padding: whether nodes behind `ForwardInput.counts` cost nothing.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Runner(Protocol):
     ops: Ops
     records_cycles: bool
     skips_rows: bool
+    skips_padding: bool
 
     def __call__(self, inputs: ForwardInput) -> TargetOutput:
         """Run one forward; the keys and values of the new nodes are stored in `inputs.cache`."""
@@ -535,7 +538,7 @@ class TargetSession:
         """
         # slots that forward or commit write to: commit moves paths of max_depth + 1 nodes
         reach = max(tree.nodes, tree.max_depth + 1)
-        return self._run_some(rows, tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach)
+        return self._run_some(rows, tokens_BN, tree.depth_BN, tree.mask_BNN, max(self.lengths) + reach, tree.counts)
 
     @torch.inference_mode()
     def extend(
@@ -553,14 +556,16 @@ class TargetSession:
         return self._run_some(rows, tokens_BQ, depth_BT, visible_BQT, max(self.lengths) + depth_BT.shape[1])
 
     def _run_some(
-        self, rows: Sequence[int], tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, width: int
-    ) -> TargetOutput:
+        self, rows: Sequence[int], tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, width: int,
+        counts: tuple[int, ...] = (),
+    ) -> TargetOutput:  # fmt: skip
         """A forward of some rows, if the runner can leave the others out, whose output is then
         zero; else of all rows."""
         if not self.target.runner.skips_rows or len(rows) in (0, self.rows):
-            return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width)
+            return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width, counts=counts)
         row_R = torch.tensor(rows, device=self.target.device)
-        output = self._run(rows, tokens_BQ[row_R], depth_BT[row_R], visible_BQT[row_R], width)
+        counts = tuple(counts[row] for row in rows) if counts else ()
+        output = self._run(rows, tokens_BQ[row_R], depth_BT[row_R], visible_BQT[row_R], width, counts=counts)
 
         def spread(x_RQX: Tensor) -> Tensor:
             return x_RQX.new_zeros(self.rows, *x_RQX.shape[1:]).index_copy_(0, row_R, x_RQX)
@@ -576,6 +581,7 @@ class TargetSession:
         width: int,
         last_only: bool = False,
         prompt: bool = False,
+        counts: tuple[int, ...] = (),
     ) -> TargetOutput:
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
@@ -595,6 +601,7 @@ class TargetSession:
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, rows, self.cache.width, self.feature_layers,
             last_only,
             prompt,
+            counts,
         )  # fmt: skip
         with self._reading(inputs, prompt):
             return target.runner(inputs)
@@ -686,7 +693,7 @@ class ModelRunner:
     name, weight_format = "model", EXACT
     threads: int | None = None
     backend = None
-    records_cycles, skips_rows = False, True
+    records_cycles, skips_rows, skips_padding = False, True, False
 
     def __init__(self, ops: Ops = REFERENCE) -> None:
         self.ops = ops

@@ -60,9 +60,13 @@ class Tree:
     depth_BN: Tensor  # int64; 0 for the root
     mask_BNN: Tensor  # bool; [b, n, m] = m is n or an ancestor of n
     max_depth: int  # upper bound of the depths, known to the host
+    # how many nodes each row has, known to the host; those behind them are padding, whose output nobody reads. (): all
+    counts: tuple[int, ...] = ()
 
     @classmethod
-    def build(cls, parents_BN: Tensor, max_depth: int, acceptable_BN: Tensor | None = None) -> Tree:
+    def build(
+        cls, parents_BN: Tensor, max_depth: int, acceptable_BN: Tensor | None = None, counts: tuple[int, ...] = ()
+    ) -> Tree:
         """Build trees from the parents of their nodes.
 
         Args:
@@ -71,6 +75,7 @@ class Tree:
                 `parents_BN`.
             acceptable_BN: which nodes may be accepted; all by default. Nodes below one that may not
                 be accepted are not accepted either.
+            counts: see `Tree`.
         """
         B, N = parents_BN.shape
         mask_BNN = torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)
@@ -81,7 +86,7 @@ class Tree:
             ancestor_BN = torch.where(ancestor_BN < 0, -1, parents_BN.gather(1, ancestor_BN.clamp(min=0)))
         if acceptable_BN is None:
             acceptable_BN = torch.ones_like(parents_BN, dtype=torch.bool)
-        return cls(parents_BN, acceptable_BN, mask_BNN.sum(-1) - 1, mask_BNN, max_depth)
+        return cls(parents_BN, acceptable_BN, mask_BNN.sum(-1) - 1, mask_BNN, max_depth, counts)
 
     @classmethod
     def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:

@@ -89,13 +89,15 @@ def gumbel(
 def draw(
     scores_BNV: Tensor,
     depth_BN: Tensor,
+    acceptable_BN: Tensor,
     position_B: Tensor,
     seed_B: Tensor,
     greedy_B: Tensor,
     stream: int,
     threads: ThreadCount = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token at every node by the largest score + Gumbel noise; the largest score in greedy rows.
+    """Draw a token at every acceptable node by the largest score + Gumbel noise; the largest score in greedy
+    rows. Other nodes get -1, and their scores are not read.
 
     The noise is that of `sampling.GumbelNoise` for the position after the node. It is computed
     only for tokens that can still win.
@@ -104,15 +106,15 @@ def draw(
         depth_BN: the nodes' depths below their roots, which are at `position_B`.
 
     Returns:
-        int64 [B, N] tokens; bool [B]: rows with a NaN score.
+        int64 [B, N] tokens; bool [B]: rows with a NaN score at one of these nodes.
     """
     B, N, V = scores_BNV.shape
-    inputs = tuple(x.contiguous() for x in (scores_BNV, depth_BN, seed_B, greedy_B, position_B))
-    scores, depth, seed, greedy, position = (c_void_p(address(x)) for x in inputs)
+    inputs = tuple(x.contiguous() for x in (scores_BNV, depth_BN, acceptable_BN, seed_B, greedy_B, position_B))
+    scores, depth, acceptable, seed, greedy, position = (c_void_p(address(x)) for x in inputs)
     drawn_BN = torch.empty(B, N, dtype=torch.long)
     has_nan_B = torch.empty(B, dtype=torch.bool)
     library().eyas_draw(
-        *(scores, depth, seed, greedy, c_int64(stream), position),
+        *(scores, depth, acceptable, seed, greedy, c_int64(stream), position),
         *map(c_int64, (B, N, V)),
         c_void_p(address(drawn_BN)),
         c_void_p(address(has_nan_B)),

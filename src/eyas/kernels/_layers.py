@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -81,6 +82,8 @@ class Pass:
     """The cache, float32 [layers x {key, value}, B, K, slots, h]."""
     rows: Sequence[int]
     """The R rows of the cache that this pass reads and writes."""
+    counts: Sequence[int] = ()
+    """How many of its Q new nodes each row has; x holds these alone, row after row. (): all."""
 
 
 class Layers:
@@ -130,16 +133,17 @@ class Layers:
             library().eyas_draft_layer(self._records, *map(byref, (self._shape, record, cache)), *pointers)
             del kept
 
-    def _prepare(self, forward: Pass) -> tuple[_records.Pass, _records.KVCache, tuple[Tensor, ...]]:
+    def _prepare(self, forward: Pass) -> tuple[_records.Pass, _records.KVCache, tuple[Tensor | None, ...]]:
         """The records of a pass, and the tensors that must live as long as they do."""
         R, Q = forward.position_RQ.shape
         T, store = forward.visible_RQT.shape[-1], forward.store
         threads = count(self.threads)
         score_stride = -(-store.shape[3] // lanes()) * lanes() + 2 * lanes()
         masks = (forward.visible_RQT, forward.visible_in_window_RQT)
-        tensors = (forward.length_R, forward.position_RQ, *masks, forward.cosine, forward.sine)
-        buffers = self._work_space(R * Q, threads, score_stride)
-        record = _records.Pass(R, Q, T, *(x.data_ptr() for x in tensors), score_stride, *buffers, threads)
+        begin = torch.tensor([0, *accumulate(forward.counts)]) if forward.counts else None
+        tensors = (begin, forward.length_R, forward.position_RQ, *masks, forward.cosine, forward.sine)
+        buffers = self._work_space(sum(forward.counts) or R * Q, threads, score_stride)
+        record = _records.Pass(R, Q, T, *map(address, tensors), score_stride, *buffers, threads)
         entry, row, head, slot, _ = store.stride()
         begin_R = torch.tensor([b * row for b in forward.rows])
         keys = store.data_ptr()

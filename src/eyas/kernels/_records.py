@@ -50,7 +50,10 @@ class KVCache(ctypes.Structure):
 class Pass(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "queries", "nodes")),
-        *((name, c_void_p) for name in ("length", "position", "visible", "visible_in_window", "cosine", "sine")),
+        *(
+            (name, c_void_p)
+            for name in ("begin", "length", "position", "visible", "visible_in_window", "cosine", "sine")
+        ),
         ("score_stride", c_int64),
         *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores")),
         ("threads", c_int64),

@@ -84,6 +84,7 @@ class CpuRunner:
     backend = None
     records_cycles = False
     skips_rows = True
+    skips_padding = True
 
     def __init__(self, target: Target, weight_format: WeightFormat = EXACT) -> None:
         _refuse(target)
@@ -154,28 +155,47 @@ class CpuRunner:
         began, (R, Q) = time.perf_counter(), inputs.tokens_RQ.shape
         self.layers.threads = self.thread_chooser.next(began)
         output = self._run(inputs)
-        self.thread_chooser.learn((R * Q, inputs.width // 512), began, time.perf_counter())
+        tokens = sum(inputs.counts) or R * Q
+        self.thread_chooser.learn((tokens, inputs.width // 512), began, time.perf_counter())
         return output
 
     def _run(self, inputs: ForwardInput) -> TargetOutput:
         R, Q = inputs.tokens_RQ.shape
-        target, D = self.target, self.shape.hidden
-        x_MD = target.embed(inputs.tokens_RQ).reshape(R * Q, D)  # a new tensor, which the kernels overwrite
-        features_MF = torch.empty(R * Q, D * len(inputs.feature_layers))
+        if 0 < sum(inputs.counts) < R * Q:
+            return self._run_unpadded(inputs)
+        outputs = self._run_tokens(inputs, inputs.tokens_RQ)
+        return TargetOutput(*(x_MX.view(R, len(x_MX) // R, x_MX.shape[1]) for x_MX in outputs))
+
+    def _run_unpadded(self, inputs: ForwardInput) -> TargetOutput:
+        """A forward without the padding behind `inputs.counts`."""
+        R, Q = inputs.tokens_RQ.shape
+        index_M = torch.tensor([r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)])
+
+        def spread(x_MX: Tensor) -> Tensor:
+            spread_MX = x_MX.new_empty(R * Q, x_MX.shape[1]).index_copy_(0, index_M, x_MX)
+            return spread_MX.view(R, Q, x_MX.shape[1])
+
+        return TargetOutput(*map(spread, self._run_tokens(inputs, inputs.tokens_RQ.flatten()[index_M])))
+
+    def _run_tokens(self, inputs: ForwardInput, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [M, V] (with `last_only` [R, V]) and features [M, F] of these tokens, all that the pass has."""
+        target, D, M = self.target, self.shape.hidden, tokens.numel()
+        x_MD = target.embed(tokens).reshape(M, D)  # a new tensor, which the kernels overwrite
+        features_MF = torch.empty(M, D * len(inputs.feature_layers))
         inner = sorted({k for k in inputs.feature_layers if k < target.num_layers})
         in_order = list(inputs.feature_layers) == inner or list(inputs.feature_layers) == [*inner, target.num_layers]
-        taps_MF = features_MF if in_order else torch.empty(R * Q, D * len(inner))
+        taps_MF = features_MF if in_order else torch.empty(M, D * len(inner))
         self.layers(x_MD, self._attention_pass(inputs), inner, taps_MF)
         last_MD = (
             features_MF[:, D * len(inner) :]
             if in_order and target.num_layers in inputs.feature_layers
-            else torch.empty(R * Q, D)
+            else torch.empty(M, D)
         )
-        logits = self._logits(x_MD.view(R, Q, D), last_MD, inputs.last_only)
+        logits_MV = self._logits(x_MD, last_MD, len(inputs.tokens_RQ) if inputs.last_only else None)
         if not in_order:
             parts = {k: taps_MF[:, i * D : (i + 1) * D] for i, k in enumerate(inner)} | {target.num_layers: last_MD}
             features_MF = torch.cat([parts[k] for k in inputs.feature_layers], dim=1)
-        return TargetOutput(logits, features_MF.view(R, Q, -1))
+        return logits_MV, features_MF
 
     def wrap_cycle(self, cycle: CycleRunner) -> CycleRunner:
         return cycle
@@ -191,16 +211,15 @@ class CpuRunner:
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return kernels.linear(self.output, hidden.float(), self.layers.threads)
 
-    def _logits(self, x_RQD: Tensor, last_MD: Tensor, last_only: bool) -> Tensor:
-        """Logits [R, Q or 1, V]; writes the hidden states after the final norm to `last_MD`."""
-        R, Q, D = x_RQD.shape
-        rows_MD = x_RQD.view(R * Q, D)
-        if not last_only:
-            logits_MV = kernels.head(rows_MD, self.norm_D, self.eps, self.output, last_MD, self.layers.threads)
+    def _logits(self, x_MD: Tensor, last_MD: Tensor, last_of: int | None) -> Tensor:
+        """Logits [M, V], or of the last token of each of `last_of` rows; writes the hidden states after the final norm
+        to `last_MD`."""
+        if last_of is None:
+            logits_MV = kernels.head(x_MD, self.norm_D, self.eps, self.output, last_MD, self.layers.threads)
             assert logits_MV is not None
-            return logits_MV.view(R, Q, -1)
-        kernels.head(rows_MD, self.norm_D, self.eps, None, last_MD, self.layers.threads)
-        return kernels.linear(self.output, last_MD.view(R, Q, D)[:, -1:], self.layers.threads)
+            return logits_MV
+        kernels.head(x_MD, self.norm_D, self.eps, None, last_MD, self.layers.threads)
+        return kernels.linear(self.output, last_MD.view(last_of, -1, last_MD.shape[1])[:, -1], self.layers.threads)
 
     def _attention_pass(self, inputs: ForwardInput) -> Pass:
         if inputs.width > len(self._cosine):
@@ -211,7 +230,7 @@ class CpuRunner:
             near_RQT = (visible_RQT & (distance_RQT < window)).contiguous()
         return Pass(
             inputs.length_R.contiguous(), inputs.position_RQ.contiguous(), visible_RQT, near_RQT, self._cosine, self._sine,
-            inputs.cache.tensor, inputs.rows,
+            inputs.cache.tensor, inputs.rows, inputs.counts if sum(inputs.counts) < inputs.tokens_RQ.numel() else (),
         )  # fmt: skip
 
     def _extend(self, positions: int) -> None:

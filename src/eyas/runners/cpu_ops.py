@@ -35,7 +35,9 @@ class CpuCycleOps(Ops):
     def draw(
         self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
     ) -> tuple[Tensor, Tensor | None]:
-        return kernels.draw(scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET)
+        return kernels.draw(
+            scores_BNV, tree.depth_BN, tree.acceptable_BN, position_B, noise.seed_B, noise.greedy_B, noise.TARGET
+        )
 
     def accept_path(self, draft: Draft, draw_BN: Tensor) -> Verdict:
         tree = draft.tree

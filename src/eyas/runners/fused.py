@@ -154,6 +154,7 @@ class FusedRunner(ModelRunner):
 
     name = "fused"
     skips_rows = False
+    skips_padding = False
 
     def __init__(self, fused: GpuModelLayers) -> None:
         super().__init__()

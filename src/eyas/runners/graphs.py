@@ -235,6 +235,7 @@ class GraphRunner:
     threads: int | None = None
     records_cycles = True
     skips_rows = False
+    skips_padding = False
 
     def __init__(
         self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: GpuModelLayers | None = None,

@@ -45,7 +45,7 @@ void eyas_linear(const Matrix* w, const float* x, int64_t M, float* y, int64_t t
 void eyas_layers(const Layer* layers, int64_t count, const Shape* s, const Pass* p,
                  const KVCache* slots, float* x, const int64_t* tapped, int64_t tap_count,
                  float* taps, int64_t tap_stride) {
-    const int64_t M = p->rows * p->queries, D = s->hidden;
+    const int64_t M = p->tokens(), D = s->hidden;
 #pragma omp parallel num_threads(p->threads)
     {
         int thread = thread_number();
@@ -105,15 +105,18 @@ void eyas_gumbel(const int64_t* seed, const uint8_t* greedy, int64_t stream,
     }
 }
 
-// The token drawn at every node [B, N] from its scores [B, N, V]: the largest score + noise of the
-// position behind the node's; the largest score in greedy rows. broken [B]: rows with a NaN score.
-void eyas_draw(const float* scores, const int64_t* depth, const int64_t* seed,
-               const uint8_t* greedy, int64_t stream, const int64_t* position, int64_t B, int64_t N,
-               int64_t V, int64_t* drawn, uint8_t* broken, int64_t threads) {
+// The token drawn at every acceptable node [B, N] from its scores [B, N, V]: the largest score +
+// noise of the position behind the node's; the largest score in greedy rows. Nothing is read at
+// other nodes, where it is -1. broken [B]: rows with a NaN score.
+void eyas_draw(const float* scores, const int64_t* depth, const uint8_t* acceptable,
+               const int64_t* seed, const uint8_t* greedy, int64_t stream, const int64_t* position,
+               int64_t B, int64_t N, int64_t V, int64_t* drawn, uint8_t* broken, int64_t threads) {
     if (B) std::memset(broken, 0, B);  // an empty tensor has no address
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < B * N; row++) {
         const int64_t b = row / N;
+        drawn[row] = -1;
+        if (!acceptable[row]) continue;
         const TokenNoise key(seed[b], stream, position[b] + depth[row] + 1);
         bool is_nan = false;
         drawn[row] = draw(scores + row * V, V, greedy[b] ? nullptr : &key, is_nan);

@@ -18,10 +18,11 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
                               int64_t r, int64_t k) {
     const int64_t h = s.head_dim, width = (s.heads + 2 * s.kv_heads) * h,
                   group_heads = s.heads / s.kv_heads;
-    for (int64_t q = 0; q < p.queries; q++) {
-        const int64_t m = r * p.queries + q, slot = p.length[r] + p.nodes - p.queries + q,
-                      offset = c.row[r] + k * c.head + slot * c.slot;
-        const float *cosine = p.cosine + p.position[m] * h, *sine = p.sine + p.position[m] * h;
+    for (int64_t q = 0; q < p.count(r); q++) {
+        const int64_t m = p.first(r) + q, slot = p.length[r] + p.nodes - p.queries + q,
+                      offset = c.row[r] + k * c.head + slot * c.slot,
+                      angle = p.position[r * p.queries + q] * h;
+        const float *cosine = p.cosine + angle, *sine = p.sine + angle;
         for (int64_t i = 0; i <= group_heads; i++) {
             float* x =
                 p.qkv + m * width + (i < group_heads ? k * group_heads + i : s.heads + k) * h;
@@ -212,7 +213,7 @@ struct QueryGroup {
         const float* query[MAX_PAIRS];
         float *scores_at[MAX_PAIRS], *out[MAX_PAIRS], totals[MAX_PAIRS];
         for (int64_t n = 0; n < pairs; n++) {
-            const int64_t m = row * p.queries + first + n / heads, i = head + n % heads;
+            const int64_t m = p.first(row) + first + n / heads, i = head + n % heads;
             query[n] = p.qkv + m * width + i * h;
             scores_at[n] = scores + n * p.score_stride;
             out[n] = p.context + (m * s.heads + i) * h;
@@ -246,11 +247,11 @@ struct QueryGroup {
 template <int CHUNKS>
 static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                    int thread) {
-    const int64_t group_heads = s.heads / s.kv_heads, per_row = p.rows * p.queries;
+    const int64_t group_heads = s.heads / s.kv_heads;
     // All heads that share keys are one unit of work, unless that leaves threads idle. With a
     // window every query begins at another slot, so it is a unit of its own.
     const int64_t heads =
-        group_heads <= MAX_PAIRS && per_row * s.kv_heads >= p.threads ? group_heads : 1;
+        group_heads <= MAX_PAIRS && p.tokens() * s.kv_heads >= p.threads ? group_heads : 1;
     const int64_t most = layer.window ? 1 : MAX_PAIRS / heads,
                   parts = (p.queries + most - 1) / most, head_sets = s.heads / heads;
     // each unit reads only those new keys that it stores itself
@@ -264,10 +265,11 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
     for (int64_t unit = 0; unit < p.rows * parts * head_sets; unit++) {
         const int64_t head_set = unit % head_sets, part = unit / head_sets % parts,
                       r = unit / head_sets / parts, k = head_set * heads / group_heads;
-        const int64_t first = part * p.queries / parts,
-                      count = (part + 1) * p.queries / parts - first;
+        const int64_t first = part * p.count(r) / parts,
+                      count = (part + 1) * p.count(r) / parts - first;
         int64_t begin = 0;
         if (exclusive) store_keys_values(layer, s, p, c, r, k);
+        if (!count) continue;
         if (layer.window && p.position[r * p.queries + first] >= layer.window)
             begin = p.position[r * p.queries + first] - layer.window + 1;
         if (begin > p.length[r]) begin = p.length[r];
@@ -295,7 +297,7 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
 // the norm of x, or null.
 static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                           const float* input, float* x, int thread) {
-    const int64_t M = p.rows * p.queries, D = s.hidden,
+    const int64_t M = p.tokens(), D = s.hidden,
                   width = (s.heads + 2 * s.kv_heads) * s.head_dim;
     if (!input) { input = normed_rows(thread, x, layer.norm, M, D, s.eps, p.normed); }
     linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, width, STORE);

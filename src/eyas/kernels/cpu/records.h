@@ -35,6 +35,8 @@ struct KVCache {
 
 struct Pass {
     int64_t rows, queries, nodes;  // R, Q, T
+    // [R + 1]: where each row's tokens begin in x, if rows have fewer than Q new nodes; else null
+    const int64_t* begin;
     const int64_t* length;         // [R] committed slots, all visible
     const int64_t* position;       // [R, Q]
     // [R, Q, T]: visible nodes among those behind the committed slots; the new nodes are the last Q
@@ -47,4 +49,8 @@ struct Pass {
     // and threads x MAX_PAIRS x score_stride floats.
     float *normed, *qkv, *context, *inner, *scores;
     int64_t threads;
+
+    int64_t first(int64_t row) const { return begin ? begin[row] : row * queries; }
+    int64_t count(int64_t row) const { return first(row + 1) - first(row); }  // its new nodes
+    int64_t tokens() const { return first(rows); }                             // M
 };

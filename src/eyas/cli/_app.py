@@ -28,6 +28,7 @@ from rich.markup import escape
 
 from eyas import __version__
 from eyas.cli._errors import UsageError
+from eyas.cli._load import collector_paused
 from eyas.cli._options import STDIN, MethodOptions, annotated, given, placeholders
 from eyas.errors import near, one_line
 
@@ -60,7 +61,8 @@ def dispatch(arguments: Sequence[str]) -> int:
     """
     place = _place(arguments)
     try:
-        function, bound = parse(arguments)
+        with collector_paused():  # torch and transformers are imported, for the options of the methods
+            function, bound = parse(arguments)
         status = function(*bound.args, **bound.kwargs)
     except cyclopts.CycloptsError as error:
         raise UsageError(f"{_explained(error)} (see {place} --help)") from error

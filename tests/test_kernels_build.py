@@ -291,3 +291,35 @@ def test_killed_compilations_are_cleaned(library: Path, compiler: Compiler, tmp_
         assert killed.exists()
     assert not reason()
     assert not killed.exists()
+
+
+@pytest.mark.parametrize(
+    ("isa", "words"),
+    [
+        ("x86-64-v33", "did you mean x86-64-v3"),
+        ("armv8.2-a+dotprod" if os.uname().machine == "x86_64" else "x86-64-v3", "this processor lacks"),
+    ],
+)
+def test_an_instruction_set_that_is_not_there(isa: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards EYAS_KERNELS_ISA: a name that does not exist, and a set of another processor, end in one
+    line, and nothing is compiled that would die by an illegal instruction."""
+    monkeypatch.setenv("EYAS_KERNELS_ISA", isa)
+    assert reason().startswith(f"EYAS_KERNELS_ISA is {isa!r}" if "mean" in words else f"EYAS_KERNELS_ISA is {isa}")
+    assert words in reason()
+
+
+@needs
+def test_each_instruction_set_has_a_library_of_its_own(
+    library: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the cache: a smaller set that is asked for is compiled with its flags, not taken from the
+    native library; asked for again it is found."""
+    program = compiler(f'echo "$@" >> {tmp_path}/arguments; cp {library} "$out"')
+    names = _build.runnable_isas()
+    for name in (*names, *names):
+        monkeypatch.setenv("EYAS_KERNELS_ISA", name)
+        assert not reason()
+    assert runs(tmp_path) == len(names), program
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    for name, line in zip(names, arguments, strict=True):
+        assert set(_build.ISAS[name][0]) <= set(line.split())

@@ -11,6 +11,8 @@ inputs, O outputs, R rows, Q new nodes, T nodes in slots. This package knows no 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, draw, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, TreeOptions, grow
@@ -48,6 +50,7 @@ __all__ = [
     "UnavailableError",
     "WeightFormat",
     "available",
+    "build_name",
     "commit",
     "draft_format",
     "draw",
@@ -72,6 +75,12 @@ def why_not() -> str | None:
     """The reason why there are no kernels on this machine; None if there are."""
     result = outcome()
     return result if isinstance(result, str) else None
+
+
+def build_name() -> str:
+    """Return the name of the compiled library, which tells apart sources, flags and instruction sets;
+    "" if there are no kernels."""
+    return Path(library()._name).stem if available() else ""
 
 
 def available() -> bool:

@@ -38,7 +38,7 @@ class Proof:
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
             "modules": repr(model),
             "attention": getattr(model.config, "_attn_implementation", None),
-            "kernels": Path(kernels.library()._name).name,  # it hashes sources, flags and instruction set
+            "kernels": kernels.build_name(),
             "sources": _sources(),
             "cpu": cpu_name(),
             "versions": versions(),

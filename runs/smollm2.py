@@ -33,54 +33,62 @@ SEED = 34
 
 def questions(args: argparse.Namespace) -> None:
     """Write questions of one turn, in an order that stays the same: --limit of them, the first
-    --skip left out."""
+    --skip left out, without those that are answered in --answers."""
     lines = [(number, chat) for number, chat in _read(args.chats) if _is_question(chat)]
     random.Random(SEED).shuffle(lines)
     chosen = lines[args.skip : args.skip + args.limit if args.limit else None]
+    answered = _answers(args.answers)
     records = [
-        {"source": f"{chat['source']}:{number}", "messages": chat["conversations"][:2]} for number, chat in chosen
+        {"source": f"{chat['source']}:{number}", "messages": chat["conversations"][:2]}
+        for number, chat in chosen
+        if number not in answered
     ]
     _write_lines(args.output, records)
     print(f"{len(records):,} questions")
 
 
 def pack(args: argparse.Namespace) -> None:
-    """Keep answers as token ids, each with the line of its question."""
+    """Add answers to --output as token ids, each with the line of its question."""
     tokenizer = _tokenizer()
     place = {chat["conversations"][0]["content"]: number for number, chat in _read(args.chats) if _is_question(chat)}
-    numbers: list[int] = []
-    ids: list[list[int]] = []
+    answers = _answers(args.output)
     for _, record in _read(args.answers):
         question, answer = (turn["content"] for turn in record["messages"][-2:])
-        encoded = tokenizer.encode(answer, add_special_tokens=False)
-        if question in place and tokenizer.decode(encoded) == answer:
-            numbers.append(place[question])
-            ids.append(encoded)
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        if question in place and tokenizer.decode(ids) == answer:
+            answers[place[question]] = ids
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(args.output) as stream:
         np.savez_compressed(
             stream,
-            line=np.array(numbers, np.int32),
-            length=np.array([len(one) for one in ids], np.int32),
-            ids=np.array([token for one in ids for token in one], np.uint16),
+            line=np.array(list(answers), np.int32),
+            length=np.array([len(ids) for ids in answers.values()], np.int32),
+            ids=np.array([token for ids in answers.values() for token in ids], np.uint16),
         )
-    print(f"{len(ids):,} answers, {sum(map(len, ids)):,} tokens")
+    print(f"{len(answers):,} answers, {sum(map(len, answers.values())):,} tokens")
 
 
 def chats(args: argparse.Namespace) -> None:
     """Write the chats of packed answers."""
     tokenizer = _tokenizer()
     by_line = dict(_read(args.chats))
-    kept = np.load(args.answers, allow_pickle=False)
-    answers = np.split(kept["ids"], np.cumsum(kept["length"])[:-1])
     records = []
-    for number, ids in zip(kept["line"].tolist(), answers, strict=True):
+    for number, ids in _answers(args.answers).items():
         if number not in by_line:
             raise InputError(f"{args.chats} has no line {number}: give the file that the answers were made from")
         question = by_line[number]["conversations"][0]
-        records.append({"messages": [question, {"role": "assistant", "content": tokenizer.decode(ids.tolist())}]})
+        records.append({"messages": [question, {"role": "assistant", "content": tokenizer.decode(ids)}]})
     _write_lines(args.output, records)
     print(f"{len(records):,} chats")
+
+
+def _answers(path: Path | None) -> dict[int, list[int]]:
+    """Return packed answers by the line of their question; none where there is no file yet."""
+    if path is None or not path.exists():
+        return {}
+    kept = np.load(path, allow_pickle=False)
+    answers = np.split(kept["ids"], np.cumsum(kept["length"])[:-1])
+    return {number: ids.tolist() for number, ids in zip(kept["line"].tolist(), answers, strict=True)}
 
 
 def _tokenizer() -> Any:

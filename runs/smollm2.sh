@@ -3,6 +3,7 @@
 # step goes on where it was; what is there is not made again.
 #     DATA=../shared/data runs/smollm2.sh answers a    # 3,500 greedy answers into runs/answers (hours)
 #     DATA=../shared/data runs/smollm2.sh answers b    # 3,500 more, sampled at temperature 1
+#     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
 # THREADS: CPU threads of a step. STEPS, LR: of the training.
@@ -26,9 +27,14 @@ answers() { # PART
   *) echo "the parts are a, b, c and d" >&2 && return 2 ;;
   esac
   [ -f "$OUT/questions_$1.jsonl" ] ||
-    "$PYTHON" runs/smollm2.py questions --chats "$CHATS" --skip $skip --limit $limit --output "$OUT/questions_$1.jsonl"
+    "$PYTHON" runs/smollm2.py questions --chats "$CHATS" --skip $skip --limit $limit \
+      --answers "runs/answers/smollm2_$1.npz" --output "$OUT/questions_$1.jsonl"
   "$PYTHON" -m eyas regenerate --target smollm2-q4_1 --method vanilla --data "$OUT/questions_$1.jsonl" --output "$OUT/own_$1.jsonl" \
     --rows 64 --max-new-tokens 384 "${sampling[@]}"
+  pack "$1"
+}
+
+pack() { # PART
   "$PYTHON" runs/smollm2.py pack --chats "$CHATS" --answers "$OUT/own_$1.jsonl" --output "runs/answers/smollm2_$1.npz"
 }
 
@@ -43,6 +49,7 @@ data() { # the options that name all chats to learn from
 
 case ${1:-} in
 answers) answers "${2:?part}" ;;
+pack) pack "${2:?part}" ;;
 features)
   # shellcheck disable=SC2046
   "$PYTHON" -m eyas features --target smollm2-q4_1 --method eagle3,mtp $(data) --max-length 512 --heldout 0.01 --output "$OUT/features" --yes
@@ -58,7 +65,7 @@ train)
     --save-every 25 --eval-every 100
   ;;
 *)
-  sed -n '2,9s/^# \?//p' "$0" >&2
+  sed -n '2,10s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

@@ -85,7 +85,7 @@ def check_running(python: str, folder: Path) -> None:
 
     wheel = only("eyas-*.whl")
     install(str(wheel))
-    for command in (["demo"], ["generate", "hi"]):
+    for command in (["demo", "--target", "embedded"], ["generate", "hi"]):
         message = eyas(*command, status=2)
         assert message.count("\n") == 1, message
         assert "pip install 'eyas[tiny]'" in message
@@ -93,7 +93,7 @@ def check_running(python: str, folder: Path) -> None:
     install(f"eyas[tiny] @ {wheel.as_uri()}")  # pip finds eyas-tiny in dist/
     assert json.loads(eyas("doctor", "--json"))["ok"]
     assert eyas("generate", "I would like to see a movie tonight.", "--max-new-tokens", "20").strip()
-    eyas("demo")
+    eyas("demo", "--target", "embedded")
 
 
 def main() -> None:

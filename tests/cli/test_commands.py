@@ -326,13 +326,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
 # --- demo ------------------------------------------------------------------------------------------------------------------------------
 
 
+DEMO = ("demo", "--target", "embedded")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
-def test_demo(run: Run, tmp_path: Path) -> None:
+def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ways, one text; the table's numbers are there, slow or not."""
+    monkeypatch.setattr(demo, "LEAST_GAIN", 0.0)
     (tmp_path / "prompts.txt").write_text("hello there\n\nhow are you\n")
     result = run(
-        "demo", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 10, "--tree.nodes", 7, "--tree.depth", 4
+        *DEMO, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 10, "--tree.nodes", 7, "--tree.depth", 4
     )
     assert result.exit_code == 0, (result.output, result.exception)
     texts = re.findall(
@@ -353,7 +357,9 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
     """Two panels, live; and an interrupt shows the table of what was finished."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"), demo.Prompt("two", raw=True), demo.Prompt("three")))
+    monkeypatch.setattr(
+        demo, "EMBEDDED_PROMPTS", (demo.Prompt("one"), demo.Prompt("two", raw=True), demo.Prompt("three"))
+    )
     ask, asked = demo.Demo.round, []
 
     def stopped(self: Any, prompt: Any, place: str) -> Any:
@@ -363,7 +369,7 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
         return ask(self, prompt, place)
 
     monkeypatch.setattr(demo.Demo, "round", stopped)
-    result = run("demo", "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2", "--threads", 1)
+    result = run(*DEMO, "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2", "--threads", 1)
     assert result.exit_code == 130, (result.output, result.exception)
     shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.stdout)
     assert "╭─ plain decoding ─" in shown
@@ -377,7 +383,7 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
 def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine once took four minutes over what takes ten seconds."""
     monkeypatch.setattr(demo, "BUDGET_SECONDS", 0.0)
-    result = run("demo", "--max-new-tokens", 4)
+    result = run(*DEMO, "--max-new-tokens", 4)
     assert result.exit_code == 0
     assert re.search(r"This run, 1 prompt\b", result.stdout)
     assert "4 prompts were left out: this machine is slow or busy" in " ".join(result.stdout.split())
@@ -388,8 +394,8 @@ def test_demo_ends_on_a_slow_machine(run: Run, monkeypatch: pytest.MonkeyPatch) 
 def test_demo_says_that_others_worked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine flattered us: what has many small operations suffers most, and that is transformers."""
     monkeypatch.setattr(machine, "used", lambda before: machine.Used(10.0, 10.0 * len(machine.cores())))
-    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"),))
-    assert "measure again when the machine is idle" in " ".join(run("demo", "--max-new-tokens", 4).stdout.split())
+    monkeypatch.setattr(demo, "EMBEDDED_PROMPTS", (demo.Prompt("one"),))
+    assert "measure again when the machine is idle" in " ".join(run(*DEMO, "--max-new-tokens", 4).stdout.split())
 
 
 @pytest.mark.slow
@@ -403,8 +409,8 @@ def test_demo_says_when_texts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) 
         return (*found[:3], 99, *found[4:]), seconds
 
     monkeypatch.setattr(demo.Demo, "_generate", other)
-    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one"),))
-    result = run("demo", "--max-new-tokens", 6)
+    monkeypatch.setattr(demo, "EMBEDDED_PROMPTS", (demo.Prompt("one"),))
+    result = run(*DEMO, "--max-new-tokens", 6, "--method", "eagle2")
     assert result.exit_code == 0
     assert "0 of 1" in result.stdout
     said = " ".join(result.stdout.split())
@@ -412,3 +418,46 @@ def test_demo_says_when_texts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) 
         r"prompt 1: transformers' generate differs from plain decoding at token 4, where the two best logits are \d\.\de[-+]\d\d apart",
         said,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("embedded")
+def test_demo_leaves_out_what_gains_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once showed drafts that made every answer slower. A probe finds that before the first answer,
+    says so, and leaves plain decoding and transformers; a method that the user names is shown."""
+    monkeypatch.setattr(demo, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(demo, "EMBEDDED_PROMPTS", (demo.Prompt("one"),))
+    said = run(*DEMO, "--max-new-tokens", 4).stdout
+    assert re.search(r"Drafts by eagle2 gain nothing with this model on this machine: [\d.]+ tokens/s against", said)
+    assert said.index("gain nothing") < said.index("plain decoding, 4 tokens")
+    assert re.findall(r"^ *(plain|eagle2|transformers)  ", said, re.MULTILINE) == ["plain", "transformers"]
+    assert "eagle2, 4 tokens" in run(*DEMO, "--max-new-tokens", 4, "--method", "eagle2").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("embedded")
+def test_demo_shows_the_real_model_where_it_can_be_had(run: Run, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it one line says why, and the embedded model is shown. Nothing is downloaded here: a
+    small folder stands in for the model."""
+    from eyas.errors import ModelError
+    from eyas.named import _smollm2
+
+    def missing(name: str) -> tuple[Path, str]:
+        raise ModelError("smollm2 cannot be fetched by pip (no network)")
+
+    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("real"),))
+    monkeypatch.setattr(demo, "EMBEDDED_PROMPTS", (demo.Prompt("embedded"),))
+    monkeypatch.setattr(_smollm2, "place", lambda name: (world / "llama", "smollm2-q4_1"))
+    result = run("demo", "--max-new-tokens", 4)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "1/1  real" in result.stdout
+    assert "smollm2-q4_1, " in result.stdout
+    monkeypatch.setattr(_smollm2, "place", missing)
+    result = run("demo", "--max-new-tokens", 4)
+    assert "1/1  embedded" in result.stdout
+    assert result.stderr.splitlines()[0] == (
+        "eyas: smollm2 cannot be fetched by pip (no network); the embedded model is shown instead"
+    )
+    result = run("demo", "--target", "smollm2")
+    assert result.exit_code == 2
+    assert "cannot be fetched" in result.stderr

@@ -4,6 +4,9 @@ transformers does.
 Both sides advance a cycle at a time, always the one whose clock is behind, so that the screen shows
 the race as it is: each clock runs only while its side works. Everything is greedy, so all three
 must give the same tokens; a difference is reported.
+
+Where a short probe finds that drafts gain nothing on this machine, the demo says so before it
+begins, and shows plain decoding and transformers alone.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
-from eyas.cli._errors import Interrupted
+from eyas.cli._errors import Interrupted, note
 from eyas.cli._files import file_errors
 from eyas.cli._load import load, plain_decoding, quiet
 from eyas.cli._options import TREE, VERBOSE, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, print_table
-from eyas.errors import FitError, InputError
+from eyas.errors import EyasError, FitError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +43,15 @@ class Prompt(NamedTuple):
     raw: bool = False
 
 
-PROMPTS = (
+MODEL = "smollm2"  # is shown where it can be had; else the embedded model
+PROMPTS = (  # that SmolLM2-135M answers well
+    Prompt("What is gravity?"),
+    Prompt("Give me three tips for better sleep."),
+    Prompt("Explain photosynthesis in two sentences."),
+    Prompt("What is machine learning?"),
+    Prompt("Write the first sentence of a mystery novel."),
+)
+EMBEDDED_PROMPTS = (  # it knows nothing but such dialogues
     Prompt("I want to book a table for two in San Jose tonight."),
     Prompt("I would like to see a movie tonight."),
     Prompt("I want to find events in New York."),
@@ -49,12 +60,15 @@ PROMPTS = (
 )
 GROUP = "Answers"
 WARM_UP_TOKENS = 8
+PROBE_PROMPTS, PROBE_TOKENS = 2, 32  # answers of the probe, and tokens of each
+LEAST_GAIN = 1.03  # of drafts over plain decoding in the probe; less is nothing that a viewer could see
 FRAME_SECONDS = 1 / 15
 BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
-DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on these prompts, with kernels
+DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
 EXAMPLES = """
-eyas demo  # the best method
-eyas demo --method eagle1 --tree.choices chain-3  # another one
+eyas demo  # a real model, SmolLM2-135M-Instruct: 98 MB are fetched once
+eyas demo --target embedded  # the model that comes with eyas
+eyas demo --method suffix  # another method
 eyas demo --prompts mine.txt --max-new-tokens 128  # prompts of yours, one a line
 """
 
@@ -63,6 +77,9 @@ eyas demo --prompts mine.txt --max-new-tokens 128  # prompts of yours, one a lin
 class DemoOptions:
     """The options of `eyas demo`."""
 
+    target: Annotated[str | None, "Model", "NAME|PATH|HUB"] = None
+    """The model to show: smollm2, embedded, a folder or a hub id. Default: smollm2, or embedded where
+    that cannot be had."""
     prompts: Annotated[str | None, "Prompt", "FILE"] = None
     """Prompts of yours, one a line."""
     max_new_tokens: Annotated[int, "Prompt", Parameter(validator=Number(gte=2)), "N"] = 64
@@ -76,22 +93,26 @@ class DemoOptions:
 
 
 def command(*, job: DemoOptions, options: MethodOptions) -> None:
-    """Show plain decoding and the best method side by side on the embedded model, live."""
-    prompts = _prompts(job.prompts)
+    """Show plain decoding and the best method side by side, live, on a real model."""
+    own = _own_prompts(job.prompts)
     if job.threads:
         import torch
 
         torch.set_num_threads(job.threads)
     from rich.console import Console
 
-    demo = Demo(_best(job, options), job.max_new_tokens, Console(highlight=False))
+    target = _target(job)
+    prompts = own or (EMBEDDED_PROMPTS if target == "embedded" else PROMPTS)
+    demo = Demo(_best(target, job, options), job.max_new_tokens, Console(highlight=False))
     rounds: list[Round] = []
     began = time.monotonic()
     try:
         demo.warm_up(prompts[0])
+        if job.method is None:
+            demo.leave_out_what_gains_nothing(prompts)
         for number, prompt in enumerate(prompts, start=1):
             rounds.append(demo.round(prompt, f"{number}/{len(prompts)}"))
-            if prompts is PROMPTS and time.monotonic() - began > BUDGET_SECONDS:
+            if not own and time.monotonic() - began > BUDGET_SECONDS:
                 break
     except KeyboardInterrupt:
         demo.report(rounds)
@@ -99,9 +120,10 @@ def command(*, job: DemoOptions, options: MethodOptions) -> None:
     demo.report(rounds, left_out=len(prompts) - len(rounds))
 
 
-def _prompts(path: str | None) -> Sequence[Prompt]:
+def _own_prompts(path: str | None) -> Sequence[Prompt]:
+    """The user's prompts; none where he named no file."""
     if path is None:
-        return PROMPTS
+        return ()
     with file_errors(path, "prompts file"):
         prompts = [Prompt(line.strip()) for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not prompts:
@@ -109,21 +131,39 @@ def _prompts(path: str | None) -> Sequence[Prompt]:
     return prompts
 
 
-def _best(job: DemoOptions, options: dict[str, Any]) -> LLM:
-    """The embedded model with the method and, unless the user chose, a small tree: `auto` has too
-    few cycles to measure."""
-    from eyas import drafters, tiny
+def _target(job: DemoOptions) -> str:
+    """What is shown: the named model, or ours, which is fetched if necessary; the embedded one where
+    it cannot be had, and a note says why."""
+    from eyas import named
+
+    if job.target is not None:
+        return job.target
+    try:
+        with quiet(job.verbose):
+            named.place_of(MODEL)
+        return MODEL
+    except EyasError as error:
+        note(f"{error}; the embedded model is shown instead")
+        return named.EMBEDDED
+
+
+def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
+    """The model with the method. The embedded one, unless the user chose, with a small tree: `auto`
+    has too few cycles to measure."""
+    from eyas import drafters, named, tiny
     from eyas.adaptive import mode_of
     from eyas.core.drafter import option_defaults
 
+    model = TargetOptions(target=target, verbose=job.verbose)
+    if target != named.EMBEDDED:
+        return load(model, DraftOptions(method=job.method, tree=job.tree), options)
     name = job.method or tiny.BEST
     mode, options = mode_of(options)
     defaults = option_defaults(drafters.find(name).Options)
     options = tiny.with_small_tree(options, defaults)
     if mode == "auto" and job.tree is None and defaults.get("tree.nodes") is not None:
         mode, options = "fixed", {**DYNAMIC_TREE, **options}
-    draft = DraftOptions(method=name, tree="auto" if (job.tree or mode) == "auto" else "fixed")
-    return load(TargetOptions(verbose=job.verbose), draft, options)
+    return load(model, DraftOptions(method=name, tree="auto" if (job.tree or mode) == "auto" else "fixed"), options)
 
 
 class Answer(NamedTuple):
@@ -136,10 +176,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """One prompt, answered three times."""
+    """One prompt, answered by each side."""
 
-    answers: Mapping[str, Answer]  # answers by side: "plain", the method, "transformers"
-    difference: str  # what to report when the three differ; empty when they are equal
+    answers: Mapping[str, Answer]  # answers by side: "plain", the method if it is shown, "transformers"
+    difference: str  # what to report when they differ; empty when they are equal
 
 
 class Demo:
@@ -152,16 +192,31 @@ class Demo:
         self.max_new_tokens = max_new_tokens
         self.console = console
         self.plain = plain_decoding(best)
+        self.sides = [self.plain, best]
         self.transformers = Transformers(best.target)
 
     def warm_up(self, prompt: Prompt) -> None:
         """First runs allocate and tune; they are not measured."""
         from eyas.bench.machine import snapshot
 
-        for llm in (self.plain, self.best):
+        for llm in self.sides:
             llm.generate(prompt.text, raw=prompt.raw, max_new_tokens=WARM_UP_TOKENS)
         self._generate(self.best.ids(prompt.text, raw=prompt.raw), WARM_UP_TOKENS)
         self.before = snapshot()
+
+    def leave_out_what_gains_nothing(self, prompts: Sequence[Prompt]) -> None:
+        """Answer some prompts both ways, by turns, and show the method only if it is faster."""
+        lanes = [Lane(llm, prompt, PROBE_TOKENS) for prompt in prompts[:PROBE_PROMPTS] for llm in self.sides]
+        while running := [lane for lane in lanes if lane.running]:
+            min(running, key=lambda lane: lane.stream.seconds).advance()
+        plain, drafted = (_figures([lane.answer() for lane in lanes[side::2]])[1] for side in range(2))
+        if drafted < LEAST_GAIN * plain:
+            self.sides = [self.plain]
+            self.console.print(
+                f"[yellow]Drafts by {self.best.method} gain nothing with this model on this machine: {drafted:.1f} tokens/s against "
+                f"{plain:.1f} without, in a probe. So plain decoding is shown alone (--method {self.best.method} shows both).[/]",
+                soft_wrap=True,
+            )
 
     def round(self, prompt: Prompt, place: str) -> Round:
         token_ids = self.best.ids(prompt.text, raw=prompt.raw)
@@ -169,15 +224,16 @@ class Demo:
         if room < 2:
             raise FitError(f"a prompt fills the context of {self.best.target.context} tokens: shorten it")
         length = min(self.max_new_tokens, room)
-        lanes = [Lane(llm, prompt, length) for llm in (self.plain, self.best)]
+        lanes = [Lane(llm, prompt, length) for llm in self.sides]
         self.console.print(f"\n[bold]{place}[/]  ", end="")
         self.console.print(prompt.text, markup=False, style="bold")
         self._race(lanes)
         transformers = Answer(*self._generate(token_ids, length))
-        plain, best = (lane.answer() for lane in lanes)
-        others = {self.best.method: best, "transformers' generate": transformers}
+        plain = lanes[0].answer()
+        drafted = {llm.method: lane.answer() for llm, lane in zip(self.sides[1:], lanes[1:], strict=True)}
+        others = {**drafted, "transformers' generate": transformers}
         differences = [self._difference(name, answer, plain, token_ids) for name, answer in others.items()]
-        answers = {"plain": plain, self.best.method: best, "transformers": transformers}
+        answers = {"plain": plain, **drafted, "transformers": transformers}
         return Round(answers, "; ".join(filter(None, differences)))
 
     def _race(self, lanes: Sequence[Lane]) -> None:
@@ -231,16 +287,17 @@ class Demo:
         if not rounds:
             return
         load_of_others = busy(used(self.before), torch.get_num_threads())
-        method, target = self.best.method, self.best.target
+        method, target = self.sides[-1].method, self.best.target
         rates = _print_table(rounds)
-        tree = ", ".join(f"{name} {value}" for name, value in self.best.drafter.describe().items() if name != "kind")
-        setup = f"{method}{f' with tree {tree}' if tree else ''}; greedy, {target.dtype} on {target.device}"
+        tree = ", ".join(f"{key} {value}" for key, value in self.sides[-1].drafter.describe().items() if key != "kind")
+        drafts = "plain decoding" if method == "vanilla" else f"{method}{f' with tree {tree}' if tree else ''}"
+        setup = f"{target.name}, {drafts}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")
         warnings = [load_of_others] if load_of_others else []
         if left_out:
             warnings.append(f"{left_out} prompts were left out: this machine is slow or busy.")
         warnings += [f"prompt {n}: {r.difference}" for n, r in enumerate(rounds, start=1) if r.difference]
-        if rates[method] < rates["plain"]:
+        if rates.get(method, rates["plain"]) < rates["plain"]:
             warnings.append(f"{method} was slower than plain decoding in this run.")
         for warning in warnings:
             self.console.print(f"[yellow]{warning}[/]")

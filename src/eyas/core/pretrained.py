@@ -40,6 +40,7 @@ __all__ = [
     "DeviceMap",
     "check_config",
     "check_gguf",
+    "check_gguf_packages",
     "has_tokenizer",
     "is_missing_path",
     "read_gguf_tokenizer",
@@ -253,6 +254,11 @@ def check_gguf(source: str | Path, gguf_file: str) -> None:
         OptionError: a package that reads GGUF files is missing.
     """
     _check_path(source, "target", gguf_file)
+    check_gguf_packages()
+
+
+def check_gguf_packages() -> None:
+    """Raise OptionError where a package that reads GGUF files is missing."""
     for package in ("gguf", "accelerate"):
         if find_spec(package) is None:
             raise OptionError(

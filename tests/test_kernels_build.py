@@ -323,3 +323,21 @@ def test_each_instruction_set_has_a_library_of_its_own(
     arguments = (tmp_path / "arguments").read_text().splitlines()
     for name, line in zip(names, arguments, strict=True):
         assert set(_build.ISAS[name][0]) <= set(line.split())
+
+
+@pytest.mark.parametrize(
+    ("lines", "sets"),
+    [
+        (["Features\t: fp asimd aes", "CPU part\t: 0xd08"], ["native", "armv8-a"]),
+        (["Features\t: fp asimd asimddp i8mm", "CPU part\t: 0xd40"], ["native", "armv8-a", "armv8.2-a+dotprod"]),
+        ([], ["native"]),
+    ],
+    ids=["armv8-a", "dotprod", "nothing known"],
+)
+def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards Linux's words for ARM, and systems without them: macOS was told that its processor
+    lacks what nobody had looked for."""
+    monkeypatch.setattr(_build, "_processor", lambda: lines)
+    assert _build.runnable_isas() == sets
+    monkeypatch.setenv("EYAS_KERNELS_ISA", "x86-64-v3")
+    assert ("this processor lacks avx2" if lines else "does not say what its processor has") in reason()

@@ -44,12 +44,14 @@ log = logging.getLogger(__name__)  # the command line prints these messages
 
 SOURCES = Path(__file__).with_name("cpu")
 MAIN = SOURCES / "kernels.cpp"
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-w")
+# -fno-schedule-insns: for ARM, GCC would load all inputs of a tile first, and keep its sums in memory.
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-schedule-insns", "-w")
 OPENMP = "-fopenmp"
 NATIVE = "native"
+NATIVE_FLAG = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # The compiler's flags for each instruction set, and what /proc/cpuinfo calls what it needs.
 ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    NATIVE: (("-march=native",), frozenset()),
+    NATIVE: ((NATIVE_FLAG,), frozenset()),
     "x86-64-v2": (("-march=x86-64-v2",), frozenset({"sse4_2", "ssse3", "popcnt"})),
     "x86-64-v3": (("-march=x86-64-v3",), frozenset({"avx2", "fma", "bmi2", "f16c"})),
     "x86-64-v3+vnni": (("-march=x86-64-v3", "-mavxvnni"), frozenset({"avx2", "fma", "bmi2", "avx_vnni"})),
@@ -114,13 +116,16 @@ def _target_flags(isa: str) -> tuple[str, ...]:
     if isa not in ISAS:
         raise UnavailableError(f"EYAS_KERNELS_ISA is {isa!r}; {near(isa, list(ISAS))}")
     flags, needed = ISAS[isa]
-    if missing := needed - _features():
+    features = _features()
+    if needed and not features:
+        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this system does not say what its processor has")
+    if missing := needed - features:
         raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this processor lacks {', '.join(sorted(missing))}")
     return flags
 
 
 def _features() -> frozenset[str]:
-    """Return the features of the first processor, as Linux names them."""
+    """Return the features of the first processor, as Linux names them; none on other systems."""
     lines = [line for line in _processor() if line.startswith(("flags", "Features"))]
     return frozenset(word for line in lines for word in line.partition(":")[2].split())
 

@@ -9,11 +9,13 @@ constexpr float largest_quantized = LIMBS == 1   ? 127
                                                  : 8355584;
 
 #if !defined(NO_DOT)
-static inline IntVec broadcast_digit(const int8_t* digit) {
+#if !defined(DIGIT_FROM_LANE)
+static inline IntVec load_digit(const int8_t* digit) {  // its four bytes, in every lane
     int32_t bytes;
     std::memcpy(&bytes, digit, sizeof bytes);
     return bytes - IntVec{};
 }
+#endif
 
 // a += products of `inputs` inputs, N row digits by two vectors of outputs.
 template <int N>
@@ -25,7 +27,7 @@ __attribute__((always_inline)) static inline void add_dots(IntVec (&a)[N][2], co
         prefetch.issue();
 #pragma GCC unroll 12
         for (int i = 0; i < N; i++) {
-            const IntVec x = broadcast_digit(digits + 4 * i);
+            const auto x = load_digit(digits + 4 * i);
             add_dot(a[i][0], first, x);
             add_dot(a[i][1], second, x);
         }
@@ -138,7 +140,7 @@ NOINLINE void multiply_tile(const TileInput& in, const Int4<LIMBS>* w, int64_t i
                 const IntVec left = low_nibbles(first), right = low_nibbles(second);
 #pragma GCC unroll 12
                 for (int i = 0; i < N; i++) {
-                    const IntVec x = broadcast_digit(digits + 4 * i);
+                    const auto x = load_digit(digits + 4 * i);
                     add_dot(a[i][0], left, x);
                     add_dot(a[i][1], right, x);
                 }

@@ -151,7 +151,7 @@ template <int ROWS>
 static inline void accumulate(FloatVec (&a)[ROWS][2], FloatVec first, FloatVec second,
                               const float* x, int64_t ldx) {
     for (int m = 0; m < ROWS; m++) {
-        FloatVec b = broadcast(x[m * ldx]);
+        const auto b = broadcast(x[m * ldx]);
         a[m][0] = fma(b, first, a[m][0]);
         a[m][1] = fma(b, second, a[m][1]);
     }

@@ -7,19 +7,30 @@
 constexpr int LANES = 4;
 constexpr int TILE_ROWS = 12;  // 24 accumulators, 2 weights and one x in 32 registers
 constexpr int PREFETCH_LINES = 1;
+constexpr int SUM_BLOCK = 128;
 constexpr int VALUE_PAIRS = 4, VALUE_VECTORS = 4;
 typedef float FloatVec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 
-static inline FloatVec broadcast(float x) { return (FloatVec)vdupq_n_f32(x); }
+struct Broadcast {  // a number for all lanes; a product reads it from the first one
+    float number;
+    operator FloatVec() const { return (FloatVec)vdupq_n_f32(number); }
+};
+static inline Broadcast broadcast(float x) { return {x}; }
 static inline FloatVec load(const int8_t* p) {
     int32_t four;
     std::memcpy(&four, p, sizeof four);
     const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
     return (FloatVec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 }
+// GCC takes the intrinsic for a call that reads memory: it would store a tile's sums at every step.
 static inline FloatVec fma(FloatVec a, FloatVec b, FloatVec c) {
-    return (FloatVec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+    asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    return c;
+}
+static inline FloatVec fma(Broadcast a, FloatVec b, FloatVec c) {
+    asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(c) : "w"(b), "w"(a.number));
+    return c;
 }
 static inline FloatVec to_float(IntVec x) { return (FloatVec)vcvtq_f32_s32((int32x4_t)x); }
 static inline IntVec round_to_int(FloatVec x) { return (IntVec)vcvtnq_s32_f32((float32x4_t)x); }
@@ -53,14 +64,23 @@ static inline FloatVec exp_vec(FloatVec x) {
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
+#define DOT_OF_BYTES
 constexpr int DOT_INPUTS = 4, INT8_ZERO = 0;  // sdot: signed weights, signed x
 
 static inline IntVec dot_weights(const uint8_t* w) { return (IntVec)vld1q_u8(w); }
 static inline IntVec packed_nibbles(const uint8_t* w) { return dot_weights(w); }
 static inline IntVec low_nibbles(IntVec w) { return w & 0x0f0f0f0f; }
 static inline IntVec next_nibbles(IntVec w) { return (IntVec)vshrq_n_u32((uint32x4_t)w, 4); }
-static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
-    a = (IntVec)vdotq_s32((int32x4_t)a, (int8x16_t)w, (int8x16_t)x);
+
+#define DIGIT_FROM_LANE
+typedef float Digit;  // four bytes in a vector register
+static inline Digit load_digit(const int8_t* digit) {
+    Digit bytes;
+    std::memcpy(&bytes, digit, sizeof bytes);
+    return bytes;
+}
+static inline void add_dot(IntVec& a, IntVec w, Digit x) {
+    asm("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(a) : "w"(w), "w"(x));
 }
 #else
 #define NO_DOT

@@ -41,7 +41,7 @@ __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
-TIMING_SECONDS = 0.5  # after which no further turn begins, but two
+TIMING_SECONDS = 0.25  # after which no further turn begins, but two
 TOLERANCE = 1e-4  # relative to the largest logit; another order of summation changes less
 
 

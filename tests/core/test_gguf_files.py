@@ -171,8 +171,8 @@ def test_without_the_cache_nothing_is_kept(file: Path, monkeypatch: pytest.Monke
         llm = eyas.load(file, "vanilla", cache=False)
     assert not gguf_files._cache().exists()
     assert len(llm.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True).token_ids) == 4
-    (file.parent / "cache").mkdir(exist_ok=True)
-    (file.parent / "cache" / "eyas").write_text("in the way")
+    gguf_files._cache().parent.mkdir(parents=True, exist_ok=True)
+    gguf_files._cache().write_text("in the way")
     with gguf_files.as_folder(file.parent, file.name) as folder:
         assert (folder / "model.safetensors").exists()
     assert not folder.exists()

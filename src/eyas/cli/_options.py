@@ -77,7 +77,7 @@ class TargetOptions:
     gguf_file: Annotated[str | None, "Model", "NAME"] = None
     """A file in GGUF format of the target's folder or hub repository; its weights become plain ones."""
     cache: Annotated[bool, "Machine", Parameter(name="--cache", negative="--no-cache")] = True
-    """Keep what a file in GGUF format is converted to, and take what is kept."""
+    """Keep converted GGUF files."""
     adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
     """An adapter of PEFT (LoRA, DoRA), which is merged into the target unless it is quantised.
     NAME=PATH, several times: requests choose one by its name."""

@@ -13,7 +13,6 @@ with one line from the first moment on.
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -50,5 +49,4 @@ def main() -> None:
     finally:
         with suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
-        gc.freeze()  # or Python searches all modules and models for garbage before it ends: seconds
     raise SystemExit(status)

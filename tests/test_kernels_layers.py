@@ -196,7 +196,7 @@ def test_what_is_not_finite_stays_in_its_row(kind: str, broken: float) -> None:
 @needs
 def test_exponentials() -> None:
     """Guards the vectors' own exponential: e^x for x from -87 to 0 is exact to within four units of
-    float32's last digit, and below it nothing. The weights of an attention whose values are unit
+    float32's last digit, below it nothing, and of NaN NaN. The weights of an attention whose values are unit
     vectors are read off; the rest of the layer passes them on."""
     h = 256
     sizes = LayerSizes(h, 1, 1, h, 16, 1e-5, 1.0)
@@ -222,3 +222,6 @@ def test_exponentials() -> None:
     found, exact = (x[0] / x[0, 0]).double(), scores.double().exp()
     assert ((found - exact).abs() / exact)[:-2].max() < 4 * 2.0**-23
     assert not found[-2:].any()
+    store[0, 0, 0, 5, 0], x = torch.nan, torch.zeros(1, h)
+    Layers(sizes, [layer])(x, forward)
+    assert x.isnan().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ __all__ = [
 GROUP_SIZE = 32  # inputs of int4 that share a scale, as in cpu/tiles.h
 CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # scales of an int4 group that are tried, of the one without clipping
 KINDS = ("float32", "bfloat16", "int8", "int8_dot", "int4")  # as in cpu/records.h
+FIRST_ROWS = 8  # of a matrix, which are tried before all of it
 LOSSLESS = 3e-7  # relative error of int8 weights that comes from the rounding of their scale alone
 LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/tiles.h); otherwise three
 
@@ -75,30 +77,47 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, weight_format: WeightF
     `weight_format` rounds to."""
     outputs, inputs = weight_OI.shape
     padding = -outputs % (2 * lanes())
-    weight_OI = F.pad(weight_OI.detach().float(), (0, 0, 0, padding))
+    weight_OI = weight_OI.detach().float()
+    if padding:  # even without any, torch would copy
+        weight_OI = F.pad(weight_OI, (0, 0, 0, padding))
     bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding)).contiguous()
     limbs = LIMBS.get(weight_format.activations, 3)
     if weight_format.weights == "int4" and not inputs % GROUP_SIZE and has_dots():
         return Matrix("int4", _int4_panels(weight_OI), None, bias_O, inputs, outputs, limbs)
-    scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
-    integer_OI = (weight_OI / scale_O[:, None]).round()
-    if weight_format.weights in ("int8", "int4") or (
-        weight_format.weights == "exact" and _is_int8(weight_OI, integer_OI, scale_O)
-    ):
+    exact = weight_format.weights == "exact"
+    if weight_format.weights in ("int8", "int4") or (exact and _holds(_is_int8, weight_OI)):
+        integer_OI, scale_O = _to_int8(weight_OI)
         if inputs % lanes() or not has_dots():
             return Matrix("int8", _panels(integer_OI.to(torch.int8)), scale_O.contiguous(), bias_O, inputs, outputs)
         stored_OI = (integer_OI + library().eyas_int8_zero()).to(torch.int16).to(torch.uint8)  # modulo 256
         data = _panels(stored_OI, _dot_inputs())
         return Matrix("int8_dot", data, scale_O.contiguous(), bias_O, inputs, outputs, limbs)
-    bf16_OI = weight_OI.bfloat16()
-    if not inputs % 2 and (weight_format.weights == "bfloat16" or torch.equal(bf16_OI.float(), weight_OI)):
+    if not inputs % 2 and (weight_format.weights == "bfloat16" or (exact and _holds(_is_bfloat16, weight_OI))):
         rounds_inputs = weight_format.activations == "bfloat16" and not inputs % lanes() and has_avx512_bf16()
-        return Matrix("bfloat16", _panels(bf16_OI, 2), None, bias_O, inputs, outputs, 1 if rounds_inputs else 3)
+        return Matrix(
+            "bfloat16", _panels(weight_OI.bfloat16(), 2), None, bias_O, inputs, outputs, 1 if rounds_inputs else 3
+        )
     return Matrix("float32", _panels(weight_OI), None, bias_O, inputs, outputs)
 
 
-def _is_int8(weight_OI: Tensor, integer_OI: Tensor, scale_O: Tensor) -> bool:
-    """Whether the scaled integers are the weights, up to the rounding of their scale."""
+def _holds(test: Callable[[Tensor], bool], weight_OI: Tensor) -> bool:
+    """Whether all rows pass a test; nearly always the first ones tell that they do not."""
+    return test(weight_OI[:FIRST_ROWS]) and test(weight_OI)
+
+
+def _is_bfloat16(weight_OI: Tensor) -> bool:
+    return torch.equal(weight_OI.bfloat16().float(), weight_OI)
+
+
+def _to_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """(integers from -127 to 127, the scale of each row)."""
+    scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
+    return (weight_OI / scale_O[:, None]).round(), scale_O
+
+
+def _is_int8(weight_OI: Tensor) -> bool:
+    """Whether scaled integers are the weights, up to the rounding of their scale."""
+    integer_OI, scale_O = _to_int8(weight_OI)
     error_OI = (integer_OI * scale_O[:, None] - weight_OI).abs()
     return bool((error_OI <= LOSSLESS * weight_OI.abs()).all())
 

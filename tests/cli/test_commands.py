@@ -46,6 +46,7 @@ print(status, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
 @pytest.mark.slow
 def test_the_commands_are_the_files(run: Run) -> None:
     assert set(names()) == {
+        "accelerate",
         "bench",
         "chat",
         "datastore",

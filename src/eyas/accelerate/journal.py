@@ -1,0 +1,94 @@
+"""What a run has planned and done, in a file that is written after every step, so that the same
+command goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import InputError, OptionError
+from eyas.files import read_versioned, write_text
+
+__all__ = ["FILE", "Journal"]
+
+FILE = "run.json"
+FORMAT, VERSION = "eyas-accelerate", 1
+
+
+class Journal:
+    """The journal of a folder; empty when the folder is new.
+
+    Args:
+        settings: what must be equal for a run to go on.
+
+    Raises:
+        OptionError: the folder holds a run with other settings.
+        InputError: the file is damaged.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.path = folder / FILE
+        self.content: dict[str, Any] = {"settings": dict(settings), "steps": {}}
+        if self.path.exists():
+            self.content = read_versioned(self.path, FORMAT, VERSION, _checked, "", self._damaged)
+            self._check_same(json.loads(json.dumps(settings)))
+
+    def _damaged(self, reason: str) -> InputError:
+        return InputError(f"{self.path} is damaged ({reason}): delete it, and the run begins again")
+
+    def _check_same(self, now: Mapping[str, Any]) -> None:
+        there = self.content["settings"]
+        other = [
+            f"{name} {there.get(name)} there, {value} now" for name, value in now.items() if there.get(name) != value
+        ]
+        if other:
+            raise OptionError(
+                f"{self.path.parent.parent} holds a run with other settings: {'; '.join(other)}; "
+                "repeat the old ones, or name another --output"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.content
+
+    def __getitem__(self, name: str) -> Any:
+        return self.content[name]
+
+    def write(self, **values: Any) -> None:
+        """Keep these values."""
+        self.content |= values
+        fields = {"format": FORMAT, "version": VERSION, **self.content}
+        write_text(self.path, json.dumps(fields, indent=1) + "\n")
+
+    def is_done(self, step: str) -> bool:
+        """Return whether a step is finished."""
+        return bool(self.content["steps"].get(step, {}).get("done"))
+
+    def seconds(self, *steps: str) -> float:
+        """Return the seconds that these steps have taken so far; without names, all of them."""
+        taken = self.content["steps"]
+        return float(sum(taken[name]["seconds"] for name in steps or taken if name in taken))
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time a step, and keep that it is done; the time of one that is interrupted is kept too."""
+        before, began, done = self.seconds(name), time.monotonic(), False
+        try:
+            yield
+            done = True
+        finally:
+            seconds = round(before + time.monotonic() - began, 1)
+            self.write(steps={**self.content["steps"], name: {"seconds": seconds, "done": done}})
+
+
+def _checked(fields: dict[str, Any]) -> dict[str, Any]:
+    """The content of the file; TypeError or LookupError for another object."""
+    if not all(isinstance(step["seconds"], int | float) for step in fields["steps"].values()):
+        raise TypeError("seconds")
+    return {name: value for name, value in fields.items() if name not in ("format", "version")} | {
+        "settings": dict(fields["settings"])
+    }

@@ -123,6 +123,12 @@ SCENARIOS: dict[str, Scenario] = {
     "fallback useless from 1000 to 2000": scenario(
         FLAT, 5000, skill=useless, right=lambda t: 0.0 if 1000 <= t < 2000 else 0.7
     ),
+    "useless head, 16 rows, 60 cycles": scenario(MIDDLE, 60, skill=useless, rows=16),
+    "useless method with a fixed tree, 16 rows, 60 cycles": scenario(
+        MIDDLE, 60, grows=False, fallback=False, skill=useless, rows=16
+    ),
+    "text right half the time, 4 rows, 60 cycles": scenario(MIDDLE, 60, skill=useless, right=lambda t: 0.5, rows=4),
+    "text mostly right, 16 rows, 60 cycles": scenario(MIDDLE, 60, skill=useless, guesses=lambda t: 0.2, right=lambda t: 0.9, rows=16),
     "head good from 200 on, fallback until 1500": scenario(
         FLAT, 4000, skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -24,9 +24,7 @@ from eyas.core.tree import Draft, Tree
 OWN_TREE = TreeSize(8, 3, 2)  # of methods whose trees do not grow
 FLAT = curve(0.02, 0.05)  # large trees pay, if the head is any good
 GREEDY = Sampling()
-FALLBACK: Any = object()  # drafts chains of eight tokens, by `SimulatedMachine`
-GUESS = Draft(Tree.chain(1, 9), torch.zeros(1, 9, dtype=torch.long))
-NO_GUESS = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
+FALLBACK: Any = object()  # guesses chains of up to eight tokens, by `SimulatedMachine`
 
 Course = Callable[[int], float]  # a quantity by the number of the cycle
 
@@ -59,8 +57,8 @@ class SimulatedMachine:
     Course change with the cycle.
 
     skill: what the head's confidences must be multiplied with to be right.
-    guesses, right: the share of cycles in which the fallback has a guess, and the chance of each of
-    its tokens. moods: how much skill differs between stretches of 25 cycles, as between texts.
+    guesses, right: the share of cycles in which the text has a guess, and the chance of each of its
+    tokens. moods: how much skill differs between stretches of 25 cycles, as between texts.
     waking: seconds for each token that the head missed while it was dormant, up to 512.
     prompts: tokens of new prompts for each token that is decoded; they come in prompts of 64 tokens.
     reading: seconds that the head takes for each token of a prompt, if it is not dormant.
@@ -95,9 +93,9 @@ class SimulatedMachine:
                 self.mood = self.mood_rng.uniform(1 - self.moods, 1 + self.moods)
             decision = policy.decide(cycle_of(self.rows))
             self.decisions.append(decision)
-            guessed = [decision.fallback is not None and self.rng.random() < self.guesses(t) for _ in range(self.rows)]
-            seconds = self._seconds(decision, any(guessed)) * self.rng.uniform(1 - self.noise, 1 + self.noise)
-            steps = [self._step(row, decision, seconds * self.pace(t), guessed) for row in range(self.rows)]
+            counts = self._guesses(decision, t)
+            seconds = self._seconds(decision, counts) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+            steps = [self._step(row, decision, seconds * self.pace(t), counts) for row in range(self.rows)]
             tokens = sum(len(step.path) for step in steps)
             self.missed = 0 if decision.drafts_every_row else min(512, self.missed + tokens)
             policy.observe(steps)
@@ -116,19 +114,32 @@ class SimulatedMachine:
             seconds += 0.0 if dormant else 64 * self.reading
         return seconds
 
-    def _seconds(self, decision: Decision, any_guess: bool) -> float:
+    def _guesses(self, decision: Decision, t: int) -> list[int]:
+        """The nodes of each row that the text drafts, the root included."""
+        if decision.fallback is None:
+            return [1] * self.rows
+        right = self.right(t)
+        chances = [
+            [right ** (n + 1) for n in range(8)] if self.rng.random() < self.guesses(t) else []
+            for _ in range(self.rows)
+        ]
+        chosen = [len(row) for row in chances] if decision.chooser is None else decision.chooser.choose(chances)
+        return [1 + count for count in chosen]
+
+    def _seconds(self, decision: Decision, counts: Sequence[int]) -> float:
         if decision.drafts_every_row:
             return self.costs.cycle(decision.tree_size or OWN_TREE, self.rows) + self.waking * self.missed
-        return self.costs.plain(9 * self.rows if any_guess else self.rows)
+        return self.costs.plain(sum(counts))
 
-    def _step(self, row: int, decision: Decision, seconds: float, guessed: Sequence[bool]) -> Step:
+    def _step(self, row: int, decision: Decision, seconds: float, counts: Sequence[int]) -> Step:
         t, length, draft = len(self.decisions) - 1, 1, None
         if decision.drafts_every_row:
             path, draft = self._accept(tree_of(self.rng.randrange(40), decision.tree_size or OWN_TREE), t)
             return Step(0, (0,), 0, False, None, path, draft, 0, seconds, decision=decision)
         if decision.fallback is not None:
-            draft = GUESS if any(guessed) else NO_GUESS
-            while guessed[row] and length < 9 and self.rng.random() < self.right(t):
+            tree = replace(Tree.chain(self.rows, max(counts)), counts=tuple(counts))
+            draft = Draft(tree, torch.zeros(self.rows, max(counts), dtype=torch.long))
+            while length < counts[row] and self.rng.random() < self.right(t):
                 length += 1
         return Step(0, (0,), 0, False, None, tuple(range(length)), draft, row, seconds, decision=decision)
 
@@ -153,7 +164,7 @@ class SimulatedMachine:
         return tokens / seconds * self.costs.plain(self.rows) / self.rows
 
     def share(self, why: str, since: int = 0, until: int | None = None) -> float:
-        """The share of cycles that were decided so: plain, fallback, draft, explore."""
+        """The share of cycles that were decided so: base, draft."""
         decisions = self.decisions[since:until]
         return sum(decision.arm == why for decision in decisions) / len(decisions)
 
@@ -174,5 +185,12 @@ class FixedPolicy(Policy):
 def controller(costs: Costs = FLAT, fallback: Any = None, grows: bool = True) -> AdaptiveController:
     """Makes the controller of a method whose trees grow, or do not."""
     if not grows:
-        return AdaptiveController(fallback=fallback)
-    return AdaptiveController(LIMIT, lambda: costs, fallback=fallback)
+        own = replace(
+            costs,
+            own_nodes=OWN_TREE.nodes,
+            branches=(1,),
+            first=(costs.draft(OWN_TREE.depth, OWN_TREE.branch),),
+            deeper=(0.0,),
+        )
+        return AdaptiveController(lambda: own, fallback=fallback)
+    return AdaptiveController(lambda: costs, LIMIT, fallback=fallback)

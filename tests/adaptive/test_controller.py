@@ -37,7 +37,7 @@ def test_a_useless_head_costs_at_most_three_percent(costs: Costs, grows: bool) -
     machine = SimulatedMachine(costs, skill=useless).run(controller(costs, grows=grows), 3000)
     assert machine.speedup() > 0.97
     assert machine.speedup(500) > 0.98
-    assert machine.share("plain") > 0.95
+    assert machine.share("base") > 0.95
     assert machine.share("draft", since=500) > 0, "it is never tried again"
 
 
@@ -48,7 +48,7 @@ def test_a_useless_head_and_a_useless_fallback_cost_at_most_three_percent(costs:
     """Bug: the trials of two arms together cost more than those of one may."""
     machine = SimulatedMachine(costs, skill=useless, guesses=lambda t: guesses).run(controller(costs, FALLBACK), 3000)
     assert machine.speedup() > 0.97
-    assert machine.share("fallback") > 0
+    assert machine.share("draft") > 0
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
         SimulatedMachine(MIDDLE, reading=share * per_token, **world).run(controller(MIDDLE), 3000)
         for share in (0.0, 0.4)
     )
-    assert free.share("plain", since=500) < 0.2
-    assert dear.share("plain", since=500) > 0.9
+    assert free.share("base", since=500) < 0.2
+    assert dear.share("base", since=500) > 0.9
     assert dear.speedup(500) > 0.98
 
 
@@ -87,7 +87,7 @@ def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) 
     always = SimulatedMachine(costs, **world).run(FixedPolicy(None, FALLBACK), 1000).speedup()
     assert always > 1.2
     assert machine.speedup() > 0.95 * always
-    assert sum(decision.drafts_every_row for decision in machine.decisions[500:]) >= 4
+    assert sum(decision.drafts_every_row for decision in machine.decisions[500:]) >= 4, "the head is never tried again"
 
 
 def test_a_fallback_that_is_better_than_a_good_head() -> None:
@@ -99,11 +99,13 @@ def test_a_fallback_that_is_better_than_a_good_head() -> None:
 
 @pytest.mark.slow
 def test_a_fallback_that_turns_bad_and_good_again() -> None:
-    """Bugs: it drafts on; it is forgotten. Its guesses are right until cycle 1,000, and from 2,000 on."""
+    """Bugs: it drafts on, at a price; it is forgotten. Its guesses are right until cycle 1,000, and from 2,000 on."""
     right: Course = lambda t: 0.0 if 1000 <= t < 2000 else 0.7  # noqa: E731
-    machine = SimulatedMachine(skill=useless, right=right).run(controller(fallback=FALLBACK), 5000)
-    assert machine.share("fallback", 1100, 2000) < 0.2
-    always = SimulatedMachine(right=lambda t: 0.7).run(FixedPolicy(None, FALLBACK), 500)
+    costs = curve(0.05, 0.05)
+    machine = SimulatedMachine(costs, skill=useless, right=right).run(controller(costs, FALLBACK), 5000)
+    seconds = sum(seconds for _, seconds in machine.per_cycle[1000:2000])
+    assert seconds < 1.03 * 1000 * costs.plain()
+    always = SimulatedMachine(costs, right=lambda t: 0.7).run(FixedPolicy(None, FALLBACK), 500)
     assert machine.speedup(4000) > 0.9 * always.speedup()
 
 
@@ -114,7 +116,7 @@ def test_the_head_is_compared_with_the_fallback_of_today() -> None:
     useless."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0)
     machine.run(controller(fallback=FALLBACK), 4000)
-    assert machine.share("fallback", 300, 1500) > 0.8
+    assert machine.share("base", 300, 1500) > 0.8
     assert machine.speedup(1700) > 0.9 * SimulatedMachine().run(controller(), 1500).speedup()
 
 
@@ -148,8 +150,8 @@ def test_it_returns_when_drafts_pay_again() -> None:
     """Bug: once dormant, always dormant; or it goes on drafting what is refused. Useless from cycle
     300 to 800 only."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if 300 <= t < 800 else 1.0).run(controller(), 4000)
-    assert machine.share("plain") < 0.5
-    assert machine.share("plain", 350, 800) > 0.7
+    assert machine.share("base") < 0.5
+    assert machine.share("base", 350, 800) > 0.7
     assert machine.speedup(3000) > 0.9 * SimulatedMachine().run(controller(), 1000).speedup(500)
 
 
@@ -173,8 +175,8 @@ def test_trials_of_a_useless_head_become_rarer_up_to_a_limit() -> None:
 def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
     """Bug: the machine holds one cycle up, and a good head becomes dormant, or a useless one drafts."""
     pace: Course = lambda t: 50.0 if t == hiccup else 1.0  # noqa: E731
-    assert SimulatedMachine(pace=pace).run(controller(), 600).share("plain") < 0.05
-    assert SimulatedMachine(skill=useless, pace=pace).run(controller(), 600).share("plain") > 0.85
+    assert SimulatedMachine(pace=pace).run(controller(), 600).share("base") < 0.05
+    assert SimulatedMachine(skill=useless, pace=pace).run(controller(), 600).share("base") > 0.85
 
 
 @pytest.mark.slow
@@ -182,11 +184,11 @@ def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
 def test_a_machine_that_changes_its_speed(pace: Course) -> None:
     """Bug: cycles of a slow hour are compared with others of a fast one for long. Everything takes
     twice as long from 250 on, or half."""
-    assert SimulatedMachine(pace=pace).run(controller(), 900).share("plain") < 0.05
+    assert SimulatedMachine(pace=pace).run(controller(), 900).share("base") < 0.05
     useless_head = SimulatedMachine(skill=useless, right=lambda t: 0.7, pace=pace).run(
         controller(fallback=FALLBACK), 1000
     )
-    assert useless_head.share("fallback", 100) > 0.9
+    assert useless_head.share("base", 100) > 0.9
 
 
 @pytest.mark.slow
@@ -206,8 +208,8 @@ def test_a_smaller_tree_comes_before_none() -> None:
 def test_a_method_whose_trees_do_not_grow() -> None:
     """Bug: suffix and its like are not controlled, or a tree's size is asked of them."""
     good, bad = (SimulatedMachine(skill=lambda t, s=s: s).run(controller(grows=False), 800) for s in (1.0, 0.0))
-    assert good.share("plain") < 0.1
-    assert bad.share("plain") > 0.9
+    assert good.share("base") < 0.1
+    assert bad.share("base") > 0.9
     assert {decision.tree_size for decision in good.decisions + bad.decisions} == {None}
 
 
@@ -219,18 +221,18 @@ def test_each_number_of_rows_is_judged_for_itself() -> None:
     policy = controller(costs)
     one = SimulatedMachine(costs, skill=half).run(policy, 300)
     many = SimulatedMachine(costs, skill=half, rows=8).run(policy, 300)
-    assert one.share("plain") < 0.1
-    assert many.share("plain", 100) > 0.8
+    assert one.share("base") < 0.1
+    assert many.share("base", 100) > 0.8
     again = SimulatedMachine(costs, skill=half).run(policy, 100)
-    assert again.share("plain") < 0.2, "what was learnt of one row is forgotten"
+    assert again.share("base") < 0.2, "what was learnt of one row is forgotten"
 
 
 def test_sampled_children_are_left_alone() -> None:
     """Bug: what a seed gives depends on the clock where children are sampled."""
-    policy = AdaptiveController(samples_children=True)
+    policy = AdaptiveController(lambda: FLAT, samples_children=True)
     assert policy.decide(cycle_of(2, Sampling(1.0))) == Decision(arm="sampled children")
     assert policy.decide(cycle_of(2)).plain == {0, 1}
-    assert AdaptiveController().decide(cycle_of(2, Sampling(1.0))).plain == {0, 1}
+    assert AdaptiveController(lambda: FLAT).decide(cycle_of(2, Sampling(1.0))).plain == {0, 1}
 
 
 def test_costs_are_asked_for_once_and_late() -> None:
@@ -241,7 +243,7 @@ def test_costs_are_asked_for_once_and_late() -> None:
         asked.append(1)
         return FLAT
 
-    policy = AdaptiveController(LIMIT, costs)
+    policy = AdaptiveController(costs, LIMIT)
     assert not asked
     SimulatedMachine().run(policy, 100)
     SimulatedMachine(rows=3).run(policy, 100)
@@ -260,7 +262,7 @@ def test_larger_trees_are_explored_within_their_budget() -> None:
     ]
     assert len(further) >= 5
     assert sum(further) < 1.5 * MAX_EXPLORE_SHARE * 2000
-    assert machine.share("plain", 300) < 0.02
+    assert machine.share("base", 300) < 0.02
 
 
 def test_is_dormant_says_what_the_next_cycle_does() -> None:

@@ -15,10 +15,11 @@ nothing.
 The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) / seconds is played
 (Auer, Cesa-Bianchi and Fischer 2002, UCB1), among those that can be afforded, as in "Conservative
 bandits" (Wu, Shariff, Lattimore and Szepesvari 2016). `best` is the arm with the highest mean rate.
-Playing another one is a trial. A trial ends when its upper bound is no longer the largest, or when
+Playing another one is a trial. The first one waits until the share MAX_TRIAL_SHARE of the tokens so
+far makes up for what it may lose. A trial ends when its upper bound is no longer the largest, or when
 it has lost MAX_TRIAL_LOSS tokens to `best`. A trial that lost x tokens is repeated only after x / MAX_TRIAL_SHARE
 tokens; each failure in a row doubles that, BACKOFF times at most. So trials of an arm cost no more
-than MAX_TRIAL_SHARE of all tokens in the long run, and a hopeless arm less.
+than MAX_TRIAL_SHARE of all tokens, and a hopeless arm less.
 
 Arms are played in blocks of cycles, as changing them has a price: a draft model reads what it missed.
 docs/controller.md compares this with other algorithms. This module knows no clock, no tree and no method.
@@ -34,7 +35,7 @@ from statistics import median_low
 __all__ = ["Arm", "Bandit", "RunningMedian"]
 
 CONFIDENCE = 1.5  # standard deviations of an arm's mean that an upper bound adds to it
-MAX_TRIAL_SHARE = 0.02  # the share of all tokens that the trials of one arm may lose
+MAX_TRIAL_SHARE = 0.01  # the share of all tokens that the trials of one arm may lose
 MAX_TRIAL_LOSS = 2.0  # tokens a row that one trial may lose
 BACKOFF = 2  # doublings of the waiting time after trials that failed in a row
 MEMORY = 48  # cycles over which an arm's noise and its mix of cycle kinds are averaged
@@ -74,7 +75,7 @@ class Arm:
     break_even: float = 1.0  # tokens that make this arm as fast as the best one; at least 1
     kinds: dict[Hashable, float] = field(default_factory=dict)  # decayed counts of the cycles' kinds
     failures: int = 0  # trials in a row that did not pay
-    debt: float = 0.0  # tokens to be made by any arm before the next trial
+    debt: float = 0.0  # tokens that are to be saved before the next trial
     trial_cycles: int = 0
     trial_tokens: float = 0.0  # tokens that the best arm would have made in the time of the trial
 
@@ -204,4 +205,7 @@ class Bandit:
         arm = self.arms[name]
         if name == self.best:
             return True
-        return arm.trial_loss <= MAX_TRIAL_LOSS if name == self.playing else arm.debt <= 0
+        if name == self.playing:
+            return arm.trial_loss <= MAX_TRIAL_LOSS
+        never_played = not arm.kinds and not arm.failures
+        return arm.debt + (arm.block * (arm.break_even - 1) if never_played else 0.0) <= 0

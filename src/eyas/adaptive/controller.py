@@ -1,23 +1,26 @@
-"""The controller of `--tree auto`: before each cycle it decides whether the method drafts, with
-which tree, or what else drafts.
+"""The controller of `--tree auto`: before each cycle it decides what drafts, if anything does, and how
+much.
 
-A bandit (bandit.py) chooses between two or three arms, by tokens a second:
+Two things draft. The text itself can, at next to no cost: how many of its guesses are verified is
+chosen in every cycle, for all rows together, by their chances and by what passes take (nodes.py);
+none, if none is worth its time. And the method, if it has a net or a fixed tree. A bandit
+(bandit.py) chooses between two arms, by tokens a second:
 
-    plain       no draft: one token a cycle and row; the baseline
-    fallback    another method that drafts from the text alone, where the method has a draft model
-    draft       the method. If it has dynamic trees, the size is the one with the highest expected goodput (goodput.py),
-                given the seconds of cycles on this machine (cost.py). So sizes need not be tried one by one: the bandit
-                learns one yield, that of the current size, and begins with the expected one
+    base     plain decoding; where the method has a draft model, with guesses from the text (`fallback`)
+    draft    the method. If it has dynamic trees, the size is the one with the highest expected goodput (goodput.py),
+             given the seconds of cycles on this machine (cost.py). So sizes need not be tried one by one: the bandit
+             learns one yield, that of the current size, and begins with the expected one
 
-While the method drafts, the size is planned again at growing intervals. Now and then a larger tree
-is drafted, because nothing else shows what more levels and children would yield; this takes at most
-the share MAX_EXPLORE_SHARE of the time.
+A method that drafts from the text alone needs no bandit. While another one drafts, its size is
+planned again at growing intervals. Now and then a larger tree is drafted, because nothing else
+shows what more levels and children would yield; this takes at most the share MAX_EXPLORE_SHARE of
+the time.
 
 Each range of numbers of rows (1, 2-3, 4-7, ...) has its own bandit and tree size, as all rows share
-every forward. The estimates are kept from one request to the next. Decisions depend on past cycles
-only, so sampled children keep the target's distribution (tests/adaptive/test_shape_rules.py). Where
-a row samples its children, the tokens that a seed gives depend on the trees and would depend on the
-clock: there the method drafts with its own options.
+every forward. The estimates are kept from one request to the next. Decisions about methods that
+may sample children depend on past cycles only, so these keep the target's distribution
+(tests/adaptive/test_shape_rules.py). Where a row samples its children, the tokens that a seed gives
+depend on the trees and would depend on the clock: there the method drafts with its own options.
 
 Letters: S sizes of trees.
 """
@@ -25,27 +28,30 @@ Letters: S sizes of trees.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from eyas.adaptive import cost
-from eyas.adaptive.bandit import Arm, Bandit
+from eyas.adaptive.bandit import MIN_NOISE, Arm, Bandit
 from eyas.adaptive.cost import Costs
 from eyas.adaptive.goodput import Acceptance, Array, Plan, best
+from eyas.adaptive.nodes import NodeChoice, PassSeconds
 from eyas.core.dormant import Decision
-from eyas.core.drafter import CycleInput, Drafter, TreeSize, build_options, method_name
+from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.requests import Step
-from eyas.core.target import Target
 from eyas.drafters import find
 
 __all__ = ["AdaptiveController", "make_controller"]
 
-PLAIN, FALLBACK, DRAFT, EXPLORE, SAMPLED = "plain", "fallback", "draft", "explore", "sampled children"
+BASE, DRAFT, EXPLORE, SAMPLED = "base", "draft", "explore", "sampled children"
 TEXT_DRIFT = 2e-4  # tokens squared a cycle: how fast the yield of drafts changes with the text
-MACHINE_DRIFT = 1e-4  # likewise for plain decoding, whose yield is 1: how fast its speed relative to drafting changes
 PRIOR_TOKENS = 2.0  # assumed tokens per cycle, for methods without dynamic trees
 PLAN_VARIANCE = 0.1  # tokens squared; variance of the yield that a plan predicts
+PRIOR_TRUST = (
+    0.85  # the accepted tokens that are assumed of a head that never drafted, over those that its plan expects
+)
 MAX_EXPLORE_SHARE = 0.01  # the share of the time that larger trees may take beyond that of the planned ones
 CYCLES_BEFORE_EXPLORING = 8  # drafted cycles before the first larger tree
 MIN_PLAN_GAIN = 1.01  # the expected rate of a new tree over that of the current one, from which on it replaces it
@@ -56,7 +62,6 @@ PRIOR_EMITTED_TOKENS = 512.0
 MIN_TIMED_TOKENS = 8  # shortest prompt that is timed; shorter ones take long per token
 PROMPT_TIME_WEIGHT = 0.2  # weight of the newest prompt's time in the moving average
 FALLBACK_METHOD = "suffix"
-FALLBACK_OPTIONS_CPU = {"suffix.nodes": 4}  # nodes cost time there, so a trial must not take many
 
 
 @dataclass
@@ -118,44 +123,64 @@ class AdaptiveController:
     """Decides about every cycle, and learns from its Steps.
 
     Args:
+        costs: measures or reads the costs of cycles; called once, before the first decision.
         max_tree: the largest tree that may be grown; None: the method has no dynamic trees.
-        costs: measures or reads the costs of cycles; called once, before the first plan.
         samples_children: whether the method samples the children of sampled rows.
-        fallback: drafts while the method does not; None: nothing does.
+        chooses_nodes: whether the method drafts from the text alone, as `Drafter.chooses_nodes`.
+        fallback: a method that `chooses_nodes`, which drafts while this one does not; None: nothing does.
+        skips_padding: as `Runner.skips_padding`.
     """
 
     def __init__(
         self,
+        costs: Callable[[], Costs],
         max_tree: TreeSize | None = None,
-        costs: Callable[[], Costs] | None = None,
         samples_children: bool = False,
+        chooses_nodes: bool = False,
         fallback: Drafter | None = None,
+        skips_padding: bool = True,
     ) -> None:
         self.max_tree = max_tree
         self.samples_children = samples_children
+        self.chooses_nodes = chooses_nodes
         self.fallback = fallback
-        self.acceptance = None if max_tree is None or costs is None else Acceptance(max_tree)
+        self.skips_padding = skips_padding
+        self.acceptance = None if max_tree is None else Acceptance(max_tree)
         self._load_costs = costs
-        self._costs: Costs | None = None
         self._seconds: dict[int, Array] = {}
         self._states: dict[int, BatchState] = {}
         self._limits: tuple[int | None, ...] = ()  # `CycleInput.draft_limits` of the current cycle
         self._prompts = PromptReading()
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return self._load_costs()
+
+    @cached_property
+    def _passes(self) -> PassSeconds:
+        return PassSeconds(self._costs.nodes, self._costs.verify)
 
     def decide(self, cycle_input: CycleInput) -> Decision:
         """The decision about the cycle that begins with this input."""
         rows, self._limits = cycle_input.active_rows, cycle_input.draft_limits
         if self.samples_children and any(not cycle_input.sampling[b].greedy for b in rows):
             return Decision(arm=SAMPLED)
+        if self.chooses_nodes:
+            return Decision(arm=BASE, chooser=self._chooser(cycle_input))
         state = self._batch_state(len(rows))
-        arm = state.bandit.playing
-        if arm == PLAIN:
-            return Decision(plain=frozenset(rows), arm=PLAIN)
-        if arm == FALLBACK:
-            return Decision(fallback=self.fallback, arm=FALLBACK)
-        if state.size is not None and state.drafted >= CYCLES_BEFORE_EXPLORING and state.explore_debt <= 0:
-            return Decision(self._next_larger(state.size), arm=EXPLORE)
-        return Decision(state.size, arm=DRAFT)
+        if state.bandit.playing == DRAFT:
+            if state.size is not None and state.drafted >= CYCLES_BEFORE_EXPLORING and state.explore_debt <= 0:
+                return Decision(self._next_larger(state.size), arm=EXPLORE)
+            return Decision(state.size, arm=DRAFT)
+        if self.fallback is None:
+            return Decision(plain=frozenset(rows), arm=BASE)
+        return Decision(fallback=self.fallback, arm=BASE, chooser=self._chooser(cycle_input))
+
+    def _chooser(self, cycle_input: CycleInput) -> NodeChoice:
+        rows, sampling = cycle_input.active_rows, cycle_input.sampling
+        # scores that are not the logits themselves are computed for padding too
+        is_padded = cycle_input.adjustments is not None or any(not sampling[b].greedy for b in rows)
+        return NodeChoice(self._passes, len(rows), padded=is_padded or not self.skips_padding)
 
     def observe(self, steps: Sequence[Step]) -> None:
         """Learn from one cycle: its Steps, one of each active row."""
@@ -163,16 +188,18 @@ class AdaptiveController:
         decision = _decision(step)
         if decision.arm == SAMPLED:
             return
+        if decision.arm == BASE:
+            padded = decision.chooser is not None and decision.chooser.padded
+            self._passes.observe(_nodes(steps, padded), step.seconds)
+        if self.chooses_nodes:
+            return
         state = self._batch_state(rows)
         tokens = sum(len(s.path) for s in steps) / rows  # a path's length is accepted + root = accepted + bonus
         self._prompts.add_emitted(tokens * rows)
-        nodes = 1 if step.draft is None else step.draft.tree.nodes
-        if decision.arm == EXPLORE:
-            self._after_exploring(state, step, rows)
-        else:
-            kind = decision.arm, decision.tree_size, 1 if decision.plain else nodes
+        if decision.arm != EXPLORE:  # a larger tree says nothing about the yield of the current one
+            kind = decision.arm, decision.tree_size, _nodes(steps).bit_length()
             state.bandit.observe(decision.arm, kind, tokens, step.seconds)
-        if decision.drafts_every_row:
+        if decision.arm != BASE:
             self._after_drafting(state, step, rows)
         if state.bandit.may_choose:
             self._choose(state, rows)
@@ -191,6 +218,8 @@ class AdaptiveController:
         before = state.bandit.playing
         drafting = state.bandit.arms[DRAFT]
         drafting.other_seconds = self._prompts.seconds_per_token * drafting.mean * rows
+        if not drafting.kinds:
+            drafting.prior_seconds = self._passes.pace(rows) * self._costs.cycle(state.size, rows)
         state.bandit.choose()
         if state.bandit.playing == DRAFT != before:
             state.drafted, state.explore_debt = 0, 0.0
@@ -201,19 +230,16 @@ class AdaptiveController:
         explored = _decision(step).arm == EXPLORE
         if explored or state.drafted % state.learn_interval == 0:
             self._learn_tree(step)
-        if not explored:
-            state.explore_debt -= MAX_EXPLORE_SHARE
-            if state.drafted % state.plan_interval == 0 or state.drafted == CYCLES_BEFORE_EXPLORING // 2:
-                self._replan(state, rows)
-
-    def _after_exploring(self, state: BatchState, step: Step, rows: int) -> None:
-        """The bandit does not learn from the cycle of a larger tree, because that says nothing
-        about the yield of the current one. The extra time of the cycle becomes `explore_debt`."""
-        assert state.size is not None
-        size = _decision(step).tree_size
-        assert size is not None
-        larger = self._expected(size, rows).seconds
-        state.explore_debt = max(larger / self._expected(state.size, rows).seconds - 1, 2 * MAX_EXPLORE_SHARE)
+        if explored:
+            size = _decision(step).tree_size
+            assert size is not None
+            assert state.size is not None
+            further = self._expected(size, rows).seconds / self._expected(state.size, rows).seconds - 1
+            state.explore_debt = max(further, 2 * MAX_EXPLORE_SHARE)
+            return
+        state.explore_debt -= MAX_EXPLORE_SHARE
+        if state.drafted % state.plan_interval == 0 or state.drafted == CYCLES_BEFORE_EXPLORING // 2:
+            self._replan(state, rows)
 
     def _learn_tree(self, step: Step) -> None:
         """Let `Acceptance` learn from one row's tree, after the cycle's one transfer to the host,
@@ -233,20 +259,15 @@ class AdaptiveController:
     def _batch_state(self, rows: int) -> BatchState:
         key = rows.bit_length()
         if key not in self._states:
-            self._states[key] = state = BatchState(Bandit(self._arms(rows)))
+            drafting = Arm(PRIOR_TOKENS, 1.0, 1 / rows, TEXT_DRIFT)
+            # without guesses a cycle yields one token; with them, one or more
+            base = Arm(1.0, 0.0, MIN_NOISE, TEXT_DRIFT) if self.fallback is None else replace(drafting, mean=1.0)
+            self._states[key] = state = BatchState(Bandit({BASE: base, DRAFT: drafting}))
             if self.acceptance is not None:
-                plan = self._plan(rows)
-                state.size = plan.size
-                state.bandit.arms[DRAFT].replace(1 + plan.accepted, 1.0, plan.seconds)
+                state.size, accepted, _ = self._plan(rows)
+                drafting.mean = 1 + PRIOR_TRUST * accepted
+            drafting.prior_seconds = self._costs.cycle(state.size, rows)
         return self._states[key]
-
-    def _arms(self, rows: int) -> dict[str, Arm]:
-        """A new bandit's arms: a plain cycle always yields one token; drafts start from a prior."""
-        arms = {PLAIN: Arm(mean=1.0, variance=0.0, noise=1e-9, drift=MACHINE_DRIFT)}
-        arms[DRAFT] = Arm(mean=PRIOR_TOKENS, variance=1.0, noise=1 / rows, drift=TEXT_DRIFT)
-        if self.fallback is not None:
-            arms[FALLBACK] = Arm(mean=1.0, variance=1.0, noise=1 / rows, drift=TEXT_DRIFT, block=2)
-        return arms
 
     def _replan(self, state: BatchState, rows: int) -> None:
         """Switch to another tree if it promises clearly more; the arm then begins with the expected
@@ -265,9 +286,6 @@ class AdaptiveController:
     def _seconds_by_size(self, rows: int) -> Array:
         """[S]: seconds of a cycle with each size, by the costs."""
         assert self.acceptance is not None
-        assert self._load_costs is not None
-        if self._costs is None:
-            self._costs = self._load_costs()
         if rows not in self._seconds:
             self._seconds[rows] = np.array([self._costs.cycle(size, rows) for size in self.acceptance.all_sizes])
         return self._seconds[rows]
@@ -296,6 +314,15 @@ def _decision(step: Step) -> Decision:
     return step.decision
 
 
+def _nodes(steps: Sequence[Step], padded: bool = False) -> int:
+    """The nodes of a cycle's pass, of all of its rows together. `padded`: padding takes its time too."""
+    if (draft := steps[0].draft) is None:
+        return len(steps)
+    if padded or not draft.tree.counts:
+        return draft.tree.nodes * len(steps)
+    return sum(draft.tree.counts[step.row] for step in steps)
+
+
 def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = False) -> AdaptiveController | None:
     """The controller of a method; None for plain decoding, where there is nothing to decide.
 
@@ -308,14 +335,13 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
     if method_name(drafter) == "vanilla":
         return None
     doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
-    costs = (
-        None if drafter.max_tree is None else (lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0])
+    target = drafter.target
+    other = None if drafter.model_free or not fallback else find(FALLBACK_METHOD).load(None, target)
+    return AdaptiveController(
+        lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0],
+        drafter.max_tree,
+        drafter.samples_children,
+        drafter.chooses_nodes,
+        other,
+        target.runner.skips_padding,
     )
-    other = None if drafter.model_free or not fallback else _load_fallback(drafter.target)
-    return AdaptiveController(drafter.max_tree, costs, drafter.samples_children, other)
-
-
-def _load_fallback(target: Target) -> Drafter:
-    kind = find(FALLBACK_METHOD)
-    options = FALLBACK_OPTIONS_CPU if target.device.type == "cpu" else {}
-    return kind.load(None, target, build_options(kind.Options, options))

@@ -3,7 +3,9 @@
     cycle(nodes, depth, branch)  =  verify(nodes)  +  first(branch) + (depth - 1) * deeper(branch)  +  rest
 
 Between measured points costs are linear. With several rows, a pass has as many nodes as all rows
-together. Costs serve as ratios: the controller scales them by what cycles really take, so another
+together. Passes are measured up to a size from which on each further node takes its time. Where
+trees do not grow, a cycle with the method's own tree is measured; where the text drafts, the passes
+alone. Costs serve as ratios: the controller scales them by what cycles really take, so another
 context or a slower clock does no harm.
 
 Measuring takes a few seconds, on first use. The result is kept in the user's cache folder for this
@@ -35,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eyas import kernels
 from eyas.core.dormant import AdaptiveDrafter, Decision, Policy
 from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.engine import Decoder, Request, Step
@@ -60,12 +63,14 @@ __all__ = [
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 3  # version of the file format; files of another version are not read
-NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)  # dense where one more node fills a kernel's tile
+FORMAT = 4  # version of the file format; files of another version are not read
+NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # dense where one more node fills a kernel's tile
+LEAST_NODES, PASS_SECONDS = 16, 0.25  # a pass over so many nodes or more, and that takes so long, is the largest
 BRANCHES = (1, 2, 4, 8)
+OWN_DEPTH = 8  # assumed depth of trees that do not grow
 LEVELS = 4  # depth of the deeper of two timed drafts; their difference gives the time per level
 REPEATS = 7
-MAX_SECONDS = 2.0  # time after which nothing is repeated any more
+MAX_SECONDS = 4.0  # time after which nothing is repeated any more
 CONTEXT = 256  # committed tokens before the measured passes
 SPREAD_LIMIT = 0.25  # a larger spread is doubtful
 LOAD_LIMIT = 0.75  # processes a core that ran or waited before the measurement; more is doubtful
@@ -88,6 +93,7 @@ class Costs:
     spread: float = 0.0  # interquartile range of repeated timings over their median; the median of all timings
     load: float = 0.0  # load average a core before the measurement
     measured_at: float = 0.0  # seconds since the epoch
+    own_nodes: int = 1  # nodes of the tree of a method whose trees do not grow; its draft is one of a single level
 
     @property
     def doubtful(self) -> bool:
@@ -113,8 +119,10 @@ class Costs:
         first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
-    def cycle(self, size: TreeSize, rows: int = 1) -> float:
-        """Seconds of a cycle with a tree of this size in each row."""
+    def cycle(self, size: TreeSize | None, rows: int = 1) -> float:
+        """Seconds of a cycle with a tree of this size in each row; None: the tree of a method whose trees do not
+        grow."""
+        size = size or TreeSize(self.own_nodes, 1, 1)
         return (
             _interpolate(self.nodes, self.verify, size.nodes * rows)
             + self.draft(size.depth, size.branch, rows)
@@ -141,7 +149,8 @@ class Costs:
             costs.deeper
         ):
             raise ValueError("times are missing")
-        if not all(isinstance(n, int) and n > 0 for n in (*costs.nodes, *costs.branches)) or not costs.branches:
+        counts = (*costs.nodes, *costs.branches, costs.own_nodes)
+        if not all(isinstance(n, int) and n > 0 for n in counts) or not costs.branches:
             raise ValueError("sizes are missing")
         return costs
 
@@ -209,7 +218,10 @@ def verify_cost(
 
 
 @torch.inference_mode()
-def _time_passes(target: Target, context: int, nodes: Sequence[int], feature_layers: tuple[int, ...]) -> _Timings:
+def _time_passes(
+    target: Target, context: int, nodes: Sequence[int], feature_layers: tuple[int, ...], most_seconds: float = math.inf
+) -> _Timings:
+    """`most_seconds`: no pass is timed that is larger than one of LEAST_NODES or more that took so long."""
     nodes = [n for n in nodes if n <= max(1, target.context // 2)]
     context = min(context, target.context - max(nodes))
     session = target.open(1, feature_layers)
@@ -221,7 +233,12 @@ def _time_passes(target: Target, context: int, nodes: Sequence[int], feature_lay
         tree = Tree.chain(1, n, target.device)
         return lambda: seconds_of(lambda: session.forward(tokens_1N, tree), target.device)
 
-    return _time({n: job(n) for n in nodes})
+    jobs: dict[int, Callable[[], float]] = {}
+    for n in nodes:
+        jobs[n] = job(n)
+        if n >= LEAST_NODES and jobs[n]() > most_seconds:
+            break
+    return _time(jobs)
 
 
 def _text(target: Target, length: int) -> list[int]:
@@ -277,9 +294,9 @@ def _zeros(target: Target, nodes: int, width: int) -> Tensor:
 
 
 class _Alternating(Policy):
-    """Cycles with a tree of one size and plain ones by turns."""
+    """Cycles with a tree of one size and plain ones by turns. None: the size that the options give."""
 
-    def __init__(self, size: TreeSize) -> None:
+    def __init__(self, size: TreeSize | None) -> None:
         self.size, self.plain = size, False
 
     def decide(self, cycle_input: CycleInput) -> Decision:
@@ -290,11 +307,11 @@ class _Alternating(Policy):
         pass
 
 
-def _cycles(drafter: Drafter, size: TreeSize, context: int) -> tuple[list[Step], list[Step]]:
+def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list[Step], list[Step]]:
     """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms
     up, or records."""
     decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Alternating(size)))
-    new = (2 * REPEATS + 2) * (1 + size.depth)
+    new = min((2 * REPEATS + 2) * (1 + (OWN_DEPTH if size is None else size.depth)), drafter.target.context - 1)
     decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
     plain, drafted = list[Step](), list[Step]()
     began = time.perf_counter()
@@ -332,12 +349,14 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def measure(drafter: Drafter) -> Costs:
-    """Measure the costs of a method with dynamic trees."""
+    """Measure the costs of a method."""
     limit, target = drafter.max_tree, drafter.target
-    assert limit is not None
     load, now = _load_per_core(), time.time()
-    passes = _time_passes(target, CONTEXT, NODES, drafter.feature_layers)
+    passes = _time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
     nodes, verify = tuple(passes.medians), _rising(list(passes.medians.values()))
+    if limit is None:
+        costs = Costs(CONTEXT, nodes, verify, (1,), (0.0,), (0.0,), 0.0, 0.0, passes.spread, load, now)
+        return costs if drafter.chooses_nodes else _with_own_tree(drafter, costs)
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, drafted_nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
     sizes = [TreeSize(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
@@ -353,6 +372,17 @@ def measure(drafter: Drafter) -> Costs:
     costs = Costs(CONTEXT, nodes, verify, tuple(branches), first, tuple(deeper), 0.0, 0.0, spread, load, now)
     plain_rest, rest = _overheads(drafter, costs, TreeSize(drafted_nodes, levels, min(2, limit.branch)))
     return replace(costs, plain_rest=plain_rest, rest=rest)
+
+
+def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
+    """The costs with those of the trees that the method always drafts."""
+    plain, drafted = _cycles(drafter, None, costs.context)
+    if not (plain and drafted):  # a context of some tokens
+        return costs
+    own_nodes = max(step.draft.tree.nodes for step in drafted if step.draft is not None)
+    first = max(0.0, median(step.seconds for step in drafted) - _interpolate(costs.nodes, costs.verify, own_nodes))
+    rest = max(0.0, median(step.seconds for step in plain) - costs.plain())
+    return replace(costs, own_nodes=own_nodes, first=(first,), plain_rest=rest)
 
 
 def _load_per_core() -> float:
@@ -379,6 +409,7 @@ def cost_key(drafter: Drafter) -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": target.runner.threads or torch.get_num_threads(),
         "run": target.runner.name,
+        "kernels": kernels.build_name(),
         **asdict(target.runner.weight_format),
         "draft_weights": target.draft_weights,
         "versions": versions(),

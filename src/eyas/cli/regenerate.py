@@ -165,6 +165,7 @@ class _Run(FileRun):
         self.refuse_others(other)
 
     def answer(self) -> None:
+        from eyas.core.dormant import with_policy
         from eyas.train.regenerate import Regenerated, regenerate
 
         llm, counts = self.llm, self.counts
@@ -180,7 +181,8 @@ class _Run(FileRun):
                 bar.show(done, f"{self.tokens_per_second:,.0f} tokens/s, tau {self.tau:.2f}")
 
             conversations = self._conversations(todo)
-            answers = regenerate(llm.drafter, llm.tokenizer, llm.eos, conversations, self.config, rows, on_step)
+            drafter = with_policy(llm.drafter, llm.policy)
+            answers = regenerate(drafter, llm.tokenizer, llm.eos, conversations, self.config, rows, on_step)
             for outcome in answers:
                 if isinstance(outcome, Regenerated):
                     self._write(outcome)

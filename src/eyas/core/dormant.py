@@ -3,7 +3,11 @@ method drafts, and with which tree.
 
     decision              all active rows plain    a fallback drafts        some rows plain, or none
     tree to be verified   the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
-    method's session      is dormant               is dormant               drafts for all rows, as a batch has one shape
+    method's session      is dormant               is dormant               drafts for all rows
+
+A method that drafts from the text alone, as a fallback does, may be given a chooser
+(`Decision.chooser`): it drafts in every cycle, and the chooser decides which of its nodes are
+verified.
 
 While the method's session is dormant, accepted tokens and their features are stored here, and so is
 the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
@@ -34,6 +38,7 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize, method_name
+from eyas.core.inputs import NodeChooser
 from eyas.core.requests import Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
@@ -53,6 +58,7 @@ class Decision:
     # "explore"
     arm: str = ""
     fallback: Drafter | None = None  # a method that drafts from the text alone, in the method's place
+    chooser: NodeChooser | None = None  # for a method that `chooses_nodes`; None: all of its nodes are verified
 
     @property
     def drafts_every_row(self) -> bool:
@@ -277,7 +283,7 @@ class DormantSession(DraftSession):
         decision = self._decide(cycle_input)
         plain, fallback = decision.plain, decision.fallback
         if decision is not FIXED:
-            cycle_input = replace(cycle_input, tree_size=decision.tree_size)
+            cycle_input = replace(cycle_input, tree_size=decision.tree_size, chooser=decision.chooser)
         all_plain = bool(plain) and plain.issuperset(cycle_input.active_rows)
         self.dormant_input = cycle_input if all_plain or fallback is not None else None
         if all_plain:
@@ -291,6 +297,8 @@ class DormantSession(DraftSession):
             if self.fallback is None or self.fallback.drafter is not fallback:
                 self.fallback = _FallbackSession(fallback, self.rows)
             draft = self.fallback.draft(cycle_input)
+        if decision.chooser is not None:
+            self.decision = replace(decision, plain=plain | _rows_without_drafts(draft, cycle_input.active_rows))
         return _without_drafts(draft, plain) if plain else draft
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
@@ -376,4 +384,12 @@ def _without_drafts(draft: Draft, rows: frozenset[int]) -> Draft:
     """The draft in which all nodes of these rows but the root are padding."""
     tree, acceptable_BN = draft.tree, draft.tree.acceptable_BN.clone()
     acceptable_BN[sorted(rows), 1:] = False
-    return replace(draft, tree=replace(tree, acceptable_BN=acceptable_BN))
+    counts = tuple(1 if row in rows else count for row, count in enumerate(tree.counts or (tree.nodes,) * tree.rows))
+    return replace(draft, tree=replace(tree, acceptable_BN=acceptable_BN, counts=counts))
+
+
+def _rows_without_drafts(draft: Draft, rows: Sequence[int]) -> frozenset[int]:
+    """Those of the rows whose trees have no node but the root."""
+    return frozenset(
+        row for row in rows if draft.tree.nodes == 1 or (draft.tree.counts and draft.tree.counts[row] == 1)
+    )

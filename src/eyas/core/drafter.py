@@ -206,6 +206,7 @@ class Drafter(ABC):
         target_fingerprint: fingerprint of the target that the net was trained for, if its
             checkpoint has one.
         model_free: whether the method drafts from the text alone, without a net.
+        chooses_nodes: whether `CycleInput.chooser` decides how many of its nodes are verified.
         trainable: whether `loss` is implemented.
         gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None:
             the method has no such option.
@@ -222,6 +223,7 @@ class Drafter(ABC):
     net: nn.Module | None = None
     trained_length: int | None = None
     model_free: bool = False
+    chooses_nodes: bool = False
     target_fingerprint: str | None = None
     gradient_checkpointing: bool | None = None
     parts: tuple[Drafter, ...] = ()

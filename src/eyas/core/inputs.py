@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from eyas.core.cache import KVCache
 from eyas.core.constraints import Constraint
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 
-__all__ = ["CycleInput", "TreeSize"]
+__all__ = ["CycleInput", "NodeChooser", "TreeSize"]
 
 
 class TreeSize(NamedTuple):
@@ -27,6 +27,25 @@ class TreeSize(NamedTuple):
     def within(self, limit: TreeSize) -> TreeSize:
         """The size with each number cut to that of `limit`."""
         return TreeSize(*map(min, self, limit))
+
+
+class NodeChooser(Protocol):
+    """Decides which nodes that could be drafted are worth the time that they take in the target's pass."""
+
+    padded: bool  # whether every row takes the time of the largest tree's nodes
+
+    @property
+    def least(self) -> float:
+        """Nodes with a smaller chance to be accepted are not worth their time."""
+        ...
+
+    def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """How many nodes of each row to verify, all rows weighed together.
+
+        Args:
+            chances: for each row, the estimated chances that its nodes are accepted, in descending order.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,3 +78,4 @@ class CycleInput:
     # the target's keys and values; slot s < `position_B` of a row holds those of its token s
     target_cache: KVCache | None = None
     tree_size: TreeSize | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide
+    chooser: NodeChooser | None = None  # for methods that `choose_nodes`; None: all nodes are verified

@@ -3,6 +3,11 @@
 `TextSession` keeps an `Index` of each row's tokens, on the host, and makes one tree of the guesses of all
 rows. An index learns every token once, the root included: when a cycle begins it is certain to stay.
 
+Every guess has an estimated probability. It begins with how long the match is that the guess comes
+from (`MatchRates`), and the text itself shows, token by token and drafted or not, how often such
+matches are right. So `CycleInput.chooser` can leave out what is not worth its time, and nothing has
+to be drafted to find that out.
+
 This module knows no way to guess and reads no features. Letters: B rows, N nodes.
 """
 
@@ -19,7 +24,12 @@ from torch import Tensor
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, padded_nodes
 
-__all__ = ["Guess", "Index", "TextSession"]
+__all__ = ["Guess", "Index", "MatchRates", "TextSession"]
+
+LONGEST = 32  # longer matches are counted as matches of this length
+PRIOR = 8.0  # weight of what is assumed, in matches
+# A match of n tokens is right with n / (n + this) in the beginning: about what answers of chat models show.
+PRIOR_LENGTH = 1.5
 
 
 class Guess(NamedTuple):
@@ -30,22 +40,53 @@ class Guess(NamedTuple):
     logp: float  # log of its estimated probability given its parent
 
 
+class MatchRates:
+    """How often matches of each length were right, in one text so far."""
+
+    def __init__(self) -> None:
+        self._counts, self._hits = [0] * (LONGEST + 1), [0] * (LONGEST + 1)
+
+    def count(self, length: int, hit: bool) -> None:
+        """Count a match of this length that was right, or was not."""
+        place = min(length, LONGEST)
+        self._counts[place] += 1
+        self._hits[place] += hit
+
+    def chance(self, length: int) -> float:
+        """The estimated chance that a match of this length is right; never 0 or 1."""
+        place = min(length, LONGEST)
+        assumed = place / (place + PRIOR_LENGTH)
+        return (self._hits[place] + PRIOR * assumed) / (self._counts[place] + PRIOR)
+
+
 class Index(ABC):
     """One row's text, and what may follow it."""
 
     tokens: list[int]
 
+    def __init__(self) -> None:
+        self._clear()
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """The text is empty."""
+
     @abstractmethod
     def append(self, token: int) -> None:
         """The text goes on with this token."""
 
-    @abstractmethod
     def cut(self, length: int) -> None:
         """The text goes back to its first `length` tokens."""
+        if length < len(self.tokens):
+            tokens = self.tokens[:length]
+            self._clear()
+            for token in tokens:
+                self.append(token)
 
     @abstractmethod
-    def guesses(self) -> list[Guess]:
-        """Guessed continuations of the text: parents before children, siblings distinct."""
+    def guesses(self, least: float = 0.0) -> list[Guess]:
+        """Guessed continuations of the text: parents before children, siblings distinct. Those that are less probable
+        than `least`, from the root on, may be left out."""
 
 
 class TextSession(DraftSession):
@@ -66,6 +107,7 @@ class TextSession(DraftSession):
         self.scored = scored
         self.indexes = [index() for _ in range(rows)]
         self.active = [False] * rows  # in the cycle under way
+        self.root_tree: Tree | None = None  # the tree of cycles without a guess, made at the first one
 
     def truncate(self, row: int, length: int) -> int:
         self.indexes[row].cut(length)
@@ -96,15 +138,25 @@ class TextSession(DraftSession):
             self.active = [bool(tokens) for tokens in cycle_input.row_tokens]
         else:
             roots, self.active = cycle_input.tokens_B.tolist(), cycle_input.active_B.tolist()
+        chooser = cycle_input.chooser
+        least = 0.0 if chooser is None else chooser.least
         guesses: list[list[Guess]] = []
         for row, active in enumerate(self.active):
             self._learn(row, [roots[row]] if active else [])
-            guesses.append(self.indexes[row].guesses() if active else [])
+            guesses.append(self.indexes[row].guesses(least) if active and least < 1 else [])
+        if chooser is not None and any(guesses):
+            limits = cycle_input.draft_limits or (None,) * len(guesses)
+            ordered = [_best_first(row, limit) for row, limit in zip(guesses, limits, strict=True)]
+            counts = chooser.choose([chances for _, chances in ordered])
+            guesses = [row[:count] for (row, _), count in zip(ordered, counts, strict=True)]
+        if not any(guesses):
+            root_tokens_B = cycle_input.tokens_B
+            self.root_tree = self.root_tree or Tree.chain(len(root_tokens_B), 1, root_tokens_B.device)
+            return Draft(self.root_tree, root_tokens_B[:, None])
         return self._tree(roots, guesses, cycle_input.tokens_B.device)
 
     def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
-        most = max(map(len, guesses), default=0)
-        nodes = min(padded_nodes(most), self.nodes)
+        nodes = min(padded_nodes(max(map(len, guesses))), self.nodes)
 
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
             """[B, N]: the root's entry, those of the guesses, padding."""
@@ -116,9 +168,22 @@ class TextSession(DraftSession):
         acceptable_BN = table(lambda _: True, lambda _: True, False)
         scores_BN = table(lambda _: 0.0, lambda guess: guess.logp, -math.inf) if self.scored else None
         tokens_BN = table(lambda root: root, lambda guess: guess.token, 0)
-        return Draft(Tree.build(parents_BN, self.depth if most else 0, acceptable_BN), tokens_BN, scores_BN)
+        counts = tuple(1 + len(row) for row in guesses)
+        return Draft(Tree.build(parents_BN, self.depth, acceptable_BN, counts), tokens_BN, scores_BN)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         rows = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)
         for row, (tokens, length, active) in enumerate(rows):
             self._learn(row, tokens[1:length] if active else [])
+
+
+def _best_first(guesses: Sequence[Guess], limit: int | None) -> tuple[list[Guess], list[float]]:
+    """The guesses, the most probable from the root on first, and these probabilities; at most `limit`."""
+    chances = [1.0]
+    for guess in guesses:
+        chances.append(chances[guess.parent] * math.exp(guess.logp))
+    # stable: a parent stays before its children
+    order = sorted(range(len(chances)), key=lambda n: -chances[n])[: None if limit is None else limit + 1]
+    place = {n: number for number, n in enumerate(order)}
+    ordered = [guesses[n - 1]._replace(parent=place[guesses[n - 1].parent]) for n in order[1:]]
+    return ordered, [chances[n] for n in order[1:]]

@@ -6,17 +6,19 @@ followed them there is proposed as a chain. Several matches make a trie of chain
 the end that its copy would run past it goes on with the copy itself, as in LZ77: a repeated phrase
 is proposed whole.
 
-It has no probabilities, and no other text than the row's own.
+It has no other text than the row's own. How probable a copied token is, it knows from the length of
+the match alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from eyas.core.drafter import Drafter, DraftSession
-from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 
@@ -58,7 +60,11 @@ class NgramIndex(Index):
     """The places after every n-gram of the text, in order."""
 
     def __init__(self, options: Lookup) -> None:
-        self.options, self.tokens = options, list[int]()
+        self.options = options
+        super().__init__()
+
+    def _clear(self) -> None:
+        self.tokens, self.rates = list[int](), MatchRates()
         self.places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def _newest(self) -> list[tuple[int, ...]]:
@@ -67,27 +73,33 @@ class NgramIndex(Index):
         return [tuple(self.tokens[-n:]) for n in lengths]
 
     def append(self, token: int) -> None:
+        length, picked = self._matches()
+        if picked:
+            self.rates.count(length, self.tokens[picked[0]] == token)
         self.tokens.append(token)
         for ngram in self._newest():
             self.places[ngram].append(len(self.tokens))
 
-    def cut(self, length: int) -> None:
-        while len(self.tokens) > length:
-            for ngram in self._newest():
-                self.places[ngram].pop()
-            self.tokens.pop()
+    def _matches(self) -> tuple[int, list[int]]:
+        """The length of the longest match, and the places after it that are picked."""
+        for ngram in self._newest():
+            if len(places := self.places[ngram]) > 1:
+                end, most = len(places) - 1, self.options.matches  # the last place is the end of the text
+                newest = self.options.pick == "newest"
+                return len(ngram), places[max(0, end - most) : end][::-1] if newest else places[: min(end, most)]
+        return 0, []
 
-    def guesses(self) -> list[Guess]:
-        matches = next((places for ngram in self._newest() if len(places := self.places[ngram]) > 1), [])
-        end, most = len(matches) - 1, self.options.matches  # the last place is the end of the text
-        picked = matches[max(0, end - most) : end][::-1] if self.options.pick == "newest" else matches[: min(end, most)]
+    def guesses(self, least: float = 0.0) -> list[Guess]:
+        length, picked = self._matches()
         trie, guesses = dict[tuple[int, int], int](), list[Guess]()
-        for place in picked:
+        for number, place in enumerate(picked):
             node, period = 0, len(self.tokens) - place
             for k in range(self.options.depth):
                 token = self.tokens[place + k % period]
+                chance = self.rates.chance(min(length + k, self.options.longest))
                 if (node, token) not in trie:
-                    guesses.append(Guess(node, token, 0.0))
+                    # a later match is right only where the ones before it are wrong
+                    guesses.append(Guess(node, token, math.log(chance) + number * math.log(1 - chance)))
                     trie[node, token] = len(guesses)
                 node = trie[node, token]
         return guesses
@@ -98,7 +110,7 @@ class Method(Drafter):
 
     Options: ClassVar[type] = Options
     summary = "prompt lookup (PLD, LLMA): copies what followed the last tokens earlier in the text"
-    model_free = True
+    model_free = chooses_nodes = True
 
     def open(self, rows: int) -> DraftSession:
         options: Lookup = self.options.lookup

@@ -5,7 +5,7 @@ The longest end of the row's text that occurs in the datastore is found there; i
 make a trie; a node's weight is the number of continuations that pass through it; the heaviest
 `nodes` are verified (section 3.2 of the paper). Where a match has more continuations than
 `samples`, an even sample of them is counted. A node's probability is its share of its parent's
-weight.
+weight; below the root times the rate at which matches of this length had the next token at all.
 
 `eyas datastore build` makes a datastore. This module reads no other text than that, and knows no net.
 
@@ -14,6 +14,7 @@ Letters: S continuations, D their tokens, M nodes of the whole trie.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from eyas.checkpoints import Weights
 from eyas.core.drafter import Drafter, DraftSession
 from eyas.core.target import Target
 from eyas.datastore import DEPTH, Datastore
-from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
 from eyas.drafters._options import check_whole
 from eyas.errors import OptionError
 
@@ -102,22 +103,31 @@ class DatastoreIndex(Index):
     """A row's text, looked up at its end."""
 
     def __init__(self, datastore: Datastore, options: Retrieval) -> None:
-        self.datastore, self.options, self.tokens = datastore, options, list[int]()
+        self.datastore, self.options = datastore, options
+        super().__init__()
+
+    def _clear(self) -> None:
+        self.tokens, self.rates = list[int](), MatchRates()
+        self._guessed: tuple[int, set[int]] | None = None  # of the text as it is: length of the match, next tokens
 
     def append(self, token: int) -> None:
+        if self._guessed is not None:
+            length, following = self._guessed
+            self.rates.count(length, token in following)
         self.tokens.append(token)
+        self._guessed = None
 
-    def cut(self, length: int) -> None:
-        del self.tokens[length:]
-
-    def guesses(self) -> list[Guess]:
+    def guesses(self, least: float = 0.0) -> list[Guess]:
         options, datastore = self.options, self.datastore
         matches = datastore.look_up(
             self.tokens[-options.longest :], options.shortest, options.longest, options.depth, options.samples
         )
         if matches is None or options.nodes == 1:
             return []
-        return trie(matches.following_SD, datastore.separator, options.nodes - 1)
+        guesses = trie(matches.following_SD, datastore.separator, options.nodes - 1)
+        self._guessed = matches.length, {guess.token for guess in guesses if not guess.parent}
+        rate = math.log(self.rates.chance(matches.length))
+        return [guess if guess.parent else guess._replace(logp=guess.logp + rate) for guess in guesses]
 
 
 class Method(Drafter):
@@ -125,7 +135,7 @@ class Method(Drafter):
 
     Options: ClassVar[type] = Options
     summary = "REST: what followed the end of the text in a datastore (--datastore, made by `eyas datastore build`)"
-    model_free = True
+    model_free = chooses_nodes = True
 
     def __init__(self, target: Target, options: Any = None, datastore: Datastore | None = None) -> None:
         super().__init__(target, options)

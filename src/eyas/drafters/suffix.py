@@ -8,7 +8,7 @@ probable continuations are expanded, best first, until the tree is full. The est
 
     P(token | match)  =  (1 - escape) * share of the match's occurrences that the token followed
                          + escape * P(token | next shorter match)             for tokens that never followed the longer one
-    escape            =  how often a match of this length was followed by something new, in this text so far; 1 / (length + 1) to begin with
+    escape            =  how often a match of this length was followed by something new, in this text so far (`MatchRates`)
 
 so a long match proposes one long continuation and a short one many short ones.
 
@@ -25,7 +25,7 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 from eyas.core.drafter import Drafter, DraftSession
-from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
 from eyas.drafters._options import check_whole
 
 __all__ = ["Method", "SuffixAutomaton", "SuffixOptions"]
@@ -33,8 +33,6 @@ __all__ = ["Method", "SuffixAutomaton", "SuffixOptions"]
 # how many of the matches ending at a token are counted, longest first; bounds the work on
 # repetitive texts
 COUNTED = 32
-LONGEST = 32  # longer matches escape alike
-PRIOR = 4.0  # weight of the prior escape estimate, in matches
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class SuffixAutomaton(Index):
 
     def __init__(self, options: SuffixOptions) -> None:
         self.options = options
-        self._clear()
+        super().__init__()
 
     def _clear(self) -> None:
         self.tokens = list[int]()
@@ -98,10 +96,7 @@ class SuffixAutomaton(Index):
         self.link, self.length = [-1], [0]
         self.count, self.latest = [0], [0]  # how often it occurs; where it ended last
         self.last = 0  # the state of the whole text
-        self.matches, self.hits = (
-            [0.0] * (LONGEST + 1),
-            [0.0] * (LONGEST + 1),
-        )  # by length of match: how many; how many were followed by a known token
+        self.rates = MatchRates()  # a match is right if a known token follows it
 
     def append(self, token: int) -> None:
         self._score(token)
@@ -148,32 +143,19 @@ class SuffixAutomaton(Index):
         """Count whether the longest match was followed by this token before."""
         match = self.link[self.last]
         if match > 0:
-            length = min(self.length[match], LONGEST)
-            self.matches[length] += 1
-            self.hits[length] += token in self.next[match]
+            self.rates.count(self.length[match], token in self.next[match])
 
-    def cut(self, length: int) -> None:
-        """Rebuild the automaton of the shorter text."""
-        if length < len(self.tokens):
-            tokens = self.tokens[:length]
-            self._clear()
-            for token in tokens:
-                self.append(token)
-
-    def escape(self, length: int) -> float:
-        """The chance that something new follows a match of this length."""
-        place = min(length, LONGEST)
-        return (self.matches[place] - self.hits[place] + PRIOR / (length + 1)) / (self.matches[place] + PRIOR)
-
-    def guesses(self) -> list[Guess]:
+    def guesses(self, least: float = 0.0) -> list[Guess]:
         """The most probable continuations, the best first, as many as the tree holds."""
         start, guesses, depths, number = self.link[self.last], list[Guess](), [0], count()
+        most = -math.log(least) if least > 0 else math.inf
         waiting = list[tuple[float, int, _Match | _Child]]()  # cost; of equals the older
 
         def wait(cost: float, item: _Match | _Child) -> None:
-            heapq.heappush(waiting, (cost, next(number), item))
+            if cost <= most:
+                heapq.heappush(waiting, (cost, next(number), item))
 
-        if start > 0:
+        if start > 0 and self.rates.chance(self.length[start]) >= least:
             wait(0.0, _Match(0, start, self.length[start], 0.0))
         while waiting and len(depths) < self.options.nodes:
             cost, _, best = heapq.heappop(waiting)
@@ -198,8 +180,8 @@ class SuffixAutomaton(Index):
         ]
         continuations, passed = list[_Match | _Child](), 0.0
         if fresh:
-            escape, total = self.escape(length), sum(occurs for occurs, *_ in fresh)
-            passed, log_share = math.log(escape), math.log((1 - escape) / total)
+            chance, total = self.rates.chance(length), sum(occurs for occurs, *_ in fresh)
+            passed, log_share = math.log(1 - chance), math.log(chance / total)
             for occurs, _, token, after in heapq.nlargest(self.options.branch, fresh):
                 continuations.append(
                     _Child(match.node, token, after, length + 1, match.logp + log_share + math.log(occurs))
@@ -217,7 +199,7 @@ class Method(Drafter):
 
     Options: ClassVar[type] = Options
     summary = "suffix automaton over prompt and output (SAM-Decoding, SuffixDecoding): the most probable continuations of the longest match"
-    model_free = True
+    model_free = chooses_nodes = True
 
     def open(self, rows: int) -> DraftSession:
         options: SuffixOptions = self.options.suffix

@@ -1,0 +1,122 @@
+"""How many of the nodes that could be drafted a pass verifies: all rows together, by what they are
+expected to yield and what a pass over so many tokens takes.
+
+With R rows and the k most probable nodes of all rows, a cycle is expected to make
+
+    rate(k)  =  (R + sum of their chances) / seconds(R + k)                tokens a second
+
+and the k of the highest rate is chosen; none, where no k is MIN_GAIN times better than plain
+decoding. A node's chance is that of its whole path, so a parent is never left out for its child.
+
+`PassSeconds` begins with the costs that were measured (cost.py). What cycles really take corrects
+them, as the machine is busy at times, and texts grow.
+
+This module knows no method. Letters: R rows, K numbers of nodes, G sizes of passes that were measured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Array", "NodeChoice", "PassSeconds"]
+
+MIN_GAIN = 1.02  # the expected rate with drafts over that of plain decoding, from which on they are verified
+MOST_NODES = 256  # most nodes below the roots, of all rows together
+PADDED = (0, 1, 2, 4, 8, 16, 32, 64)  # nodes below the root of a row, where rows are padded (`core.tree.padded_nodes`)
+CORRECTIONS = 9  # cycles whose median corrects a measured pass
+CORRECTED_FROM = 3  # cycles from which on a size has a correction of its own
+FORGOTTEN_AFTER = 256  # cycles without a pass of that size, after which the correction is forgotten
+FAR = 64  # times the largest measured pass: up to there its slope goes on
+
+Array = np.ndarray[Any, Any]
+
+
+class PassSeconds:
+    """Seconds of a cycle by the tokens of its pass.
+
+    Args:
+        tokens: the sizes of passes that were measured, ascending.
+        seconds: what they took.
+    """
+
+    def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2]) if len(tokens) > 1 else seconds[0] / tokens[0]
+        self._tokens_G = np.array([*tokens, FAR * tokens[-1]])
+        self._measured_G = np.array([*seconds, seconds[-1] + max(0.0, slope) * (FAR - 1) * tokens[-1]])
+        self._seconds_G = self._measured_G
+        self._ratios = [deque[float](maxlen=CORRECTIONS) for _ in self._tokens_G]
+        self._seen_at = [0] * len(self._ratios)  # number of the last cycle of each size
+        self._cycles = 0
+
+    def __call__(self, tokens_K: Array) -> Array:
+        """The seconds of passes over these numbers of tokens."""
+        seconds_K: Array = np.interp(tokens_K, self._tokens_G, self._seconds_G)
+        return seconds_K
+
+    def pace(self, tokens: int) -> float:
+        """What such passes take at present over what was measured."""
+        return float(self(np.array(tokens)) / np.interp(tokens, self._tokens_G, self._measured_G))
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from a cycle whose pass had so many tokens; not from the first of a size, which includes one-off
+        work, such as measuring the costs."""
+        place = int(np.searchsorted(self._tokens_G, tokens))
+        self._cycles += 1
+        if self._seen_at[place]:
+            self._ratios[place].append(seconds / float(np.interp(tokens, self._tokens_G, self._measured_G)))
+        self._seen_at[place] = self._cycles
+        correction, corrections = 1.0, list[float]()
+        for ratios, seen_at in zip(self._ratios, self._seen_at, strict=True):
+            if self._cycles - seen_at > FORGOTTEN_AFTER:
+                ratios.clear()
+            # a size that did not occur is corrected like the next smaller one
+            correction = median(ratios) if len(ratios) >= CORRECTED_FROM else correction
+            corrections.append(correction)
+        self._seconds_G = np.maximum.accumulate(self._measured_G * corrections)
+
+
+class NodeChoice:
+    """The choice for one cycle: a `core.inputs.NodeChooser`.
+
+    Args:
+        rows: the rows in flight.
+        padded: whether every row takes the time of the largest tree's nodes.
+    """
+
+    def __init__(self, seconds: PassSeconds, rows: int, padded: bool) -> None:
+        self.rows, self.padded = rows, padded
+        # nodes below all roots, padding included
+        self._nodes_K = np.array(PADDED) * rows if padded else np.arange(MOST_NODES + 1)
+        self._seconds_K = seconds(rows + self._nodes_K)
+        # expected tokens that make up for the time of so many nodes
+        self._break_even_K = rows * (self._seconds_K / self._seconds_K[0] * MIN_GAIN - 1)
+
+    @property
+    def least(self) -> float:
+        """See `NodeChooser`."""
+        return float((self._break_even_K[1:] / self._nodes_K[1:]).min())
+
+    def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """See `NodeChooser`."""
+        if self.padded:
+            accepted_K = np.array([sum(sum(row[:count]) for row in chances) for count in PADDED])
+            count = PADDED[self._best(accepted_K)]
+            return [min(len(row), count) for row in chances]
+        row_N = np.repeat(np.arange(len(chances)), [len(row) for row in chances])
+        chance_N = np.array([chance for row in chances for chance in row])
+        order_N = np.argsort(-chance_N, kind="stable")  # nodes of a row stay in their order
+        accepted_K = np.concatenate([[0.0], chance_N[order_N].cumsum()])[: len(self._nodes_K)]
+        counts: list[int] = np.bincount(row_N[order_N[: self._best(accepted_K)]], minlength=len(chances)).tolist()
+        return counts
+
+    def _best(self, accepted_K: Array) -> int:
+        """The place of the highest rate; 0: no nodes."""
+        count = len(accepted_K)
+        rate_K = (self.rows + accepted_K) / self._seconds_K[:count]
+        best = int(rate_K.argmax())
+        return best if accepted_K[best] > self._break_even_K[best] else 0

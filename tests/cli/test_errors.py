@@ -49,7 +49,7 @@ BAD = {
     ),
     "an option where a command is expected": (
         ("--bogus",),
-        ["unknown option '--bogus'; known: bench", "tune (see eyas --help)"],
+        ["unknown option '--bogus'; known: accelerate", "tune (see eyas --help)"],
     ),
     "unknown subcommand": (("datastore", "bogus"), ["(see eyas datastore --help)"]),
     "option of no method": ((*GENERATE, "x", "--tree.nods", 3), ["--tree.nods", "--tree.nodes"]),

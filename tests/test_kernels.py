@@ -31,6 +31,8 @@ def sets() -> Iterator[object]:
     """Yield each instruction set to test; all but the native one have to be compiled for the tests."""
     names = _build.runnable_isas()
     for name in names:
+        if name == names[-1] == "x86-64-v3":  # the native one has nothing more
+            continue
         yield pytest.param(
             (name, _build.ISAS[name][0]), id=name, marks=[] if name == _build.NATIVE else pytest.mark.slow
         )

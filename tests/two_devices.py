@@ -156,6 +156,8 @@ def two_gpus() -> Iterator[Devices]:
         mock.patch("accelerate.big_modeling.check_cuda_p2p_ib_support", return_value=True),
         mock.patch.object(nn.Parameter, "__new__", _parameter),
         mock.patch("torch.random.fork_rng", return_value=nullcontext()),
+        mock.patch("torch.cuda.get_device_name", return_value="a device that is played"),
+        mock.patch("torch.cuda.synchronize"),
         Devices() as mode,
     ):
         yield mode

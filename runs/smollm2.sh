@@ -30,7 +30,7 @@ answers() { # PART
     "$PYTHON" runs/smollm2.py questions --chats "$CHATS" --skip $skip --limit $limit \
       --answers "runs/answers/smollm2_$1.npz" --output "$OUT/questions_$1.jsonl"
   "$PYTHON" -m eyas regenerate --target smollm2-q4_1 --method vanilla --data "$OUT/questions_$1.jsonl" --output "$OUT/own_$1.jsonl" \
-    --rows 64 --max-new-tokens 384 "${sampling[@]}"
+    --rows 64 --max-new-tokens 384 "${sampling[@]}" ${ROUNDED:-}
   pack "$1"
 }
 

@@ -84,7 +84,7 @@ def test_figures_of_speculation(server: Running) -> None:
         (b'{"prompt": "x", "stop": ["a", ""]}', 400, "stop"),
         (b'{"prompt": "x", "stop": 5}', 400, "stop"),
         (b'{"prompt": "x", "max_tokens": 0}', 400, "max_tokens"),
-        (b'{"prompt": "x", "seed": -1}', 400, "seed"),
+        (b'{"prompt": "x", "seed": 9223372036854775808}', 400, "seed"),
         (b'{"prompt": "x", "cycles": true}', 400, "stream"),
         (b'{"prompt": "x", "suffix": "y"}', 400, "suffix"),
         (b'{"prompt": "x", "n": true}', 400, "n"),
@@ -101,6 +101,81 @@ def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int
     assert error.keys() == {"message", "type", "param", "code"}
     assert words in error["message"] + str(error["param"])
     assert "\n" not in error["message"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+@pytest.mark.quick("best_of-*", "return_token_ids-*", "top_p-*", "messages-value23")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("suffix", "b"), ("best_of", 4), ("bad_words", ["a"]), ("top_p", 1.5), ("typical_p", 0.9), ("temperature", "hot"),
+        ("n", 0), ("stop", [""]), ("stop_token_ids", ["a"]), ("logit_bias", {"a": 1}), ("response_format", {"type": "x"}),
+        ("regex", "(a"), ("speculation", "nothing"), ("max_tokens", 10**6), ("return_token_ids", True), ("mirostat", 2),
+        ("allowed_token_ids", [1]), ("prompt", 5), ("echo", "x"), ("logprobs", "x"), ("chat_template", "{{ 1 }}"),
+        ("tools", {}), ("tool_choice", 5), ("messages", [5]), ("messages", [{"role": "user"}]), ("chat_template_kwargs", 1),
+        ("chat_template_kwargs", {"tokenize": False}), ("thinking_token_budget", 5), ("include_reasoning", False),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_its_field(server: Running, field: str, value: Any) -> None:
+    """Guards against `param: null`, against pydantic's words, and against fields of other servers that
+    change an answer and were ignored."""
+    for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
+        if field in ("messages", "tools", "tool_choice", "chat_template_kwargs") and body is BODY:
+            continue
+        if field == "prompt" and body is CHAT:
+            continue
+        response = post(server, path, {**body, field: value})
+        error = response.json()["error"]
+        where = {"max_tokens": ("max_tokens", "prompt", "messages")}.get(field, (field,))
+        assert (response.status_code, error["param"] in where) == (400, True), error
+        assert not any(words in error["message"] for words in ("Input should", "valid", "Field required", "Extra"))
+
+
+@pytest.mark.slow
+def test_values_of_others(server: Running) -> None:
+    """Every int64 is a seed: -1 is another one each time, as in vLLM and llama.cpp; the others repeat.
+    top_p 0 leaves the most probable token. best_of may be n."""
+
+    def text(**more: Any) -> str:
+        made = post(server, "/v1/completions", {"prompt": PROMPTS[3], "max_tokens": 24, "ignore_eos": True, **more})
+        assert made.status_code == 200, made.text
+        return str(made.json()["choices"][0]["text"])
+
+    assert len({text(seed=-1, temperature=2.0) for _ in range(3)}) > 1
+    for seed in (-(2**63), -2, 2**63 - 1):
+        assert text(seed=seed) == text(seed=seed)
+    assert text(top_p=0, temperature=1.5) == text(temperature=0)
+    assert text(top_p=0, top_k=50, seed=3) == text(temperature=0)
+    assert text(n=2, best_of=2)
+
+
+@pytest.mark.slow
+def test_formats_that_nobody_knows(server: Running) -> None:
+    """Guards `format` of a JSON schema as the annotation that it is; a property may be called so; a
+    format that is known holds."""
+    date, other = {"type": "string", "format": "date"}, {"type": "string", "format": "phone", "maxLength": 3}
+    properties = {"format": other, "day": date, "n": {"enum": [1], "format": "int32"}}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    made = post(server, "/v1/chat/completions", {**CHAT, "max_tokens": 120, "response_format": form, "seed": 1})
+    answer = json.loads(made.json()["choices"][0]["message"]["content"])
+    assert answer.keys() == properties.keys()
+    assert len(answer["day"].split("-")) == 3
+
+
+def test_probes_and_wrong_base_urls(server: Running) -> None:
+    """HEAD is answered like GET, without a body; a path that lacks /v1 or has it twice gets a 404
+    that says what to change."""
+    for path in ("/", "/health", "/v1/models"):
+        response = httpx2.head(server.url + path)
+        assert (response.status_code, response.content) == (200, b"")
+    for path, words in (("/chat/completions", "must end in /v1"), ("/models", "must end in /v1"), ("/api/chat", "Ollama"),
+                        ("/v1/v1/chat/completions", "leave it out"), ("/nothing", "there is no /nothing")):  # fmt: skip
+        response = post(server, path, CHAT)
+        assert response.status_code == 404
+        assert words in response.json()["error"]["message"]
 
 
 def test_other_paths_and_methods(server: Running) -> None:

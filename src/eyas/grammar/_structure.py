@@ -19,13 +19,19 @@ from typing import Any, Literal
 
 from eyas.errors import InputError, OptionError
 
-__all__ = ["JSON_OPTIONS", "KEYWORDS", "Structure", "structure_of"]
+__all__ = ["JSON_OPTIONS", "KEYWORDS", "Structure", "known_formats", "structure_of"]
 
 KEYWORDS = ("response_format", "regex", "grammar", "choice")
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spaces in JSON: as Python writes it. A schema inside a grammar says so under the key
 "x-guidance"."""
 FORMATS = ("text", "json_object", "json_schema")
+TEXT_FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
+)
+"""What llguidance knows of JSON schema's `format`."""
+DATA = ("const", "default", "enum", "example", "examples")  # keys of a schema whose values are no schemas
+NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # keys over names of the user
 MAX_CHARACTERS = 128 * 1024  # limit for a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 1000
 SPECIAL_IN_REGEX = frozenset(r"\.+*?()|[]{}^$")
@@ -88,9 +94,27 @@ def _schema(schema: Any) -> Structure:
     if not isinstance(schema, Mapping):
         raise InputError(f"a JSON schema is an object, not {_shown(schema)}")
     try:
-        return Structure("json", json.dumps(schema))
+        return Structure("json", json.dumps(known_formats(schema)))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the JSON schema cannot be written as JSON: {error}") from None
+
+
+def known_formats(schema: Any) -> Any:
+    """The JSON schema without the values of `format` that the library does not know: the standard
+    has `format` as an annotation, which binds nobody (JSON Schema 2020-12, Validation, section 7)."""
+    if isinstance(schema, list):
+        return [known_formats(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key == "format" and value not in TEXT_FORMATS:
+            continue
+        if key in NAMED and isinstance(value, Mapping):
+            kept[key] = {name: known_formats(one) for name, one in value.items()}
+        else:
+            kept[key] = value if key in DATA else known_formats(value)
+    return kept
 
 
 def _regex(value: Any) -> Structure:

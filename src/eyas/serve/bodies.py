@@ -33,8 +33,11 @@ def body_of(kind: type[Kind]) -> Callable[[Request], Awaitable[Kind]]:
         except ClientDisconnect:
             raise ApiError(499, "the client has gone") from None
         try:
-            return kind.model_validate_json(content)
+            body = kind.model_validate_json(content)
         except ValidationError as error:
             raise invalid_body(error) from None
+        request.state.fields = body.model_fields_set  # for the errors of what comes later
+        body.check()
+        return body
 
     return read

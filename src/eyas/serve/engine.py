@@ -132,7 +132,7 @@ class Engine:
             self._check_prompt(prompt)
             seed = job.keywords.get("seed")
             for sample in range(job.n):
-                own = SEEDS.getrandbits(62) if seed is None else seed + sample
+                own = SEEDS.getrandbits(62) if seed is None else (seed + sample) % 2**63
                 request, reader = self.llm.request(prompt, **{**job.keywords, "seed": own})
                 prepared.append((_with_fields(request, job), reader))
         return prepared

@@ -9,13 +9,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from eyas.errors import EyasError, FitError, InputError, OptionError
 
@@ -28,6 +31,30 @@ TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+
+FIELD = re.compile(r"[a-z]\w*")
+IN_OUR_WORDS = {
+    r"^Value error, ": "",
+    r"^Field required": "is missing",
+    r"^(Input|List|Dictionary|String|Value) should": "must",
+    r"^Object does not match.*": "must be an object",
+    r" after validation": "",
+    r"a valid dictionary( or .*)?": "an object",
+    r"a valid array": "a list",
+    r"a valid integer": "a whole number",
+    r"a valid boolean": "true or false",
+    r"a valid ": "a ",
+}
+TYPE_NAMES = ("bool", "float", "int", "str")  # by which pydantic names the choices of a union
+MEANT_BY = {
+    **dict.fromkeys(("message", "messages", "prompt", "template"), ("messages",)),
+    "variable": ("chat_template_kwargs",),
+    "schema": ("response_format", "structured_outputs", "guided_json", "text"),
+    "expression": ("regex", "structured_outputs", "guided_regex"),
+    "grammar": ("grammar", "structured_outputs", "guided_grammar"),
+    "choice": ("choice", "structured_outputs", "guided_choice"),
+}
+PROMPTS = ("messages", "prompt", "input")  # the field that holds the prompt, by dialect
 
 
 class ApiError(Exception):
@@ -55,17 +82,31 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def error_of(error: BaseException) -> ApiError:
-    """The answer for an exception: a mistake in the request has status 400, everything else 500."""
+def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
+    """The answer for an exception: a mistake in the request has status 400, everything else 500.
+
+    Args:
+        fields: those that the request's body gives; the one that the error is about is named.
+    """
+    prompt = next((name for name in PROMPTS if name in fields), "messages")
     if isinstance(error, ApiError):
+        error.param = prompt if error.param == "messages" else error.param
         return error
     if isinstance(error, FitError):
-        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+        return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
     if isinstance(error, InputError | OptionError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=_named_field(str(error), fields, prompt))
     if isinstance(error, EyasError):
         return ApiError(500, str(error))
     return ApiError(500, "an internal error; the server's log has the details")
+
+
+def _named_field(message: str, fields: Collection[str], prompt: str) -> str | None:
+    """The field that a message begins with or names, or means by another word."""
+    words = FIELD.findall(message)
+    named = [word for place, word in enumerate(words) if word in fields and (place == 0 or "_" in word)]
+    meant = [prompt if name == "messages" else name for word in words for name in MEANT_BY.get(word, ())]
+    return next((name for name in (*named, *meant) if name in fields), None)
 
 
 def error_response(error: ApiError) -> Response:
@@ -75,13 +116,29 @@ def error_response(error: ApiError) -> Response:
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """The answer for a body that pydantic refuses: the first of its complaints, with the field's name."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {message.removeprefix('Invalid JSON: ')}")
-    return ApiError(400, f"{place}: {message}" if place else message, param=place or None)
+    """The answer for a body that pydantic refuses: its first complaint, with the field's name. Where
+    a field may have one of several types, all of them are named."""
+    complaints = error.errors(include_url=False, include_context=False, include_input=False)
+    if complaints[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")
+    place = _place(complaints[0]["loc"])
+    first, *others = dict.fromkeys(_in_our_words(one["msg"]) for one in complaints if _place(one["loc"]) == place)
+    message = " or ".join([first, *(text.removeprefix("must be ") for text in others)])
+    item = next((f"item {part + 1} " for part in complaints[0]["loc"] if isinstance(part, int)), "")
+    return ApiError(400, f"{place or 'the body'}{': ' if item else ' '}{item}{message}", param=place or None)
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """The field that a complaint of pydantic is about; it ends where a list or a choice of types begins."""
+    names = takewhile(lambda part: isinstance(part, str) and FIELD.fullmatch(part) and part not in TYPE_NAMES, location)
+    return ".".join(map(str, names))
+
+
+def _in_our_words(message: str) -> str:
+    """A complaint of pydantic, to be read behind the name of a field."""
+    for theirs, ours in IN_OUR_WORDS.items():
+        message = re.sub(theirs, ours, message)
+    return message
 
 
 def install(app: FastAPI) -> None:
@@ -89,17 +146,17 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+        return error_response(error_of(error, _fields(request)))
 
     @app.exception_handler(EyasError)
     async def mistaken(request: Request, error: EyasError) -> Response:
-        return error_response(error_of(error))
+        return error_response(error_of(error, _fields(request)))
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"there is no {request.url.path} here"
+            message = _not_here(app, request)
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}"
         return error_response(ApiError(error.status_code, message, headers=error.headers))
@@ -107,3 +164,21 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(error_of(error))
+
+
+def _fields(request: Request) -> Collection[str]:
+    """The fields that the request's body gives, if one was read (`eyas.serve.bodies`)."""
+    return getattr(request.state, "fields", ())
+
+
+def _not_here(app: FastAPI, request: Request) -> str:
+    """The message for a path that is not served: what a client's base URL lacks, or has too much."""
+    path = request.url.path
+    scope = {**request.scope, "path": f"/v1{path}"}
+    if any(route.matches(scope)[0] is not Match.NONE for route in app.routes):
+        return f"there is no {path} here: this client's base URL must end in /v1 (it asks for /v1{path} then)"
+    if path.startswith("/v1/v1/"):
+        return f"there is no {path} here: this client adds /v1 itself, so leave it out of its base URL"
+    if path.startswith("/api/"):
+        return f"there is no {path} here, this is not Ollama: connect as to OpenAI, with a base URL that ends in /v1"
+    return f"there is no {path} here"

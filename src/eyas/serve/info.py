@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -23,30 +24,31 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def router(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter()
+    get = partial(routes.api_route, methods=["GET", "HEAD"])  # probes ask by HEAD
     listed = _listed_models(service)
 
-    @routes.get("/v1/models")
+    @get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [listed[name] for name in service.models]}
 
-    @routes.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         return listed[service.model_name(name)]
 
-    @routes.get("/health")
+    @get("/health")
     async def health() -> Response:
         service.engine.check_open()
         return Response(status_code=200)
 
-    @routes.get("/version")
+    @get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @routes.get("/metrics")
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=PROMETHEUS)
 
-    @routes.get("/stats")
+    @get("/stats")
     async def stats() -> dict[str, Any]:
         running, waiting = service.engine.load
         return {
@@ -61,7 +63,7 @@ def router(service: Service) -> APIRouter:
             "recent": service.metrics.recent.summary(),
         }
 
-    @routes.get("/tokenizer_info")
+    @get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         return JSONResponse(_described(service.llm.tokenizer))
 

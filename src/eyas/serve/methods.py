@@ -36,7 +36,7 @@ class Methods:
             OptionError: a method that this server does not have.
         """
         if method not in self.names:
-            raise OptionError(f"this server drafts by {', '.join(self.names)}; there is no {method!r}")
+            raise OptionError(f"speculation: this server drafts by {', '.join(self.names)}; there is no {method!r}")
         with self._lock:
             if (method, adapter) not in self._loaded:
                 own = adapter == self.llm.target.adapter

@@ -15,6 +15,7 @@ from typing import Any
 
 from eyas.errors import InputError
 from eyas.grammar import JSON_OPTIONS
+from eyas.grammar._structure import known_formats
 from eyas.serve.errors import ApiError
 from eyas.text import render
 
@@ -51,7 +52,9 @@ class Tools:
             opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
             calls.append(f"call_{number}")
             rules.append(f'call_{number}: {opening} arguments_{number} "}}"')
-            rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}")
+            rules.append(
+                f"arguments_{number}: %json {json.dumps({**known_formats(schema), 'x-guidance': JSON_OPTIONS})}"
+            )
         return "\n".join([f"start: {' | '.join(calls)}", *rules])
 
 

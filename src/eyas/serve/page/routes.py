@@ -20,7 +20,7 @@ HEADERS = {
 router = APIRouter(include_in_schema=False)
 
 
-@router.get("/")
+@router.api_route("/", methods=["GET", "HEAD"])
 def index() -> Response:
     """The page."""
     return file("index.html")

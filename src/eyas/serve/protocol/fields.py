@@ -6,11 +6,12 @@ the response lists them in a header (`x-eyas-ignored-fields`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from eyas.errors import OptionError
+from eyas.serve.errors import ApiError
 from eyas.serve.protocol.structure import STRUCTURE_FIELDS, structure_keywords
 
 __all__ = ["MOST_LOGPROBS", "Body", "GenerationBody", "StreamOptions"]
@@ -19,41 +20,78 @@ MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
 
-# Fields of other servers, each with the values that change nothing here; any other value is
-# refused.
+# Fields of OpenAI, vLLM, SGLang, llama.cpp and Ollama that change an answer, each with the values
+# that change nothing here; any other value is refused.
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, False),  # of a chat: the template writes them
     "allowed_token_ids": (None,),
     "audio": (None,),
     "background": (None, False),
     "bad_words": (None, []),
     "beam_search": (None, False),
-    "best_of": (None, 1),
+    "chat_template": (None,),
+    "custom_logit_processor": (None,),
     "documents": (None, []),
+    "dry_multiplier": (None, 0),
+    "dynatemp_range": (None, 0),
+    "ebnf": (None,),
+    "echo": (None, False),
     "extra_args": (None, {}),
     "function_call": (None, "none"),
     "functions": (None, []),
+    "generation_config": (None,),
+    "include_reasoning": (None, True),
     "include_stop_str_in_output": (None, False),
+    "json_schema": (None,),
+    "kv_transfer_params": (None,),
     "length_penalty": (None, 1.0),
     "logits_processors": (None, []),
+    "logprob_token_ids": (None, []),
+    "lora_path": (None,),
+    "media_io_kwargs": (None, {}),
+    "min_new_tokens": (None, 0),
+    "mirostat": (None, 0),
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
+    "n_predict": (None,),
+    "n_probs": (None, 0),
     "no_repeat_ngram_size": (None, 0),
-    "reasoning_effort": (None,),
+    "no_stop_trim": (None, False),
+    "options": (None, {}),
+    "prompt_embeds": (None,),
+    "repeat_penalty": (None, 1.0),
+    "repetition_detection": (None,),
+    "return_hidden_states": (None, False),
+    "return_prompt_text": (None, False),
+    "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
+    "samplers": (None,),
+    "separate_reasoning": (None, True),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
+    "stop_regex": (None, []),
     "store": (None, False),
+    "structural_tag": (None,),
     "suffix": (None, ""),
+    "tfs_z": (None, 1.0),
+    "think": (None,),
+    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
+    "truncation_side": (None,),
     "typical_p": (None, 1.0),
     "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
+    "vllm_xargs": (None, {}),
     "web_search_options": (None,),
+    "xtc_probability": (None, 0),
 }
-# Fields that name or sort requests and change no answer.
+# Fields that name or sort requests, or say how caches are kept, and change no answer.
 WITHOUT_EFFECT = frozenset(
-    {"metadata", "priority", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"}
-)
+    {
+        "cache_prompt", "cache_salt", "client_metadata", "keep_alive", "metadata", "priority", "prompt_cache_key",
+        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "stream_interval", "user",
+    }
+)  # fmt: skip
 
 
 class Body(BaseModel):
@@ -61,12 +99,11 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
+    def check(self) -> None:
+        """Raise the ApiError for a field that is known and not served."""
         for name, value in (self.model_extra or {}).items():
             if name in REFUSED and value not in REFUSED[name]:
-                raise ValueError(f"this server does not support {name}: leave it out")
-        return self
+                raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
 
     @property
     def ignored(self) -> list[str]:
@@ -101,8 +138,9 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: another one for each request
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: str | Texts | None = None
@@ -125,6 +163,12 @@ class GenerationBody(Body):
     cycles: bool | None = None  # with stream: every cycle, for the page
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
 
+    def check(self) -> None:
+        """See `Body.check`."""
+        super().check()
+        if self.best_of not in (None, self.n or 1):
+            raise ApiError(400, "best_of chooses among more texts than n, which is not served", param="best_of")
+
     @field_validator("stop", mode="before")
     @classmethod
     def _check_stops(cls, value: Any) -> Any:
@@ -132,7 +176,7 @@ class GenerationBody(Body):
         if listed is not None and not (
             isinstance(listed, list) and all(isinstance(text, str) and text for text in listed)
         ):
-            raise ValueError("stop must be a string or a list of strings, none of them empty")
+            raise ValueError("must be a string or a list of strings, none of them empty")
         return listed or None
 
     @field_validator("speculation", mode="before")
@@ -187,6 +231,10 @@ class GenerationBody(Body):
             given[name] = value
         if given.get("top_k") == -1:  # vLLM's word for all tokens
             given["top_k"] = 0
+        if given.get("top_p") == 0:  # no mass: the most probable token alone
+            given |= {"top_p": 1.0, "top_k": 1}
+        if given.get("seed") == -1:  # as in vLLM and llama.cpp
+            del given["seed"]
         return {"temperature": 1.0, **given}
 
 

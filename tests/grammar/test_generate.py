@@ -41,7 +41,7 @@ FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person
 STRUCTURES: tuple[dict[str, Any], ...] = (
     {"response_format": FORMAT},
     {"regex": r"(\w+ ){3,6}(yes|no)!?"},
-    {"choice": ["yes", "yes, of course", "no"]},
+    {"choice": ["😀 yes", "😀 yes, 日本", "😢 no"]},  # characters of several tokens
 )
 
 
@@ -53,7 +53,7 @@ def target() -> Target:
 
 @cache
 def grammars() -> Grammars:
-    return Grammars(byte_tokenizer(), VOCAB + 10, "llguidance")
+    return Grammars(byte_tokenizer(), VOCAB + 10)
 
 
 def constraint(number: int, eos: Sequence[int] = (EOS,)) -> GrammarConstraint:

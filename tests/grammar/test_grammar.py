@@ -1,4 +1,4 @@
-"""Constraints by both libraries: their masks against an independent matcher, over trees, tokenizers
+"""Constraints: their masks against an independent matcher, over trees, tokenizers
 and the ends of texts."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import jsonschema
@@ -22,8 +21,6 @@ from test_text import TOKENIZERS
 from toy_tokenizer import byte_tokenizer
 
 pytest.importorskip("llguidance", reason="structured output needs llguidance")
-LIBRARIES = ["llguidance", *(["xgrammar"] if find_spec("xgrammar") else [])]
-both = pytest.mark.parametrize("library", LIBRARIES)
 
 EOS = 1
 PADDING = 40  # ids of the model that the embedded tokenizer does not have
@@ -47,12 +44,12 @@ def structure(**keywords: Any) -> Structure:
 
 
 @cache
-def grammars(library: str) -> Grammars:
-    return Grammars(tiny.tokenizer(), SIZE, library)
+def grammars() -> Grammars:
+    return Grammars(tiny.tokenizer(), SIZE)
 
 
-def constraint(library: str, eos: Sequence[int] = (EOS,), **keywords: Any) -> GrammarConstraint:
-    return grammars(library).constraint(structure(**keywords), eos)
+def constraint(eos: Sequence[int] = (EOS,), **keywords: Any) -> GrammarConstraint:
+    return grammars().constraint(structure(**keywords), eos)
 
 
 def root_mask(made: GrammarConstraint) -> torch.Tensor:
@@ -95,15 +92,14 @@ EXPRESSIONS = [
 
 
 @pytest.mark.slow
-@both
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_masks_are_those_of_another_matcher(library: str, expression: str) -> None:
+def test_masks_are_those_of_another_matcher(expression: str) -> None:
     """Guards every mask bit: a token is allowed if and only if the package `regex` finds that the
     text may still become a match (ASCII tokens; \\w and \\d of ASCII), the end if the text matches,
     and special and padding ids never."""
     whole = regex.compile(expression, regex.ASCII)
     for seed in range(2):
-        made = constraint(library, regex=expression)
+        made = constraint(regex=expression)
         for ids in words(made, seed, 8, ascii_only=True):
             if made.finished:
                 break
@@ -116,56 +112,15 @@ def test_masks_are_those_of_another_matcher(library: str, expression: str) -> No
             assert not mask_V[[0, 2, 3, 4, 5, *range(8192, SIZE)]].any()
 
 
-@pytest.mark.quick("lark")
-@pytest.mark.skipif(len(LIBRARIES) < 2, reason="xgrammar is not installed")
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        json_format(PERSON),
-        json_format(
-            {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "minItems": 1, "maxItems": 3}
-        ),
-        json_format({"type": "array", "items": {"type": "number"}, "minItems": 2}),
-        json_format({"$ref": "#/$defs/node", "$defs": {"node": {"enum": ["left", 3, None]}}}),
-        {"regex": EXPRESSIONS[1]},
-        {"choice": ["yes", "no", "yes, but (not) now", "für"]},
-        {"grammar": 'root ::= "(" root ")" | [0-9]+'},
-        {"grammar": 'start: "[" NUMBER ("," NUMBER)* "]"\nNUMBER: /[0-9]+/'},
-    ],
-    ids=["object", "array", "numbers", "ref", "regex", "choice", "ebnf", "lark"],
-)
-def test_both_libraries_have_the_same_masks(keywords: dict[str, Any]) -> None:
-    """Guards the promise that installing xgrammar changes speed, and no text but rare escapes in
-    strings and -0, for what `serves` says that it follows. (In strings, llguidance forbids the
-    control character DEL, which JSON allows.)"""
-    delete = texts().index("\x7f")
-    for seed in range(4):
-        first, second = (constraint(library, **keywords) for library in LIBRARIES)
-        rng = random.Random(seed)
-        for _ in range(40):
-            mask_V, other_V = root_mask(first), root_mask(second)
-            differing = [t for t in (mask_V != other_V).nonzero().flatten().tolist() if t != delete]
-            assert not differing, [(texts()[t], bool(mask_V[t])) for t in differing[:9]]
-            assert first.finished == second.finished
-            if first.finished:
-                break
-            token = rng.choice(mask_V.nonzero().flatten().tolist())
-            first.accept([token])
-            second.accept([token])
-
-
-@both
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
-def test_masks_of_a_tree_are_those_of_its_paths(library: str, nodes: int) -> None:
+def test_masks_of_a_tree_are_those_of_its_paths(nodes: int) -> None:
     """Guards the walk: a rollback too few or too many, a sibling lost, a mask in another node's
     row. Forbidden nodes, those below them and those behind the end are all True; the constraint
     stands afterwards where it stood."""
     for seed in range(6):
         rng = random.Random(seed)
-        begun = [
-            t for ids in words(constraint(library, **json_format(PERSON)), seed, rng.randrange(12)) for t in ids[-1:]
-        ]
-        made = constraint(library, **json_format(PERSON))
+        begun = [t for ids in words(constraint(**json_format(PERSON)), seed, rng.randrange(12)) for t in ids[-1:]]
+        made = constraint(**json_format(PERSON))
         made.accept(begun)
         if made.finished:
             continue
@@ -179,7 +134,7 @@ def test_masks_of_a_tree_are_those_of_its_paths(library: str, nodes: int) -> Non
             tokens.append(token)
             reached = path is not None and bool(mask_V[token]) and token != EOS
             paths.append([*path, token] if reached else None)
-            follower = constraint(library, **json_format(PERSON))
+            follower = constraint(**json_format(PERSON))
             if reached:
                 follower.accept(paths[-1])
             masks.append(root_mask(follower) if reached else torch.ones(SIZE, dtype=torch.bool))
@@ -188,11 +143,10 @@ def test_masks_of_a_tree_are_those_of_its_paths(library: str, nodes: int) -> Non
         assert torch.equal(root_mask(made), before)
 
 
-@both
-def test_an_end_inside_a_tree(library: str) -> None:
+def test_an_end_inside_a_tree() -> None:
     """Guards against a matcher that is asked for tokens behind the end: draft nodes below an EOS,
     and below the token that completes the text."""
-    made = constraint(library, choice=["ab", "abc"])
+    made = constraint(choice=["ab", "abc"])
     a, b, c = (texts().index(letter) for letter in "abc")
     parents, tokens = [-1, 0, 1, 2, 3, 2, 5], [0, a, b, c, a, EOS, a]
     mask_NV = made.mask(parents, tokens)
@@ -201,13 +155,12 @@ def test_an_end_inside_a_tree(library: str) -> None:
     assert mask_NV[[4, 5, 6]].all()
 
 
-@both
 @pytest.mark.parametrize("eos", [(), (EOS,), (EOS, 5, SIZE - 1)], ids=["none", "one", "several"])
-def test_ends(library: str, eos: tuple[int, ...]) -> None:
+def test_ends(eos: tuple[int, ...]) -> None:
     """Guards texts without an end-of-sequence id, and with several: the end is allowed where the
     grammar is complete and nowhere else, and a text to which nothing can be added is finished at
     once."""
-    made = constraint(library, eos, regex="ab?")
+    made = constraint(eos, regex="ab?")
     a, b = texts().index("a"), texts().index("b")
     assert not root_mask(made)[list(eos)].any()
     made.accept([a])
@@ -215,34 +168,32 @@ def test_ends(library: str, eos: tuple[int, ...]) -> None:
     assert root_mask(made).nonzero().flatten().tolist() == sorted([*eos, b])
     made.accept([b])
     assert made.finished
-    ended = constraint(library, eos, regex="ab?")
+    ended = constraint(eos, regex="ab?")
     ended.accept([a, *eos[:1]])
     assert ended.finished == bool(eos)
 
 
-@both
-def test_stop_tokens_that_are_text(library: str) -> None:
+def test_stop_tokens_that_are_text() -> None:
     """Guards requests whose stop tokens are ordinary text: the grammar reads them as text, wherever
     they stand."""
     b = texts().index("b")
-    made = constraint(library, (b,), regex="ab*")
+    made = constraint((b,), regex="ab*")
     assert not root_mask(made)[b]
     made.accept([texts().index("a")])
     assert root_mask(made)[b]
 
 
 @pytest.mark.slow
-@both
 @pytest.mark.parametrize(
     "keywords", [json_format(PERSON), json_format({"type": "object"}), {"response_format": {"type": "json_object"}}]
 )
-def test_random_texts_validate(library: str, keywords: dict[str, Any]) -> None:
+def test_random_texts_validate(keywords: dict[str, Any]) -> None:
     """Guards the whole chain, from schema to bytes: what random tokens of the masks say is JSON of
     the schema."""
     ended = 0
     schema = keywords["response_format"].get("json_schema", {}).get("schema", {"type": "object"})
     for seed in range(12):
-        made = constraint(library, **keywords)
+        made = constraint(**keywords)
         *_, ids = words(made, seed, 200)
         if made.finished:
             ended += 1
@@ -253,15 +204,14 @@ def test_random_texts_validate(library: str, keywords: dict[str, Any]) -> None:
 KINDS = ["byte_level", "llama", "gemma", "metaspace_bytes", "unigram", "toy"]
 
 
-@pytest.mark.quick("byte_level-llguidance", "byte_level-xgrammar", "llama-xgrammar")
-@both
+@pytest.mark.quick("byte_level", "llama")
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokenizers(library: str, kind: str) -> None:
+def test_tokenizers(kind: str) -> None:
     """Guards the bytes of tokens for every kind of fast tokenizer: random texts of the masks match,
     and the split of forced text is it."""
     tokenizer: Any = byte_tokenizer() if kind == "toy" else TOKENIZERS[kind]
     size = len(tokenizer) + 7
-    made_by = Grammars(tokenizer, size, library)
+    made_by = Grammars(tokenizer, size)
     for seed in range(10):
         rng, ids = random.Random(seed), list[int]()
         made = made_by.constraint(
@@ -278,18 +228,70 @@ def test_tokenizers(library: str, kind: str) -> None:
         )
 
 
-@both
-def test_forced_text(library: str) -> None:
+FAMILY = "👨\u200d👩\u200d👧"
+KEYS = {
+    "名前": {"type": "string", "pattern": "^[あ-ん]{2}😀$"},
+    "é": {"enum": ["😀 happy", "😢 sad"]},
+    "z": {"const": FAMILY},
+}
+ANSWER = {"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False}
+SEVERAL_TOKENS: dict[str, tuple[dict[str, Any], str]] = {
+    "choice": ({"choice": ["😀 happy", "😃 happy", f"日本語 {FAMILY}"]}, f"😀 happy|😃 happy|日本語 {FAMILY}"),
+    "regex": ({"regex": "(😀|日本){2,3}[а-я]?!"}, "(😀|日本){2,3}[а-я]?!"),
+    "grammar": ({"grammar": 'root ::= ("é" | "😀")+ "。"'}, "[é😀]+。"),
+    "keys": (json_format(ANSWER), f'{{"名前": "[あ-ん]{{2}}😀", "é": "(😀 happy|😢 sad)", "z": "{FAMILY}"}}'),
+    "special": ({"choice": ["a <s> b </s>"]}, "a <s> b </s>"),
+}
+
+
+@pytest.mark.quick("byte_level-*")
+@pytest.mark.parametrize("asked", SEVERAL_TOKENS)
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma", "metaspace_bytes", "toy"])
+def test_characters_of_several_tokens(kind: str, asked: str) -> None:
+    """Guards characters that are cut by tokens (bytes of byte-level BPE, byte fallback), where the
+    forced text begins or ends within one, and special tokens that are spelled in a text: the text
+    matches, and forced tokens are allowed one after the other."""
+    tokenizer: Any = byte_tokenizer() if kind == "toy" else TOKENIZERS[kind]
+    keywords, expression = SEVERAL_TOKENS[asked]
+    grammars = Grammars(tokenizer, len(tokenizer) + 7)
+    for seed in range(2):
+        rng, ids = random.Random(seed), list[int]()
+        made = grammars.constraint(structure(**keywords), (tokenizer.eos_token_id,))
+        while not made.finished and len(ids) < 150:
+            forced = made.forced(8)
+            chain = made.mask(range(-1, len(forced)), [0, *forced])
+            assert all(chain[place, token] for place, token in enumerate(forced))
+            ids.append(rng.choice(root_of(made)))
+            made.accept(ids[-1:])
+        assert made.finished or asked == "grammar"
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert regex.fullmatch(expression, text, partial=not made.finished), text
+
+
+def root_of(made: GrammarConstraint) -> list[int]:
+    allowed: list[int] = made.mask([-1], [0])[0].nonzero().flatten().tolist()
+    return allowed
+
+
+def test_a_text_that_the_tokenizer_cannot_write() -> None:
+    """Guards the message for vocabularies without bytes, which the library calls NoExtensionBias."""
+    tokenizer = TOKENIZERS["word_piece"]
+    made = Grammars(tokenizer, len(tokenizer)).constraint(structure(choice=["日本"]), ())
+    with pytest.raises(InputError, match="no token for the text"):
+        made.mask([-1], [0])
+
+
+def test_forced_text() -> None:
     """Guards drafts of forced text: they are what must come, cut to the limit, and never the last
     token, which text may still extend."""
     tokenizer = tiny.tokenizer()
-    made = constraint(library, **json_format(PERSON))
+    made = constraint(**json_format(PERSON))
     assert tokenizer.decode(made.forced(50)) == '{"name":'
     assert len(made.forced(2)) == 2
     assert made.forced(0) == []
     made.accept(tokenizer.encode('{"name": "Bo"', add_special_tokens=False))
     assert tokenizer.decode(made.forced(50)).startswith(', "age"')
-    free = constraint(library, regex=".+")
+    free = constraint(regex=".+")
     assert free.forced(10) == []
 
 
@@ -323,59 +325,34 @@ WRONG: list[tuple[type[EyasError], str, dict[str, Any]]] = [
 ]
 
 
-@both
 @pytest.mark.parametrize(
     ("kind", "part", "keywords"), WRONG, ids=[f"{i}-{part[:20]}" for i, (_, part, _) in enumerate(WRONG)]
 )
-def test_mistakes_are_one_line(library: str, kind: type[EyasError], part: str, keywords: dict[str, Any]) -> None:
-    """Guards the messages: one line that names what is wrong, whatever the library."""
+def test_mistakes_are_one_line(kind: type[EyasError], part: str, keywords: dict[str, Any]) -> None:
+    """Guards the messages: one line that names what is wrong."""
     with pytest.raises(kind) as caught:
-        constraint(library, **keywords)
+        constraint(**keywords)
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@both
 @pytest.mark.parametrize(
     "expression", ["(((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000})b", "(a?){500}(a{500}|b*)*c", "(x+x+)+y"]
 )
-def test_expressions_that_would_explode(library: str, expression: str) -> None:
+def test_expressions_that_would_explode(expression: str) -> None:
     """Guards a server against one request: such an expression is refused, or serves its masks
     within bounds."""
     try:
-        made = constraint(library, regex=expression)
+        made = constraint(regex=expression)
         for _ in words(made, 0, 5):
             pass
     except EyasError:
         pass
 
 
-def test_unknown_libraries() -> None:
-    """Guards against a library that is silently another one."""
-    with pytest.raises(OptionError, match="grammar library"):
-        Grammars(tiny.tokenizer(), SIZE, "outlines")
-
-
-@pytest.mark.skipif(len(LIBRARIES) < 2, reason="xgrammar is not installed")
-def test_schemas_that_xgrammar_does_not_follow_are_left_to_llguidance() -> None:
-    """Guards against schema keywords that are silently ignored: xgrammar leaves out what it does not know."""
-    from eyas.grammar._xgrammar import XGMatcher
-
-    grammars_ = grammars("auto")
-    for schema, served in (
-        (PERSON, True),
-        ({"type": "number", "multipleOf": 0.5}, False),
-        ({"type": "integer", "minimum": 3}, False),
-    ):
-        made = grammars_.constraint(structure(**json_format(schema)), (EOS,))
-        assert isinstance(made._matcher, XGMatcher) == served
-    made = grammars_.constraint(structure(grammar='start: "a" b\nb: %json {"type": "object"}'), (EOS,))
-    assert not isinstance(made._matcher, XGMatcher)
-
-
 def test_compiled_structures_are_kept_for_a_while() -> None:
     """Guards memory: the oldest structure is compiled again after many others."""
-    made_by = Grammars(byte_tokenizer(), 262, "llguidance")
+    made_by = Grammars(byte_tokenizer(), 262)
     for number in range(70):
         made_by.constraint(structure(regex=f"a{number}"), ())
     assert len(made_by._compiled) == 64

@@ -1,4 +1,4 @@
-"""Matchers of llguidance: the tree is walked here, a token forward and a token back."""
+"""llguidance: structures are compiled, and a tree is walked, a token forward and a token back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from eyas.errors import EyasError, InputError
 from eyas.grammar._structure import JSON_OPTIONS, Structure
 from eyas.grammar._vocabulary import Vocabulary
 
-__all__ = ["LLGuidance"]
+__all__ = ["LLGuidance", "LLMatcher"]
 
 # below the library's own: less memory for one request
 LIMITS = {"max_grammar_size": 200_000, "max_lexer_states": 100_000}
 # masks allow every token that fits, not only the tokenizer's own split of a forced text
 PURE = '%llguidance {"no_forcing": true}'
+NO_TOKEN = "NoExtensionBias"  # the library's error where no token continues the text
 NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "ebnf": "grammar"}
 
 
@@ -60,7 +61,7 @@ def _as_lark(structure: Structure) -> str:
     if structure.kind == "json":
         text = f"start: %json {json.dumps({**json.loads(text), 'x-guidance': JSON_OPTIONS})}"
     elif structure.kind == "regex":
-        # \d, \w and \s are of ASCII characters, as xgrammar reads them
+        # \d, \w and \s are of ASCII characters
         text = "start: /" + _lib.regex_to_lark(text, "dws").replace("\n", r"\n") + "/"
     elif structure.kind == "ebnf":
         try:
@@ -91,7 +92,7 @@ class _Tokens:
 
 
 class LLMatcher:
-    """A matcher of llguidance (`Matcher`)."""
+    """A matcher of llguidance, at the end of an accepted text."""
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher = matcher
@@ -102,7 +103,8 @@ class LLMatcher:
         return LLMatcher(self._matcher.deep_copy(), self._words)
 
     def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:
-        """See `Matcher.walk`."""
+        """Write the mask of every node that the text can reach into its row of `bits_NW`; the other
+        rows stay as they are."""
         self._visit(0, children, tokens, bits_NW, bits_NW.data_ptr())
 
     def _visit(
@@ -122,17 +124,21 @@ class LLMatcher:
                 matcher.rollback(1)
 
     def accept(self, token: int) -> bool:
-        """See `Matcher.accept`."""
+        """Go on after this token; False where the grammar forbids it."""
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
     def forced(self) -> bytes:
-        """See `Matcher.forced`."""
+        """The text that must come next, as far as the library knows it. It may begin and end within
+        a character."""
         text: bytes = self._matcher.compute_ff_bytes()
         return text
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EyasError(f"the constraint ended with an error: {_reason(self._matcher.get_error())}")
+            reason = _reason(self._matcher.get_error())
+            if reason == NO_TOKEN:
+                raise InputError("the tokenizer has no token for the text that the constraint asks for next")
+            raise EyasError(f"the constraint ended with an error: {reason}")
 
 
 def _reason(message: str) -> str:

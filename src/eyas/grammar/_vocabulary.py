@@ -1,8 +1,8 @@
-"""The tokens of a model as the grammar libraries see them: the bytes that each token adds to the text.
+"""The tokens of a model as the grammar library sees them: the bytes that each token adds to the text.
 
-Both libraries get the same table, so both know the same tokenizers: byte-level and SentencePiece, with
-a model's vocabulary that is larger than the tokenizer's. Special tokens and ids that the tokenizer does
-not have are no text, and are never allowed.
+Tokenizers are byte-level or SentencePiece, and a model's vocabulary may be larger than its
+tokenizer's. Special tokens and ids that the tokenizer does not have are no text, and are never
+allowed.
 
 One more id than the model has, `end`, means the end of the text. So one table serves requests with
 any end-of-sequence ids, and none.

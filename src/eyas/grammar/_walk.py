@@ -4,38 +4,21 @@ The matcher is at the end of the accepted text. `mask` walks the tree depth firs
 matcher where it was; nodes whose token their parent forbids are not visited, nor are nodes after
 the end of the text.
 
-This module knows no library. Letters: N nodes, V vocabulary, W words of 32 bits.
+Letters: N nodes, V vocabulary, W words of 32 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eyas.errors import InputError
+from eyas.grammar._llguidance import LLMatcher
 from eyas.grammar._vocabulary import Vocabulary
 
-__all__ = ["GrammarConstraint", "Matcher"]
-
-
-class Matcher(Protocol):
-    """A library's matcher, at the end of an accepted text."""
-
-    def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:
-        """Write the mask of every node that can be reached into its row of `bits_NW`; the other
-        rows may then hold anything."""
-        ...
-
-    def accept(self, token: int) -> bool:
-        """Go on after this token; False where the grammar forbids it."""
-        ...
-
-    def forced(self) -> bytes:
-        """The text that must come next, as far as the library knows it."""
-        ...
+__all__ = ["GrammarConstraint"]
 
 
 class GrammarConstraint:
@@ -49,7 +32,7 @@ class GrammarConstraint:
             (stop tokens of a request) are text for the grammar.
     """
 
-    def __init__(self, matcher: Matcher, vocabulary: Vocabulary, eos: Collection[int]) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, eos: Collection[int]) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._eos = sorted(token for token in eos if token < vocabulary.size and not vocabulary.texts[token])
@@ -86,9 +69,7 @@ class GrammarConstraint:
                 children[parent].append(node)
         bits_NW = torch.full((len(parents), self._vocabulary.words), -1, dtype=torch.int32)
         self._matcher.walk(children, tokens, bits_NW)
-        allowed_NV, ends_N = self._vocabulary.allowed(bits_NW)
-        allowed_NV[_unreached(children, tokens, allowed_NV)] = True
-        return allowed_NV, ends_N
+        return self._vocabulary.allowed(bits_NW)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """See `Constraint.accept`.
@@ -131,17 +112,3 @@ class GrammarConstraint:
             allowed_1V, ends_1 = self._vocabulary.allowed(bits_1W)
             self._root = allowed_1V[0], bool(ends_1[0])
         return self._root
-
-
-def _unreached(children: Sequence[Sequence[int]], tokens: Sequence[int], allowed_NV: Tensor) -> list[int]:
-    """The nodes that are forbidden, are below such a node, or have no text."""
-    pairs = [(parent, child) for parent, below in enumerate(children) for child in below]
-    if not pairs:
-        return list(range(1, len(children)))
-    parents, nodes = zip(*pairs, strict=True)
-    fits = allowed_NV[list(parents), [tokens[node] for node in nodes]].tolist()
-    reached = {0}
-    for parent, node, fit in zip(parents, nodes, fits, strict=True):  # a parent comes before its children
-        if fit and parent in reached:
-            reached.add(node)
-    return [node for node in range(len(children)) if node not in reached]

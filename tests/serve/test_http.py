@@ -14,7 +14,7 @@ import eyas
 from eyas.serve.app import make_app
 from eyas.serve.service import Service
 from eyas.serve.settings import Settings
-from serving import PROMPTS, Running, running
+from serving import PROMPTS, Running, running, tooled_llm
 
 BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
 
@@ -211,6 +211,37 @@ def test_tokens_there_and_back(server: Running, llm: eyas.LLM) -> None:
     info = httpx2.get(f"{server.url}/tokenizer_info").json()
     assert info["chat_template"] == llm.tokenizer.chat_template
     assert info["eos_token"] == llm.tokenizer.eos_token
+
+
+@pytest.mark.slow
+def test_tokens_of_a_chat() -> None:
+    """Agents count by /tokenize what /v1/chat/completions reads: tools, earlier calls whose content is
+    null, the fields of the template."""
+    function = {"name": "get_weather", "parameters": {"type": "object", "properties": {"day": {"enum": ["today"]}}}}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"day": "today"}'}}
+    user: dict[str, Any] = {"role": "user", "content": "Hi."}
+    history = [user, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
+    with running(tooled_llm(), rows=2) as server:
+        counts = []
+        for body in ({"messages": [user]}, {"messages": [user], "tools": tools}, {"messages": history, "tools": tools},
+                     {"messages": [user], "tools": tools, "tool_choice": "none"},
+                     {"messages": history[:2], "continue_final_message": True}):  # fmt: skip
+            chat = post(server, "/v1/chat/completions", {**body, "max_tokens": 1}).json()
+            counts.append(post(server, "/tokenize", body).json()["count"])
+            assert counts[-1] == chat["usage"]["prompt_tokens"]
+        assert counts[0] < counts[1] < counts[2]
+        assert counts[3] == counts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_a_template_without_tools(server: Running, choice: Any) -> None:
+    """Guards advice that the next request shows to be false: tool_choice is never the way out of a
+    template that has no place for tools."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    error = post(server, "/v1/chat/completions", {**CHAT, "tools": tools, "tool_choice": choice}).json()["error"]
+    assert (error["param"], "no place for tools" in error["message"]) == ("tools", True)
 
 
 def test_small_endpoints(server: Running) -> None:

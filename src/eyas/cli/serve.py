@@ -56,6 +56,9 @@ class ServeOptions:
     """Tokens of one answer."""
     max_body: Annotated[PositiveFloat, "Limits", "MIB"] = 16.0
     """The largest body of a request; images are in it."""
+    remember: Annotated[NonNegativeInt, "Limits", "N"] = 256
+    """Responses whose conversation is kept in memory, for clients that go on by the id of a response or an item;
+    0: none."""
     timeout: Annotated[PositiveFloat, "Limits", "SECONDS"] = 600.0
     """A request is given up after this time."""
     drain: Annotated[PositiveFloat, "Limits", "SECONDS"] = 60.0
@@ -98,4 +101,5 @@ def settings_of(options: ServeOptions, llm: LLM) -> Settings:
         max_tokens=min(options.max_tokens, context),
         timeout=options.timeout,
         max_body_bytes=int(options.max_body * 2**20),
+        remembered=options.remember,
     )

@@ -1,4 +1,5 @@
-"""Keys: a request needs one of the server's keys, as `Authorization: Bearer KEY`."""
+"""Keys: a request needs one of the server's keys, as `Authorization: Bearer KEY`, or as `x-api-key: KEY`,
+which Anthropic's clients send."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eyas.serve.errors import ApiError, error_response
 
-__all__ = ["KeyCheck"]
+__all__ = ["KeyCheck", "given_key", "owner_of"]
 
 # the rest is for probes, and the files of the page
-GUARDED = ("/v1", "/tokenize", "/detokenize", "/tokenizer_info", "/stats")
+GUARDED = ("/v1", "/infill", "/tokenize", "/detokenize", "/tokenizer_info", "/stats")
 
 
 class KeyCheck:
@@ -31,11 +32,12 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self.digests and scope["method"] != "OPTIONS" and _is_guarded(scope["path"]):
-            given = Headers(scope=scope).get("authorization", "")
-            kind, _, key = given.partition(" ")
-            if not self._is_known(key.strip()) or kind.lower() != "bearer":
+            given = given_key(Headers(scope=scope))
+            if given is None or not self._is_known(given):
                 words = (
-                    "this key is not known" if given else "a key is needed: send the header `Authorization: Bearer KEY`"
+                    "this key is not known"
+                    if given is not None
+                    else "a key is needed: send the header `Authorization: Bearer KEY`"
                 )
                 refused = ApiError(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
                 await error_response(refused)(scope, receive, send)
@@ -45,6 +47,17 @@ class KeyCheck:
     def _is_known(self, key: str) -> bool:
         digest = _digest(key)
         return any([hmac.compare_digest(digest, known) for known in self.digests])  # a list: every key is compared
+
+
+def given_key(headers: Headers) -> str | None:
+    """The key that a request brings; None without one."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
+
+
+def owner_of(headers: Headers) -> str:
+    """Who asks: the digest of the request's key, or the same for all without one."""
+    return _digest(given_key(headers) or "").hex()
 
 
 def _digest(key: str) -> bytes:

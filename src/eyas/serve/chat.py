@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,24 +16,42 @@ from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
 from eyas.serve.logprobs import TokenTexts
-from eyas.serve.protocol.chat import ChatBody, Prediction
+from eyas.serve.protocol.chat import ChatBody, Prediction, TemplateFields
 from eyas.serve.reading import MessageReader, check_readable, message_of, reader_for
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
 from eyas.serve.service import Service
 from eyas.serve.tools import Tools, readable, tools_of
 
-__all__ = ["chat"]
+__all__ = ["Chat", "chat", "prepare", "prompt_of"]
 
 
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     """Answer one request."""
+    made = await prepare(service, body)
+    dialect = ChatCompletion(
+        made.job, made.model, request_id(request.scope), service.token_texts, made.new_reader, made.job.logprobs
+    )
+    return await reply(service, request, body, dialect)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation that can be decoded, in whichever dialect it came."""
+
+    job: Job
+    model: str  # the name by which the client knows it
+    new_reader: Callable[[], MessageReader]  # one for each sequence
+
+
+async def prepare(service: Service, body: ChatBody) -> Chat:
+    """Check a conversation, and make its prompt and its job."""
     model = service.model_name(body.model)
     n = body.n or 1
     check_count(service.settings, 1, n)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    prompt = await service.in_worker(prompt_of, service, body.messages, body, tools)
     check_readable(service.llm, tools)
-    prompt = await service.in_worker(_prompt, service, body, tools)
     ids = prompt.ids
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     count = (body.top_logprobs or 0) if body.logprobs else None
@@ -51,15 +69,20 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     job = Job(
         (ids,), keywords, n, prediction=prediction, logprobs=count, media=prompt.media or None, **body.job_fields()
     )
-    reader = partial(reader_for, service.llm, tools, ids, bool(body.stop))
-    dialect = ChatCompletion(job, model, request_id(request.scope), service.token_texts, reader, count)
-    return await reply(service, request, body, dialect)
+    return Chat(job, model, partial(reader_for, service.llm, tools, ids, bool(body.stop)))
 
 
-def _prompt(service: Service, body: ChatBody, tools: Tools) -> MediaIds:
+def prompt_of(
+    service: Service, messages: Sequence[Mapping[str, Any]], fields: TemplateFields, tools: Tools
+) -> MediaIds:
     """The conversation with the tools that the model may call."""
-    prepared, listed = readable(service.tokenizer, body.messages, tools)
-    return service.render(prepared, **body.template(), **listed)
+    template = str(service.tokenizer.chat_template)
+    if fields.reasoning_effort not in (None, "none", "medium") and "reasoning_effort" not in template:
+        raise ApiError(
+            400, "this model's chat template has no reasoning effort: leave it out", param="reasoning_effort"
+        )
+    prepared, listed = readable(service.tokenizer, messages, tools)
+    return service.render(prepared, **fields.template(), **listed)
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:

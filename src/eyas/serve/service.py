@@ -22,6 +22,7 @@ from eyas.serve.errors import ApiError
 from eyas.serve.images import holds_images, with_images
 from eyas.serve.limits import check_ids
 from eyas.serve.logprobs import TokenTexts
+from eyas.serve.memory import Memory
 from eyas.serve.metrics import Metrics
 from eyas.serve.records import Job
 from eyas.serve.settings import Settings
@@ -40,6 +41,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics(settings.name)
         self.token_texts = TokenTexts(llm.tokenizer, llm.target.vocab_size)
+        self.memory = Memory(settings.remembered)
         self.engine = Engine(llm, settings, self.metrics)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
 

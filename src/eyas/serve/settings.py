@@ -26,6 +26,7 @@ class Settings:
         timeout: seconds after which a request is given up.
         keep_alive: seconds of silence after which a stream sends a comment.
         max_body_bytes: the largest body of a request.
+        remembered: responses that /v1/responses remembers.
     """
 
     name: str
@@ -38,3 +39,4 @@ class Settings:
     timeout: float = 600.0
     keep_alive: float = 10.0
     max_body_bytes: int = 16 * 2**20
+    remembered: int = 256

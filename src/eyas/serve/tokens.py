@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from eyas.serve.chat import prompt_of
 from eyas.serve.errors import ApiError
 from eyas.serve.protocol.tokens import DetokenizeBody, TokenizeBody
 from eyas.serve.service import Service
+from eyas.serve.tools import tools_of
 
 __all__ = ["detokenize", "tokenize"]
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
-    """The token ids of a text or a conversation."""
+    """The token ids of a text, or of a conversation as /v1/chat/completions reads it."""
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
@@ -34,6 +36,7 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
 
 def _tokens(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return list(service.render(body.messages, add_generation_prompt=body.add_generation_prompt is not False).ids)
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+        return list(prompt_of(service, body.messages, body, tools).ids)
     assert body.prompt is not None
     return list(service.encode(body.prompt, body.add_special_tokens is not False)) if body.prompt else []

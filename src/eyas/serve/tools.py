@@ -62,6 +62,8 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     """The Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; ApiError where
     they are wrong."""
     listed = tuple(_checked(tool, number) for number, tool in enumerate(tools or (), start=1))
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        listed, choice = _allowed(listed, choice.get("allowed_tools") or choice)
     names = [tool["function"]["name"] for tool in listed]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
@@ -82,6 +84,24 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
             400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice"
         )
     return Tools(listed, (str(name),), parallel is not False)
+
+
+def _allowed(
+    listed: tuple[Mapping[str, Any], ...], choice: Mapping[str, Any]
+) -> tuple[tuple[Mapping[str, Any], ...], str]:
+    """The tools that OpenAI's `allowed_tools` leaves, and whether one of them must be called."""
+    wanted = [tool.get("function", tool).get("name") for tool in choice.get("tools") or () if isinstance(tool, Mapping)]
+    known = [tool["function"]["name"] for tool in listed]
+    mode = choice.get("mode", "auto")
+    if not wanted or mode not in ("auto", "required"):
+        raise ApiError(
+            400, 'tool_choice allowed_tools has a "mode", auto or required, and some "tools"', param="tool_choice"
+        )
+    if missing := [name for name in wanted if name not in known]:
+        raise ApiError(
+            400, f"tool_choice allows the function {missing[0]!r}, which is not among the tools", param="tool_choice"
+        )
+    return tuple(tool for tool in listed if tool["function"]["name"] in wanted), mode
 
 
 def _checked(tool: Any, number: int) -> Mapping[str, Any]:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.serve.protocol.fields import MOST_LOGPROBS, GenerationBody
+from eyas.serve.protocol.fields import MOST_LOGPROBS, Body, GenerationBody
 
-__all__ = ["ChatBody", "Prediction"]
+__all__ = ["ChatBody", "Prediction", "TemplateFields"]
 
 
 class Part(BaseModel):
@@ -34,7 +34,30 @@ class Prediction(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatBody(GenerationBody):
+class TemplateFields(Body):
+    """What the chat template is told besides the messages."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def template(self) -> dict[str, Any]:
+        """The keywords of `text.render` that these fields mean."""
+        effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort = {"enable_thinking": False}
+        return {
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
+            "variables": {**effort, **(self.chat_template_kwargs or {})},
+        }
+
+
+class ChatBody(TemplateFields, GenerationBody):
     """A conversation."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -42,17 +65,3 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def template(self) -> dict[str, Any]:
-        """The keywords of `text.render` that these fields mean."""
-        return {
-            "add_generation_prompt": self.add_generation_prompt is not False,
-            "continue_final_message": bool(self.continue_final_message),
-            "variables": self.chat_template_kwargs,
-        }

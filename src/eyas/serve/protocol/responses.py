@@ -1,17 +1,26 @@
-"""The body of POST /v1/responses, as far as it needs no memory of earlier responses."""
+"""The body of POST /v1/responses, and its items as the messages of a chat."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.errors import InputError
+from eyas.serve.errors import ApiError
+from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.protocol.fields import GenerationBody
 
-__all__ = ["ResponsesBody"]
+__all__ = ["ResponsesBody", "messages_of"]
 
 TEXTS = ("input_text", "output_text", "text")
+READ = "messages, calls of functions, their outputs, and reasoning are read here"
+NOTHING_TO_INCLUDE = (
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+)  # fmt: skip
+"""What a response can include and never has here: tools of a server's own, encrypted reasoning."""
 
 
 class TextOptions(BaseModel):
@@ -23,6 +32,15 @@ class TextOptions(BaseModel):
     verbosity: Literal["medium"] | None = None
 
 
+class Reasoning(BaseModel):
+    """How much the model reasons. A summary is never made: reasoning is answered as it is."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = None
+    summary: str | None = None
+
+
 class ResponsesBody(GenerationBody):
     """A text or a conversation, with instructions before it."""
 
@@ -30,46 +48,114 @@ class ResponsesBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_tool_calls: int | None = None  # of tools of a server's own: there are none
     # the fields below are accepted only with values that change nothing
     conversation: None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
-    max_tool_calls: None = None
-    parallel_tool_calls: bool | None = None
-    previous_response_id: None = None
-    reasoning: None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    include: list[str] | None = None
+    prompt: None = None
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation as messages of a chat.
+    def check(self) -> None:
+        """See `Body.check`."""
+        super().check()
+        if self.n not in (None, 1):
+            raise ApiError(400, "a response has one text: leave n out", param="n")
+        if others := [name for name in self.include or () if name not in NOTHING_TO_INCLUDE]:
+            raise ApiError(400, f"include: this server does not support {others[0]}: leave it out", param="include")
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
+        """The same request as a chat, with these items as its conversation.
 
         Raises:
-            InputError: an item that is no message.
+            InputError: an item that cannot be read.
+            ApiError: a tool that is no function.
         """
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*head, {"role": "user", "content": self.input}]
-        return [*head, *(_message(item, number) for number, item in enumerate(self.input, start=1))]
+        asked = self.max_output_tokens if self.max_output_tokens is not None else self.max_tokens
+        fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        own = {
+            "messages": [*head, *messages_of(items)],
+            "max_tokens": asked,
+            "response_format": self.response_form(),
+            "tools": None if self.tools is None else [_nested(tool, n) for n, tool in enumerate(self.tools, start=1)],
+            "tool_choice": _nested_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return ChatBody.model_construct(**{**fields, **own})
 
     def response_form(self) -> dict[str, Any] | None:
         """`text.format` as the `response_format` of a chat."""
         form = self.text.format if self.text else None
         if form is None or form.get("type") != "json_schema":
-            return form
+            return self.response_format if form is None else form
         return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
+def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as the messages of a chat. Reasoning, a text and calls in a row are one turn of the
+    assistant's.
+
+    Raises:
+        InputError: an item that cannot be read.
+    """
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items, start=1):
+        message = _message(item, number)
+        last = messages[-1] if messages else {}
+        if message and last.get("role") == message["role"] == "assistant" and _goes_on(last, message):
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            messages[-1] = {
+                **last,
+                **{k: v for k, v in message.items() if v},
+                **({"tool_calls": calls} if calls else {}),
+            }
+        elif message:
+            messages.append(message)
+    return messages
+
+
+def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Whether a message of the assistant's belongs to the turn that the last one began."""
+    if "tool_calls" in message:
+        return True
+    return not last.get("content") and "tool_calls" not in last and "reasoning_content" not in message
+
+
 def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
-    """An input item as a message; other keys than role and content are those of earlier responses."""
+    """An item as a message; {} for reasoning that is empty. Other keys than those of a message are
+    those of earlier responses."""
     kind = item.get("type", "message")
-    if kind != "message":
-        raise InputError(f"input item {number} is of type {kind!r}: this server reads messages only")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_part(part) for part in content]
-    return {"role": item.get("role"), "content": content}
+    if kind == "message":
+        return {"role": item.get("role"), "content": _content(item.get("content"))}
+    if kind == "reasoning":
+        parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+        text = "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+        return {"role": "assistant", "content": "", "reasoning_content": text} if text else {}
+    if kind == "function_call" and isinstance(item.get("name"), str):
+        function = {"name": item["name"], "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+    raise InputError(f"input item {number} is of type {kind!r}: {READ}")
+
+
+def _content(content: Any) -> Any:
+    return [_part(part) for part in content] if isinstance(content, list) else content
 
 
 def _part(part: Any) -> Any:
@@ -78,3 +164,22 @@ def _part(part: Any) -> Any:
     if kind in TEXTS:
         return {"type": "text", "text": part.get("text")}
     return {"type": "image_url", "image_url": part.get("image_url")} if kind == "input_image" else part
+
+
+def _nested(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    """A tool in the form of chats."""
+    if tool.get("type") != "function":
+        raise ApiError(
+            400,
+            f"tool {number} is of type {tool.get('type')!r}: only functions are served, leave it out",
+            param="tools",
+        )
+    return (
+        tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+    )
+
+
+def _nested_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice

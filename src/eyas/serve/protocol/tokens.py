@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from eyas.serve.protocol.chat import TemplateFields
 from eyas.serve.protocol.fields import Body
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
 
-class TokenizeBody(Body):
-    """A text or a conversation."""
+class TokenizeBody(TemplateFields):
+    """A text, or a conversation with the fields of a chat."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -1,0 +1,60 @@
+"""What /v1/responses remembers: the last conversations, in memory only, each for the key that had it."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Memory"]
+
+MOST_BYTES = 64 * 2**20  # of all conversations, as JSON
+Item = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The input and output items up to a response."""
+
+    items: tuple[Item, ...]
+    size: int
+
+
+class Memory:
+    """The conversations of the last responses. The oldest ones are forgotten.
+
+    Args:
+        most: responses that are kept.
+        most_bytes: their size as JSON. What several responses share counts for each of them.
+    """
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        self.most = most
+        self.most_bytes = most_bytes
+        self._kept: OrderedDict[tuple[str, str], Conversation] = OrderedDict()  # by owner and response
+        self._bytes = 0
+
+    def keep(self, owner: str, response: str, items: Sequence[Item]) -> None:
+        """Remember the conversation that ends with this response."""
+        size = len(json.dumps(items))
+        if size > self.most_bytes or not self.most:
+            return
+        self._kept[owner, response] = Conversation(tuple(items), size)
+        self._bytes += size
+        while len(self._kept) > self.most or self._bytes > self.most_bytes:
+            self._bytes -= self._kept.popitem(last=False)[1].size
+
+    def conversation(self, owner: str, response: str) -> tuple[Item, ...] | None:
+        """The items up to a response of this owner, if they are remembered."""
+        found = self._kept.get((owner, response))
+        if found is None:
+            return None
+        self._kept.move_to_end((owner, response))
+        return found.items
+
+    def item(self, owner: str, name: str) -> Item | None:
+        """The item with this id in a conversation of this owner, if it is remembered."""
+        own = (kept.items for (who, _), kept in reversed(self._kept.items()) if who == owner)
+        return next((item for items in own for item in reversed(items) if item.get("id") == name), None)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from eyas import text as room
 from eyas.errors import InputError
 from eyas.text import Detokeniser, StopStrings, encode, render
+from eyas.text import _pieces as room
 
 NESTLING = Path(__file__).parents[1].parent / "shared" / "models" / "nestling"
 

@@ -11,126 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
+from chat_data import (
+    CHATML,
+    DEFAULT_SYSTEM,
+    FORGETFUL,
+    FORGETFUL_MARKED,
+    INSTRUCT,
+    MARKED,
+    MARKED_CONTENT,
+    MARKED_NEWLINE,
+    STRICT,
+    THINKING,
+    TWO,
+    byte_level,
+    counted_texts,
+    merging,
+    metaspace,
+    one,
+    tokenizer_with,
+    turns,
+    write,
+)
 from eyas.errors import InputError, OptionError
 from eyas.train.data import Batches, Example, Examples, Report, data_hash, read
 
 NESTLING = Path(__file__).parents[3] / "shared" / "models" / "nestling"
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED_CONTENT = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
-MARKED_NEWLINE = MARKED.replace("<|im_end|>{% endgeneration %}", "<|im_end|>{{ '\\n' }}{% endgeneration %}")
-INSTRUCT = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
-    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
-)
-# Drops the reasoning of every reply but the last, as thinking models do.
-FORGETFUL = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
-    "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-FORGETFUL_MARKED = FORGETFUL.replace(
-    "{% else %}{{ m['content'] }}{% endif %}",
-    "{% elif m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}",
-)
-# Opens a reply with <think>, which a given reply does not have.
-THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns here') }}{% endif %}" + CHATML
-
-
-def byte_level() -> Tokenizer:
-    """Every byte a token, and offsets without the space before a word, as GPT-2's."""
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def merging() -> Tokenizer:
-    """Learnt merges, and trimmed offsets: ' hello' is said to stand on 'hello' alone."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    sentences = ["hello there, how are you today", "fine thanks and you", "user assistant system"] * 20
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(sentences, trainer)
-    return tokenizer
-
-
-def metaspace() -> Tokenizer:
-    """Like a SentencePiece model: a space is put before the text, spaces belong to the word after
-    them, text is normalised."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    sentences = [
-        "hello there, how are you today?",
-        "fine thanks and you! [INST] [/INST]",
-        "user assistant\n system é ü",
-    ] * 20
-    trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
-    tokenizer.train_from_iterator(sentences, trainer)
-    return tokenizer
-
-
-def tokenizer_with(template: str | None, make: Any = byte_level) -> PreTrainedTokenizerFast:
-    backend = make()
-    backend.add_special_tokens(
-        [AddedToken(name, special=True) for name in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def turns(*contents: str, first: str = "user") -> list[dict[str, str]]:
-    """user, assistant, user, ... with these contents."""
-    pair = ("user", "assistant") if first == "user" else ("assistant", "user")
-    return [{"role": pair[i % 2], "content": content} for i, content in enumerate(contents)]
-
-
-TWO = turns("hello there", "fine thanks", "and you", "how are you")
-
-
-def write(folder: Path, *lines: Any, name: str = "chat.jsonl") -> Path:
-    file = folder / name
-    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
-    file.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
-    return file
-
-
-def one(folder: Path, tokenizer: Any, messages: Any, **options: Any) -> Example:
-    data = read(write(folder, {"messages": messages}), tokenizer, **options)
-    assert len(data.train) == 1, data.report.problems
-    example: Example = data.train[0]
-    return example
-
-
-def counted_texts(tokenizer: Any, example: Example) -> list[str]:
-    """Returns the text of each run of counted tokens."""
-    runs: list[list[int]] = []
-    for i, token in enumerate(example.ids):
-        if example.counted[i]:
-            if i == 0 or not example.counted[i - 1]:
-                runs.append([])
-            runs[-1].append(token)
-    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
-
 
 # --- which tokens count --------------------------------------------------------------------------------------------------------------
 
@@ -199,18 +106,15 @@ def test_an_opening_that_replies_lack(tmp_path: Path) -> None:
 
 
 def test_replies_in_a_row_and_a_reply_before_any_question(tmp_path: Path) -> None:
-    """With prefixes a reply that opens the conversation does not count: nothing says where its
-    header ends."""
-    tokenizer = tokenizer_with(CHATML)
+    """A reply that opens the conversation counts like the others. With prefixes it once did not,
+    without a word: a template may write a default system text before it, so the prompt of no
+    messages is no prefix."""
     messages = [{"role": "assistant", "content": "welcome"}, *TWO[:2], {"role": "assistant", "content": "and more"}]
-    assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages)) == [
-        "fine thanks<|im_end|>",
-        "and more<|im_end|>",
-    ]
-    with pytest.raises(InputError, match="reply to nothing"):
-        one(tmp_path, tokenizer, messages[:1])
-    marked = tokenizer_with(MARKED)
-    assert counted_texts(marked, one(tmp_path, marked, messages))[0] == "welcome<|im_end|>"
+    replies = ["welcome<|im_end|>", "fine thanks<|im_end|>", "and more<|im_end|>"]
+    for template in (CHATML, DEFAULT_SYSTEM, MARKED):
+        tokenizer = tokenizer_with(template)
+        assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages)) == replies
+        assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages[:1])) == replies[:1]
 
 
 @pytest.mark.skipif(not NESTLING.exists(), reason="the model is not beside this checkout")
@@ -293,21 +197,21 @@ def test_plain_text(tmp_path: Path) -> None:
         ({"messages": "hi"}, r'no list "messages"'),
         ({"messages": []}, r"no assistant's turn"),
         ({"messages": TWO[:1]}, r"no assistant's turn"),
-        ({"messages": ["hi"]}, r"turn 1 is not an object"),
+        ({"messages": ["hi"]}, r"message 1 must be a dict"),
         (
             {"messages": [*TWO, {"role": "asistant", "content": "x"}]},
-            r"turn 5 has the unknown role 'asistant'; did you mean assistant",
+            r"message 5 has the unknown role 'asistant'; did you mean assistant",
         ),
-        ({"messages": [*TWO, {"content": "x"}]}, r"turn 5 has the unknown role None"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, r"turn 1 has the unknown role"),
-        ({"messages": [{"role": "user", "content": None}]}, r"content of turn 1 is not text"),
+        ({"messages": [*TWO, {"content": "x"}]}, r'message 5 has no "role"'),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r'"role" of message 1 must be a string'),
+        ({"messages": [{"role": "user", "content": None}]}, r'"content" of message 1 must be a string'),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-            r"content of turn 1 is not text",
+            r"part 1 of message 1 is of type 'image': only parts of text are read here",
         ),
         (
             {"messages": [{"role": "system", "content": "x"}, *TWO]},
-            r"the chat template refuses the conversation \(no system turns here\)",
+            r"the chat template refuses these messages: no system turns here \(message 1\)",
         ),
         ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
         ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]}, r"Unicode"),

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 
 from eyas.arguments import MediaIds, Messages, as_prompts
 from eyas.errors import InputError, one_line
-from eyas.text import TEXT_PARTS, check_messages
+from eyas.text import check_messages, for_template
 
 __all__ = ["has_media", "media_prompt"]
 
@@ -50,9 +50,10 @@ def media_prompt(
         InputError: a message is malformed, there is no processor, a package that it needs is
             missing, or it refuses the messages.
     """
-    check_messages(messages, MEDIA_PARTS)
+    chat = check_messages(messages, MEDIA_PARTS)
     processor = _processor(source)
-    _check_files(messages)
+    _check_files(chat)
+    written = getattr(processor, "chat_template", None)
     own = inspect.signature(processor.apply_chat_template).parameters
     for name, value in (variables or {}).items():
         if name in own or name.startswith("do_") or not isinstance(value, bool):
@@ -61,7 +62,7 @@ def media_prompt(
             )
     try:
         inputs: Any = processor.apply_chat_template(
-            [_in_parts(message) for message in messages],
+            for_template(chat, str(written)),
             tools=None if tools is None else [dict(tool) for tool in tools],
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
@@ -81,18 +82,10 @@ def media_prompt(
 def _check_files(messages: Messages) -> None:
     """InputError for a part whose file is not there: the processor's own message is long."""
     for number, message in enumerate(messages, start=1):
-        content = message.get("content")
-        for part in content if isinstance(content, list | tuple) else ():
+        for part in message["content"]:
             path = part.get("path")
             if part["type"] in MEDIA_PARTS and isinstance(path, str) and not Path(path).is_file():
                 raise InputError(f"message {number}: there is no {part['type']} {path}")
-
-
-def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is a list of parts, which the templates of processors expect."""
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {**message, "content": [{**part, "type": "text"} if part["type"] in TEXT_PARTS else part for part in parts]}
 
 
 @cache

@@ -1,38 +1,22 @@
 """One conversation to token ids, with a mark on every token that the assistant would have
 generated.
 
-The chat template is a foreign program that renders messages to one text. The assistant's replies in
-this text are found by
-
-    marks       where the template has {% generation %}, it marks them itself
-    prefixes    otherwise: reply k is the text between two prefixes of the whole text: the messages before the reply, with
-                the opening of an assistant's turn, and the messages up to the reply:
-
-                    <|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>Bye<|end|><|assistant|>Ciao!<|end|>
-                    |-- before 1, opening --------|
-                    |-- up to 1 ---------------------------|
-                                                  ^^^^^^^^^^ reply 1
-
-Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then
-does not contain what the model once generated. This is noticed per conversation, by an "up to k"
-that is no prefix; then only the last reply counts.
-
-A reply ends with its end-of-turn token; what the template writes after that is not the assistant's.
-This module knows no file, no split and no model.
+The chat is written by the function that serves it too (`text.write_chat`); `_replies.py` finds the
+replies in its text. A reply ends with its end-of-turn token; what the template writes after that is
+not the assistant's. This module knows no file, no split and no model.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from eyas.errors import InputError, near, one_line
-from eyas.text import ROLES
+from eyas.errors import InputError
+from eyas.text import Span, check_messages, has_place_for_tools, template_keywords, write_chat
+from eyas.train._replies import find_replies, is_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["FIRST_COUNTABLE", "ChatReader", "TokenizedChat", "messages_of", "messages_to_learn"]
 
 FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
-Span = tuple[int, int]  # first and past the last character or token
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -50,7 +33,6 @@ SHAREGPT_ROLES = {
     "bard": "assistant",
     "model": "assistant",
 }
-GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
@@ -60,21 +42,26 @@ class TokenizedChat:
     ids: list[int]
     counted: list[bool]
     last_only: bool  # the template rewrites earlier turns
+    left_out: bool  # words of a reply that are not in the text, so that they do not count
+    unused_tools: bool  # the template has no place for the line's tools
 
 
 def messages_to_learn(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line up to the assistant's last reply, after which nothing counts.
-    InputError when there is no reply.
+    """The messages of a line up to the assistant's last reply that counts, after which nothing
+    does. InputError when there is none.
     """
     messages = messages_of(record)
     replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
         raise InputError("no assistant's turn, so nothing to learn; drop the line")
-    return messages[: replies[-1] + 1]
+    counting = [k for k in replies if is_trained(messages[k], k + 1)]
+    if not counting:
+        raise InputError("the assistant says nothing that counts; drop the line")
+    return messages[: counting[-1] + 1]
 
 
 def messages_of(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line in OpenAI's or ShareGPT's form, as dicts with role and content;
+    """The messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages` returns them;
     InputError when it has neither.
     """
     if not isinstance(record, Mapping):
@@ -84,29 +71,17 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
         raise InputError(
             'no list "messages" or "conversations"; write {"messages": [{"role": "user", "content": "..."}, ...]}'
         )
-    return [_message(number, turn) for number, turn in enumerate(turns, start=1)]
+    return check_messages([_in_openai_form(turn) for turn in turns]) if turns else []
 
 
-def _message(number: int, turn: Any) -> dict[str, Any]:
+def _in_openai_form(turn: Any) -> Any:
     if not isinstance(turn, Mapping):
-        raise InputError(f'turn {number} is not an object with "role" and "content"')
-    name = turn.get("role", turn.get("from"))
-    role = SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else name
-    if role not in ROLES:
-        raise InputError(
-            f"turn {number} has the unknown role {repr(name)[:100]}; {near(str(name)[:100], [*ROLES, *SHAREGPT_ROLES])}"
-        )
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if content is None and role == "assistant" and turn.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise InputError(f"the content of turn {number} is not text; drop the line")
-    extra = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    return {**extra, "role": role, "content": content}
+        return turn
+    renamed = {"role": turn.get("from"), "content": turn.get("value")}
+    message = {**{name: value for name, value in renamed.items() if value is not None}, **turn}
+    if isinstance(name := message.get("role"), str):
+        message["role"] = SHAREGPT_ROLES.get(name, name)
+    return {key: value for key, value in message.items() if key not in ("from", "value")}
 
 
 class ChatReader:
@@ -114,11 +89,10 @@ class ChatReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
-        self.template: str = template
-        self.has_marks = bool(GENERATION_TAG.search(template))
+        self.template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
+        self._takes_tools: bool | None = None  # whether the template has a place for them
 
     def read(self, record: Any) -> TokenizedChat:
         """The conversation of one line of data. InputError, without the line's place, when it
@@ -126,69 +100,21 @@ class ChatReader:
         """
         if not self.template:
             raise InputError("the tokenizer has no chat template; give the target folder one, or train on plain text")
-        messages = messages_to_learn(record)
-        whole, marks = self._render(messages, marks=self.has_marks)
-        replies, last_only = self._replies(messages, whole, marks)
-        ids, offsets = self._tokenize(whole)
+        messages, keywords = messages_to_learn(record), template_keywords(record)
+        found = find_replies(partial(write_chat, self.tokenizer, **keywords), messages, self.template)
+        ids, offsets = self._tokenize(found.whole)
         counted = [False] * len(ids)
-        for span in replies:
-            first, end = self._tokens_of(span, ids, offsets, whole)
+        for span in found.spans:
+            first, end = self._tokens_of(span, ids, offsets, found.whole)
             counted[first:end] = [True] * (end - first)
         if not any(counted[FIRST_COUNTABLE:]):
-            raise InputError("the assistant says nothing; drop the line")
-        return TokenizedChat(ids, counted, last_only)
+            raise InputError("the assistant says nothing that counts; drop the line")
+        return TokenizedChat(ids, counted, found.last_only, found.left_out, self._has_unused(keywords.get("tools")))
 
-    def _render(
-        self, messages: Sequence[dict[str, Any]], *, opening: bool = False, marks: bool = False
-    ) -> tuple[str, list[Span]]:
-        """The text of the messages, and the characters between {% generation %} marks."""
-        names: dict[str, Any] = {**self.tokenizer.special_tokens_map, "add_generation_prompt": opening}
-        try:
-            out: Any = render_jinja_template(
-                [list(messages)], chat_template=self.template, return_assistant_tokens_mask=marks, **names
-            )
-        except Exception as error:  # a template may raise anything
-            reason = one_line(error) or type(error).__name__
-            raise InputError(
-                f"the chat template refuses the conversation ({reason[:200]}); repair or drop the line"
-            ) from error
-        return out[0][0], [(begin, end) for begin, end in out[1][0]] if marks else []
-
-    def _replies(self, messages: Sequence[dict[str, Any]], whole: str, marks: list[Span]) -> tuple[list[Span], bool]:
-        """The characters of the replies that count, and whether only the last one does.
-
-        Without marks, a reply at the start of the conversation does not count, as there is no
-        prompt before it.
-        """
-        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        ends = {k: self._render(messages[: k + 1])[0] for k in turns[:-1]}
-        rewritten = not all(whole.startswith(text) for text in ends.values())
-        if marks:
-            return (marks[-1:] if rewritten else marks), rewritten
-        openings = {k: self._render(messages[:k], opening=True)[0] for k in turns if k > 0}
-        rewritten = rewritten or not all(whole.startswith(text) for k, text in openings.items() if k != turns[-1])
-        if turns[-1] not in openings:
-            raise InputError("the conversation is a reply to nothing; put a user's turn before it or drop the line")
-        last = (self._last_begin(messages, whole, openings[turns[-1]]), len(whole))
-        return (
-            [last] if rewritten else [*((len(openings[k]), len(ends[k])) for k in turns[:-1] if k > 0), last]
-        ), rewritten
-
-    def _last_begin(self, messages: Sequence[dict[str, Any]], whole: str, opening: str) -> int:
-        """The place where the last reply begins: after the opening, or after the part of it that
-        comes before a written reply.
-
-        (The openings of reasoning models end with <think>, which the text of a reply without
-        reasoning lacks.)
-        """
-        common = next(
-            (i for i, (a, b) in enumerate(zip(whole, opening, strict=False)) if a != b), min(len(whole), len(opening))
-        )
-        if common < len(opening) and common < len(self._render(messages[:-1])[0]):
-            raise InputError(
-                "the chat template does not write the conversation as a prompt with a reply after it; drop the line"
-            )
-        return common
+    def _has_unused(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        if tools and self._takes_tools is None:
+            self._takes_tools = has_place_for_tools(self.tokenizer, tools)
+        return bool(tools) and not self._takes_tools
 
     def _tokenize(self, whole: str) -> tuple[list[int], list[Span]]:
         """The ids of the text, and the characters of each."""

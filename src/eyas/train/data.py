@@ -7,7 +7,8 @@ them.
 Files, plain or .gz, may be mixed:
 
     .jsonl .ndjson .json   one conversation a line, or one JSON array of them:
-                           {"messages": [{"role", "content"}]}  or  {"conversations": [{"from", "value"} or {"role", "content"}]}
+                           {"messages": [{"role", "content"}]}  or  {"conversations": [{"from", "value"} or {"role", "content"}]},
+                           with "tools", where the assistant had any; a turn of "weight" 0 does not count
     anything else          plain text; documents are separated by <|endoftext|>; a long one becomes pieces of `max_length` tokens
 
 A line that cannot be used goes into the report with its file and number, and reading goes on. Which
@@ -106,6 +107,8 @@ class Report:
     counted_tokens: int = 0
     truncated: int = 0  # conversations cut at max_length
     last_only: int = 0  # conversations of which only the last reply counts, because the template rewrites earlier turns
+    left_out: int = 0  # conversations of which the template leaves out words of a reply
+    unused_tools: int = 0  # conversations of which the template leaves out the tools
 
     def __str__(self) -> str:
         notes = [
@@ -114,6 +117,10 @@ class Report:
             f"in {self.last_only:,} only the last reply counts (the template rewrites earlier turns)"
             if self.last_only
             else "",
+            f"in {self.left_out:,} the template leaves out a part of a reply, such as its reasoning, which does not count"
+            if self.left_out
+            else "",
+            f"in {self.unused_tools:,} the template leaves out the tools" if self.unused_tools else "",
         ]
         size = f"{self.examples:,} examples, {self.tokens:,} tokens, {self.counted_tokens:,} of them counted"
         return "; ".join([size, *filter(None, notes)])
@@ -234,6 +241,8 @@ class _Reader:
             )
         self.report.truncated += len(ids) < len(conversation.ids)
         self.report.last_only += conversation.last_only
+        self.report.left_out += conversation.left_out
+        self.report.unused_tools += conversation.unused_tools
         return Example(ids, counted)
 
     def _pieces(self, raw: bytes) -> list[tuple[bytes, Example]]:

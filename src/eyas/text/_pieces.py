@@ -1,4 +1,4 @@
-"""Prompts and chat messages to token ids; token ids to text, piece by piece; stop strings.
+"""Token ids to text, piece by piece; stop strings.
 
 This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no
 length limit.
@@ -20,185 +20,18 @@ window of tokens.
 from __future__ import annotations
 
 import codecs
-import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from eyas.errors import InputError, ModelError, first_line, near
+from eyas.errors import InputError, ModelError
+from eyas.text._messages import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "ROLES",
-    "TEXT_PARTS",
-    "Detokeniser",
-    "StopPiece",
-    "StopStrings",
-    "check_messages",
-    "encode",
-    "encode_part",
-    "render",
-    "token_bytes",
-]
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles that a message may have; a chat template may refuse some of them."""
-TEXT_PARTS = ("text", "input_text")  # types of OpenAI's content parts that hold text
-
-
-# --- text to ids ----------------------------------------------------------------------------------
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Tokenize a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or
-    none).
-
-    Raises:
-        InputError: the prompt is not a string, is empty, is not valid Unicode, or gives no token.
-    """
-    if not isinstance(prompt, str):
-        raise InputError(f"a prompt must be a string, this one is {_kind(prompt)}")
-    if not prompt:
-        raise InputError("the prompt is empty: give it at least one character")
-    _check_unicode(prompt, "the prompt")
-    # verbose=False: a prompt that is too long is reported once, by the engine, which knows the
-    # model's context
-    ids: list[int] = list(tokenizer(prompt, verbose=False)["input_ids"])
-    if not ids:
-        raise InputError(f"the tokenizer makes no token of the prompt {prompt[:40]!r}: give it another one")
-    return ids
-
-
-def encode_part(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
-    """Tokenize a part of a text, without special tokens; `name` is used in error messages."""
-    _check_unicode(text, name)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Tokenize a chat by the tokenizer's own chat template.
-
-    Args:
-        messages: dicts with "role" (one of ROLES) and "content": a string, or OpenAI's list of
-            content parts, whose texts are joined by line breaks, as vLLM does. Further keys are
-            handed to the template as they are.
-        add_generation_prompt: end with the opening of an assistant turn, so that the model answers.
-        continue_final_message: end within the last message, whose text the model continues; no new
-            turn is opened then.
-        tools: functions that the model may call, in OpenAI's form.
-        variables: those of the template, such as enable_thinking; none that the tokenizer's own
-            function has as a parameter, for one of them is the template itself.
-
-    Raises:
-        InputError: a message is malformed, the tokenizer has no chat template, or the template
-            refuses the chat (a role that it does not know, turns that do not alternate); the
-            message then holds the template's own reason.
-    """
-    chat = check_messages(messages)
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if reserved := sorted(own.keys() & dict(variables or {}).keys()):
-        raise InputError(f"{reserved[0]} is not a variable of a chat template")
-    try:
-        out: Any = tokenizer.apply_chat_template(
-            chat,
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=True,
-            **(variables or {}),
-        )
-    except Exception as error:  # a template is a program that comes with the model; it may raise anything
-        raise InputError(f"the chat template refuses these messages: {first_line(error)}") from error
-    ids: list[int] = list(out["input_ids"])
-    if not ids:
-        raise InputError("the chat template makes no token of these messages: pass a plain prompt or token ids")
-    return ids
-
-
-def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The messages as new dicts whose content is a string.
-
-    Args:
-        media: types of content parts that are allowed besides text; the strings leave them out.
-
-    Raises:
-        InputError: a message is malformed.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise InputError(f'messages must be a list of {{"role": ..., "content": ...}}, this is {_kind(messages)}')
-    if not messages:
-        raise InputError("the list of messages is empty: give at least one message")
-    checked = []
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping):
-            raise InputError(f'message {number} must be a dict with "role" and "content", it is {_kind(message)}')
-        for key in ("role", "content"):
-            if key not in message:
-                raise InputError(f'message {number} has no "{key}": every message needs "role" and "content"')
-        content = _content_text(message["content"], number, media)
-        for key, value in (("role", message["role"]), ("content", content)):
-            if not isinstance(value, str):
-                raise InputError(f'the "{key}" of message {number} must be a string, it is {_kind(value)}')
-        if message["role"] not in ROLES:
-            raise InputError(
-                f"message {number} has the unknown role {message['role']!r}; {near(message['role'], ROLES)}"
-            )
-        _check_unicode(content, f"the content of message {number}")
-        checked.append({**message, "content": content})
-    return checked
-
-
-def _content_text(content: Any, number: int, media: Collection[str]) -> Any:
-    """The text of OpenAI's content parts; anything else as it is. Parts that hold neither text nor
-    allowed media are refused.
-    """
-    if not isinstance(content, list | tuple):
-        return content
-    if not content:
-        raise InputError(f"the content of message {number} is empty")
-    texts = []
-    for place, part in enumerate(content, start=1):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in media:
-            continue
-        if kind not in TEXT_PARTS:
-            named = f"of type {kind!r}" if kind else f"{_kind(part)} without a type"
-            allowed = "parts of text and images are" if media else "parts of text are"
-            raise InputError(
-                f'part {place} of message {number} is {named}: only {allowed} read here, {{"type": "text", "text": ...}}'
-            )
-        if not isinstance(part.get("text"), str):
-            raise InputError(f'part {place} of message {number} has no "text" that is a string')
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _check_unicode(text: str, name: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(f"{name} is not valid Unicode: half a surrogate pair at character {error.start}") from None
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"
-
-
-# --- ids to text ----------------------------------------------------------------------------------
+__all__ = ["Detokeniser", "StopPiece", "StopStrings", "token_bytes"]
 
 
 class Detokeniser:
@@ -561,10 +394,10 @@ def _checked_stops(stops: Sequence[str] | str | None) -> tuple[str, ...]:
         return ()
     listed = (stops,) if isinstance(stops, str) else stops
     if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
-        raise InputError(f"stop must be a string or a list of strings, it is {_kind(stops)}")
+        raise InputError(f"stop must be a string or a list of strings, it is {kind_of(stops)}")
     for number, stop in enumerate(listed, start=1):
         if not isinstance(stop, str):
-            raise InputError(f"stop string {number} must be a string, it is {_kind(stop)}")
+            raise InputError(f"stop string {number} must be a string, it is {kind_of(stop)}")
         if not stop:
             raise InputError(f"stop string {number} is empty: it would stop before the first token; leave it out")
     return tuple(listed)

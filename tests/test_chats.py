@@ -1,0 +1,209 @@
+"""Chats as clients and data files write them: one form for every template, and errors that name the message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eyas.errors import InputError
+from eyas.text import check_messages, has_place_for_tools, render, template_keywords, write_chat
+
+USER = {"role": "user", "content": "Hi."}
+# As strict as Llama 3.1's and Qwen 3.5's: roles by name, the system's turn first, one call at a time, arguments as objects.
+STRICT = """{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}
+{{ raise_exception('unexpected role ' + m.role) }}{% endif %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('the system comes first') }}{% endif %}
+{%- if 'tool_calls' in m and m.tool_calls|length != 1 %}{{ raise_exception('one call at a time') }}{% endif -%}
+[{{ m.role }}] {{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{% for k, v in c.function.arguments.items() %}
+ {{ k }}={{ v }}{% endfor %}>{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+# As Qwen 2.5's and Hermes': arguments as they come, where they are text.
+LENIENT = """{% for m in messages %}[{{ m.role }}] {{ m.content }}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}
+<{{ c.function.name }} {{ a if a is string else a | tojson }}>{% endfor %}{% endfor %}"""
+
+
+def with_template(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with this chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def calling(arguments: Any, **outer: Any) -> dict[str, Any]:
+    """An assistant's message that calls f with these arguments."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **outer}
+
+
+def written(template: str, *messages: Any, **keywords: Any) -> str:
+    return write_chat(with_template(template), messages, **{"add_generation_prompt": False, **keywords})[0]
+
+
+# --- calls ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [STRICT, LENIENT])
+@pytest.mark.parametrize("arguments", ["", "  \n", None, "null", "{}", {}])
+def test_no_arguments_are_an_empty_object(template: str, arguments: Any) -> None:
+    """Guards against a refusal ("not JSON") or "None" in the prompt: clients send all of these for
+    a function without parameters."""
+    assert written(template, USER, calling(arguments)) == written(template, USER, calling({}))
+
+
+@pytest.mark.parametrize("template", [STRICT, LENIENT])
+@pytest.mark.parametrize("encode", [lambda a: a, json.dumps, lambda a: json.dumps(json.dumps(a))])
+def test_arguments_are_an_object_however_they_are_encoded(template: str, encode: Any) -> None:
+    """Guards against JSON inside of JSON, which a model then imitates, and against the error of
+    templates that walk over arguments.items()."""
+    given = {"city": "Oslo", "days": 2}
+    text = written(template, calling(encode(given)))
+    assert text == written(template, calling(given))
+    assert "\\" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [('{"city": "Os', '<f {"city": "Os>'), ("5", "<f 5>"), ('["a"]', '<f ["a"]>'), ("not JSON", "<f not JSON>")],
+)
+def test_arguments_that_are_no_object(arguments: str, shown: str) -> None:
+    """Guards against a conversation that can never go on: the client repeats a call that was cut at
+    its length, or that the model wrote wrongly, with every further request. A template that reads
+    text sees what the model wrote; one that reads objects an empty one."""
+    assert shown in written(LENIENT, USER, calling(arguments), USER).replace("\n", "")
+    assert written(STRICT, USER, calling(arguments), USER) == written(STRICT, USER, calling({}), USER)
+
+
+@pytest.mark.parametrize("calls", [[], None])
+def test_an_empty_list_of_calls_is_none(calls: Any) -> None:
+    """Guards against `'tool_calls' in message`, with which templates ask for calls: clients and
+    tables of data have the key in every message."""
+    said = {"role": "assistant", "content": "Hello."}
+    assert written(STRICT, USER, {**said, "tool_calls": calls}) == written(STRICT, USER, said)
+
+
+def test_older_forms_of_a_call() -> None:
+    """OpenAI's function_call with the role function, and calls without their frame, are calls."""
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    bare = {"role": "assistant", "tool_calls": [{"id": "c1", "name": "f", "arguments": '{"a": 1}'}]}
+    expected = written(STRICT, USER, calling({"a": 1}), {"role": "tool", "content": "7"})
+    assert written(STRICT, USER, old, {"role": "function", "name": "f", "content": "7"}) == expected
+    assert written(STRICT, USER, bare, {"role": "tool", "content": "7"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (calling("{}", tool_calls={"a": 1}), '"tool_calls" of message 2 must be a list'),
+        (calling("{}", tool_calls=["f"]), "call 1 of message 2 must be"),
+        (calling("{}", tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "call 1 of message 2 must be"),
+        (calling("{}", tool_calls=[{"function": {"arguments": "{}"}}]), "call 1 of message 2 must be"),
+        (calling("{}", content="\ud800"), "content of message 2 is not valid Unicode"),
+        ({"role": "developer", "content": "late"}, r"the system comes first \(message 2\)"),
+        (calling("{}", tool_calls=calling("{}")["tool_calls"] * 2), r"one call at a time \(message 2\)"),
+    ],
+)
+def test_errors_name_the_message(message: dict[str, Any], says: str) -> None:
+    """Guards against errors that leave a client with a history of fifty messages to guess."""
+    with pytest.raises(InputError, match=says) as caught:
+        written(STRICT, USER, message, USER, USER)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_template_blames_no_message() -> None:
+    """Guards against "message 1" where the template refuses every chat."""
+    with pytest.raises(InputError, match="refuses these messages") as caught:
+        written("{{ messages[0].content.missing() }}", USER, USER)
+    assert "(message" not in str(caught.value)
+
+
+# --- roles and content ---------------------------------------------------------------------------------
+
+
+def test_developer_is_system_where_the_template_does_not_name_it() -> None:
+    """Guards against a refusal, and against a role in the prompt that the model has never seen. A
+    second system's turn, which strict templates refuse, becomes a part of the first."""
+    brief, kind = {"role": "developer", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
+    assert written(STRICT, brief, USER).startswith("[system] Be brief.[user]")
+    assert written(LENIENT, brief, USER).startswith("[system] Be brief.[user]")
+    assert written(STRICT, kind, brief, USER) == written(
+        STRICT, {"role": "system", "content": "Be kind.\n\nBe brief."}, USER
+    )
+    naming = LENIENT.replace("[{{ m.role }}]", "{% if m.role == 'developer' %}# {% endif %}[{{ m.role }}]")
+    assert written(naming, kind, brief, USER).startswith("[system] Be kind.# [developer] Be brief.")
+
+
+def test_text_in_parts() -> None:
+    """Texts of parts are joined by line breaks, whatever their types are called."""
+    kinds = ["text", "input_text", "output_text"]
+    parts = [*({"type": kind, "text": kind} for kind in kinds), {"type": "refusal", "refusal": "no"}, {"text": "bare"}]
+    assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "\n".join([*kinds, "no", "bare"])
+    with pytest.raises(InputError, match="part 2 of message 3 is of type 'input_audio'"):
+        check_messages([USER, USER, {"role": "user", "content": [parts[0], {"type": "input_audio"}]}])
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_messages_without_content(role: str) -> None:
+    """Guards against a refusal of null content, or "None" in the prompt: a call, a refusal and a tool
+    that returns nothing have none. A user's message without content stays a mistake."""
+    for content in ({"content": None}, {}, {"content": []}, {"content": ""}):
+        assert check_messages([{"role": role, **content}]) == [{"role": role, "content": ""}]
+        if content != {"content": ""}:
+            with pytest.raises(InputError, match="message 1"):
+                check_messages([{"role": "user", **content}])
+
+
+def test_a_template_that_asks_for_none() -> None:
+    """DeepSeek's first templates write calls only where content is none; they got "" and left the calls
+    out, without a word."""
+    template = (
+        "{% for m in messages %}{% if m['content'] is none %}<{{ m['tool_calls'][0]['function']['name'] }}>"
+        "{% else %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+    )
+    assert written(template, USER, calling("{}"), {"role": "assistant", "content": None}) == "[Hi.]<f>[]"
+
+
+def test_keys_that_are_none_are_left_out() -> None:
+    """Guards against `'name' in message` for the keys that tables of data and clients set to null."""
+    assert check_messages([{**USER, "name": None, "tool_call_id": None, "function_call": None}]) == [USER]
+    assert check_messages([{**USER, "name": "Ann"}]) == [{**USER, "name": "Ann"}]
+
+
+# --- tools ---------------------------------------------------------------------------------------------
+
+
+def test_the_tools_beside_messages() -> None:
+    """Every form in which files hold tools is one list; what is none is refused."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    for record in ({"tools": tools}, {"tools": json.dumps(tools)}, {"functions": [function]}, {"tools": [function]}):
+        assert template_keywords(record) == {"tools": tools}
+    for record in ({}, {"tools": []}, {"tools": None}, {"tools": ""}, {"chat_template_kwargs": {}}):
+        assert template_keywords(record) == {}
+    assert template_keywords({"chat_template_kwargs": {"enable_thinking": False}}) == {
+        "variables": {"enable_thinking": False}
+    }
+    for record in ({"tools": "f"}, {"tools": {"a": 1}}, {"tools": ["f"]}, {"chat_template_kwargs": [1]}):
+        with pytest.raises(InputError):
+            template_keywords(record)
+
+
+def test_a_place_for_tools() -> None:
+    """Guards against tools that a template leaves out, without a word."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert not has_place_for_tools(with_template(LENIENT), tools)
+    assert has_place_for_tools(with_template("{{ tools | tojson }}" + LENIENT), tools)
+
+
+def test_one_form_leads_to_the_same_ids() -> None:
+    """What `check_messages` returns is rendered like what it was given: files that eyas writes hold
+    the former."""
+    chat = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, USER, calling('{"a": "b"}')]
+    tokenizer = with_template(STRICT)
+    assert render(tokenizer, check_messages(chat)) == render(tokenizer, chat)

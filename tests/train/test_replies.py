@@ -1,0 +1,198 @@
+"""Training learns what is served: the prompts that the server makes, and replies as the model
+generates them, or the report says that it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_data import CHATML, FORGETFUL, MARKED, TWO, counted_texts, one, tokenizer_with, turns, write
+from eyas.errors import InputError
+from eyas.text import render
+from eyas.train.data import Data, read
+
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+TOOLED = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Cuts the reasoning from every turn, the last one too, and opens it in the prompt, as DeepSeek-R1's and its distillations'.
+CUTTING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+CUTTING_MARKED = CUTTING.replace(
+    "{{ m.content.split('</think>')[-1].strip() }}<|im_end|>",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content.split('</think>')[-1].strip() }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+)
+NOT_OPENING = CUTTING.replace("<think>\n", "")
+REASONED = "Two and two make four.\n</think>\n\nFour."
+
+
+def read_line(folder: Path, tokenizer: Any, **line: Any) -> Data:
+    data = read(write(folder, line), tokenizer, heldout=0)
+    assert len(data.train) == 1, data.report.problems
+    return data
+
+
+# --- prompts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "beside", [{"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"functions": [TOOLS[0]["function"]]}]
+)
+def test_prompts_with_tools_are_those_of_the_server(tmp_path: Path, beside: dict[str, Any]) -> None:
+    """Guards against tools that are dropped without a word, and arguments that are JSON inside of
+    JSON: the head would learn prompts and replies that are never served."""
+    call = {"type": "function", "function": {"name": "now", "arguments": '{"zone": "Oslo"}'}}
+    question = turns("the time?")
+    chat = [*question, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tokenizer = tokenizer_with(TOOLED)
+    data = read_line(tmp_path, tokenizer, messages=chat, **beside)
+    served = render(tokenizer, question, tools=TOOLS)
+    assert data.train[0].ids[: len(served)] == served
+    (said,) = counted_texts(tokenizer, data.train[0])
+    assert said == '<call>{"name": "now", "arguments": {"zone": "Oslo"}}</call><|im_end|>'
+    assert data.report.unused_tools == 0
+
+
+def test_tools_that_the_template_leaves_out_are_reported(tmp_path: Path) -> None:
+    """Guards against a report that says nothing: the server refuses such tools."""
+    report = read_line(tmp_path, tokenizer_with(CHATML), messages=TWO, tools=TOOLS).report
+    assert report.unused_tools == 1
+    assert "in 1 the template leaves out the tools" in str(report)
+
+
+def test_the_variables_of_a_line(tmp_path: Path) -> None:
+    """A line's chat_template_kwargs are the template's, as a request's are."""
+    tokenizer = tokenizer_with("{% if slow %}slow {% endif %}" + CHATML)
+    data = read_line(tmp_path, tokenizer, messages=TWO[:2], chat_template_kwargs={"slow": True})
+    served = render(tokenizer, TWO[:1], variables={"slow": True})
+    assert data.train[0].ids[: len(served)] == served
+
+
+def test_parts_and_developers_are_read_as_the_server_reads_them(tmp_path: Path) -> None:
+    """Guards against text parts that training joined by nothing, and a role that the model never saw."""
+    parts = [{"type": "text", "text": "Read this."}, {"type": "text", "text": "What is it?"}]
+    chat = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    tokenizer = tokenizer_with(CHATML)
+    example = one(tmp_path, tokenizer, [*chat, {"role": "assistant", "content": "A movie."}], heldout=0)
+    served = render(tokenizer, chat)
+    assert example.ids[: len(served)] == served
+    assert "system\nBe brief." in tokenizer.decode(served)
+    assert "Read this.\nWhat is it?" in tokenizer.decode(served)
+
+
+# --- reasoning -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [CUTTING, CUTTING_MARKED, NOT_OPENING])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"content": f"<think>\n{REASONED}"},
+        {"content": REASONED},  # as the model writes it after a prompt that opens with <think>
+        {"content": "Four.", "reasoning_content": "Two and two make four."},
+        {"content": "Four.", "reasoning": "Two and two make four."},
+    ],
+)
+def test_reasoning_that_the_template_cuts_is_learnt(tmp_path: Path, template: str, reply: dict[str, str]) -> None:
+    """Guards against a head that learns the short answer alone: the prompt is the server's, and the
+    reply what the model generates after it."""
+    tokenizer = tokenizer_with(template)
+    data = read_line(tmp_path, tokenizer, messages=[*turns("2 + 2?"), {"role": "assistant", **reply}])
+    served = render(tokenizer, turns("2 + 2?"))
+    assert data.train[0].ids[: len(served)] == served
+    opened = template is not NOT_OPENING or reply["content"] == REASONED
+    expected = REASONED if opened else f"<think>\n{REASONED}"
+    assert counted_texts(tokenizer, data.train[0]) == [f"{expected}<|im_end|>"]
+    assert tokenizer.decode(data.train[0].ids).count("<think>") == (template is not NOT_OPENING or not opened)
+    assert (data.report.left_out, data.report.last_only) == (0, 0)
+
+
+@pytest.mark.parametrize("template", [CUTTING, CUTTING_MARKED, NOT_OPENING])
+def test_of_cut_turns_the_last_counts(tmp_path: Path, template: str) -> None:
+    """Earlier replies without their reasoning are not what the model generates there: they are
+    context, and the report says so."""
+    tokenizer = tokenizer_with(template)
+    data = read_line(
+        tmp_path, tokenizer, messages=turns("1 + 1?", "One and one.\n</think>\n\nTwo.", "2 + 2?", REASONED)
+    )
+    assert counted_texts(tokenizer, data.train[0]) == [f"{REASONED}<|im_end|>"]
+    served = render(tokenizer, turns("1 + 1?", "Two.", "2 + 2?"))
+    assert data.train[0].ids[: len(served)] == served
+    assert data.report.last_only == 1
+
+
+def test_a_template_that_keeps_the_last_reasoning_writes_it(tmp_path: Path) -> None:
+    """Nothing is put together where the template writes the whole reply."""
+    tokenizer = tokenizer_with(FORGETFUL)
+    example = one(tmp_path, tokenizer, turns("2 + 2?", f"<think>\n{REASONED}"))
+    assert counted_texts(tokenizer, example) == [f"<think>\n{REASONED}<|im_end|>"]
+    assert example.ids == render(tokenizer, turns("2 + 2?", f"<think>\n{REASONED}"), add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "reply"),
+    [
+        (CHATML, {"content": "Four.", "reasoning_content": "Two and two."}),  # it knows no reasoning
+        (TOOLED.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"), {"content": "Let me see."}),
+    ],
+)
+def test_words_that_cannot_be_learnt_are_reported(tmp_path: Path, template: str, reply: dict[str, Any]) -> None:
+    """Guards against a silent loss where nothing tells how the model wrote what the template leaves out."""
+    calls = {"tool_calls": [{"function": {"name": "now"}}]} if template is not CHATML else {}
+    tokenizer = tokenizer_with(template)
+    report = read_line(tmp_path, tokenizer, messages=[*turns("2 + 2?"), {"role": "assistant", **reply, **calls}]).report
+    assert report.left_out == 1
+    assert "in 1 the template leaves out a part of a reply, such as its reasoning" in str(report)
+
+
+def test_a_first_reply_that_the_template_leaves_out_is_reported(tmp_path: Path) -> None:
+    """A template that begins with the first question drops a greeting; the other replies count."""
+    dropping = CHATML.replace("in messages", "in messages[(messages[0].role == 'assistant')|int:]")
+    tokenizer = tokenizer_with(dropping)
+    data = read_line(tmp_path, tokenizer, messages=[{"role": "assistant", "content": "welcome"}, *TWO])
+    assert counted_texts(tokenizer, data.train[0]) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
+    assert (data.report.left_out, data.report.last_only) == (1, 0)
+
+
+# --- what counts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("silent", [{"content": "how are you", "weight": 0}, {"content": ""}, {"content": " \n"}])
+@pytest.mark.parametrize("place", [1, 3])
+def test_replies_that_do_not_count(tmp_path: Path, template: str, silent: dict[str, Any], place: int) -> None:
+    """OpenAI's weight 0, and a reply that says nothing, whose end token alone was trained."""
+    chat: list[dict[str, Any]] = [dict(turn) for turn in TWO]
+    chat[place] |= silent
+    tokenizer = tokenizer_with(template)
+    (said,) = counted_texts(tokenizer, one(tmp_path, tokenizer, chat))
+    assert said == ("fine thanks<|im_end|>" if place == 3 else "how are you<|im_end|>")
+
+
+@pytest.mark.parametrize("weight", [1, 1.0, None, True])
+def test_weights_that_count(tmp_path: Path, weight: Any) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    chat = [{**turn, "weight": weight} for turn in TWO]
+    assert one(tmp_path, tokenizer, chat) == one(tmp_path, tokenizer, TWO)
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ({"content": "four", "weight": 0}, "the assistant says nothing that counts"),
+        ({"content": " "}, "the assistant says nothing that counts"),
+        ({"content": "four", "weight": 0.5}, "the weight of message 2 must be 0 or 1, it is 0.5"),
+        ({"content": "four", "weight": "0"}, "the weight of message 2 must be 0 or 1"),
+    ],
+)
+def test_lines_in_which_nothing_counts(tmp_path: Path, reply: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        one(tmp_path, tokenizer_with(CHATML), [*turns("2 + 2?"), {"role": "assistant", **reply}])

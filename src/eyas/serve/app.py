@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
-from eyas.serve import chat, completions, errors, info, responses, tokens
+from eyas.serve import chat, completions, errors, info, messages, responses, tokens
 from eyas.serve.access import AccessLog
 from eyas.serve.auth import KeyCheck
 from eyas.serve.bodies import body_of
@@ -67,6 +67,7 @@ def make_app(
     errors.install(app)
     app.include_router(info.router(service))
     _add_generation(app, service)
+    app.include_router(messages.router(service))
     app.include_router(page_router)
     return app
 

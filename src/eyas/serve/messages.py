@@ -1,0 +1,336 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect, as a translation to a chat.
+
+Its stream is a sequence of typed events:
+
+    message_start
+        content_block_start                  for each block: thinking, text, tool_use
+            content_block_delta ...          thinking_delta, text_delta, input_json_delta
+        content_block_stop
+    message_delta                            the reason of the end, and usage
+    message_stop
+
+The whole dialect is in this file: without it and its line in `app.py` the server is the same but for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import Field, ValidationError
+
+from eyas.errors import EyasError, InputError
+from eyas.serve.access import request_id
+from eyas.serve.blocks import Block, BlockWriter, reply_in_blocks
+from eyas.serve.bodies import body_of
+from eyas.serve.chat import Chat, prepare, prompt_of
+from eyas.serve.errors import ApiError, error_of, invalid_body
+from eyas.serve.protocol.chat import ChatBody
+from eyas.serve.protocol.fields import Body
+from eyas.serve.service import Service
+from eyas.serve.stream import event
+from eyas.serve.tools import tools_of
+
+__all__ = ["router"]
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's word for a tool_choice of Anthropic
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+               503: "overloaded_error"}  # fmt: skip
+READ = "text, images, tool_use, tool_result and thinking are read here"
+WITHOUT_EFFECT = ("cache_control", "inference_geo", "metadata", "service_tier")
+EMPTY: tuple[Any, ...] = (None, [], {})
+USUAL_EFFORT = "high"  # what Anthropic's models do unless told
+
+
+class CountBody(Body):
+    """A conversation in Anthropic's form. Fields that Anthropic does not have are those of a chat: `seed`,
+    `speculation`, `min_p`, ..."""
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    # fields of Anthropic's servers, accepted only if they are empty
+    container: Any = None
+    context_management: Any = None
+    mcp_servers: Any = None
+
+    def check(self) -> None:
+        """See `Body.check`: here the chat does it."""
+        for name in ("container", "context_management", "mcp_servers"):
+            if getattr(self, name) not in EMPTY:
+                raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
+
+    @property
+    def ignored(self) -> list[str]:
+        """See `Body.ignored`."""
+        others = [name for name in self.chat().ignored if name not in WITHOUT_EFFECT]
+        return sorted([*others, *(["thinking.budget_tokens"] if (self.thinking or {}).get("budget_tokens") else [])])
+
+    def chat(self) -> ChatBody:
+        """The same request as a chat.
+
+        Raises:
+            ApiError: a field or a part of a message that is not served.
+        """
+        messages = [*_system(self.system), *_messages(self.messages)]
+        choice, effort = self.tool_choice or {}, (self.output_config or {}).get("effort")
+        fields = {
+            "messages": messages,
+            "tools": [_tool(tool, number) for number, tool in enumerate(self.tools or (), start=1)] or None,
+            "tool_choice": _choice(choice) if choice else None,
+            "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+            "response_format": _form(self.output_format or (self.output_config or {}).get("format")),
+            "reasoning_effort": effort if effort != USUAL_EFFORT else None,
+            "chat_template_kwargs": _thinking(self.thinking),
+            # an assistant's message at the end is the beginning of the answer
+            "continue_final_message": messages[-1]["role"] == "assistant" or None,
+        }
+        try:
+            chat = ChatBody.model_validate({"model": self.model, **(self.model_extra or {}), **fields, **self.limits()})
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        chat.check()
+        return chat
+
+    def limits(self) -> dict[str, Any]:
+        """The fields of a chat that say how the answer is sampled and where it ends."""
+        return {}
+
+
+class MessagesBody(CountBody):
+    """A conversation that is answered."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def limits(self) -> dict[str, Any]:
+        """See `CountBody.limits`."""
+        names = ("max_tokens", "stream", "temperature", "top_k", "top_p")
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(route_class=AnthropicRoute)
+
+    @routes.post("/v1/messages", response_model=None)
+    async def messages(request: Request, body: Annotated[MessagesBody, Depends(body_of(MessagesBody))]) -> Response:
+        writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
+        return await reply_in_blocks(service, request, writer, bool(body.stream), body.response_headers)
+
+    @routes.post("/v1/messages/count_tokens", response_model=None)
+    async def count_tokens(body: Annotated[CountBody, Depends(body_of(CountBody))]) -> dict[str, int]:
+        chat = body.chat()
+        service.model_name(chat.model)
+        tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        prompt = await service.in_worker(prompt_of, service, chat.messages, chat, tools)
+        return {"input_tokens": len(prompt.ids)}
+
+    return routes
+
+
+class AnthropicRoute(APIRoute):
+    """A route whose errors have Anthropic's form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See FastAPI, "Custom Request and APIRoute class"."""
+        handler = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except (ApiError, EyasError) as error:
+                answer = error_of(error, getattr(request.state, "fields", ()))
+                return JSONResponse(_error(answer), answer.status, headers=answer.headers)
+
+        return handled
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+# --- from Anthropic's form to a chat's -------------------------------------------------------------
+
+
+def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if not system:
+        return []
+    content = system if isinstance(system, str) else [_part(block, "the system text") for block in system]
+    return [{"role": "system", "content": content}]
+
+
+def _messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages of a chat: a result of a tool is one of its own."""
+    for number, message in enumerate(messages, start=1):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(content, list):
+            yield {"role": role, "content": content}
+            continue
+        blocks = [block if isinstance(block, dict) else {} for block in content]
+        if role == "assistant":
+            yield _turn(blocks, number)
+            continue
+        for block in blocks:
+            if block.get("type") == "tool_result":
+                result = block.get("content") or ""
+                named = f"the tool_result of message {number}"
+                text = result if isinstance(result, str) else [_part(part, named) for part in result]
+                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+        if parts := [_part(block, f"message {number}") for block in blocks if block.get("type") != "tool_result"]:
+            yield {"role": role, "content": parts}
+
+
+def _turn(blocks: list[dict[str, Any]], number: int) -> dict[str, Any]:
+    """A turn of the assistant's: its thinking, its text and its calls."""
+    of = {kind: [block for block in blocks if block.get("type") == kind] for kind in ("thinking", "tool_use")}
+    others = [block for block in blocks if block.get("type") not in (*of, "redacted_thinking")]
+    turn: dict[str, Any] = {"role": "assistant", "content": [_part(one, f"message {number}") for one in others] or ""}
+    if thinking := "\n".join(str(block.get("thinking") or "") for block in of["thinking"]):
+        turn["reasoning_content"] = thinking
+    if of["tool_use"]:
+        turn["tool_calls"] = [
+            {"id": one.get("id"), "type": "function", "function": {"name": one.get("name"), "arguments": one.get("input")}}
+            for one in of["tool_use"]
+        ]  # fmt: skip
+    return turn
+
+
+def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
+    """A text or an image as a part of a chat's message."""
+    source = block.get("source")
+    if block.get("type") == "text":
+        return {"type": "text", "text": block.get("text")}
+    if block.get("type") == "image" and isinstance(source, dict):
+        url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    raise InputError(f"{place} has a block of type {block.get('type')!r}: {READ}")
+
+
+def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    if tool.get("type", "custom") not in ("custom", None):
+        raise ApiError(
+            400, f"tool {number} is of type {tool['type']!r}, which is not served: leave it out", param="tools"
+        )
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _choice(choice: dict[str, Any]) -> Any:
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") not in CHOICES:
+        raise ApiError(400, f"tool_choice must be of type {', '.join(CHOICES)} or tool", param="tool_choice")
+    return CHOICES[choice["type"]]
+
+
+def _form(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    return {"type": form.get("type"), "json_schema": {"name": "answer", "schema": form.get("schema")}}
+
+
+def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The template's variable of models that can think and need not; others do not know it."""
+    kind = (thinking or {}).get("type")
+    return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else None
+
+
+# --- from an answer to Anthropic's form ------------------------------------------------------------
+
+
+class Writer(BlockWriter):
+    """Writes one message, as a whole or as events."""
+
+    def __init__(self, chat: Chat, identity: str) -> None:
+        super().__init__(chat)
+        self.identity = identity
+
+    def response(self) -> dict[str, Any]:
+        return {
+            **self._head(),
+            "content": [_block(one) for one in self.blocks],
+            **self._end_of(),
+            "usage": self._usage(),
+        }
+
+    def begun(self) -> Iterable[bytes]:
+        usage = {"input_tokens": len(self.chat.job.prompts[0]), "output_tokens": 0}
+        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=message)
+
+    def opened(self, block: Block) -> Iterable[bytes]:
+        yield _event("content_block_start", index=block.number, content_block=_block(block))
+
+    def grown(self, block: Block, text: str) -> Iterable[bytes]:
+        delta = {
+            "text": {"type": "text_delta", "text": text},
+            "reasoning": {"type": "thinking_delta", "thinking": text},
+            "call": {"type": "input_json_delta", "partial_json": text},
+        }[block.kind]
+        yield _event("content_block_delta", index=block.number, delta=delta)
+
+    def closed(self, block: Block) -> Iterable[bytes]:
+        yield _event("content_block_stop", index=block.number)
+
+    def ended(self) -> Iterable[bytes]:
+        yield _event("message_delta", delta=self._end_of(), usage=self._usage())
+        yield _event("message_stop")
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(_error(error), name="error")
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.chat.model}
+
+    def _end_of(self) -> dict[str, Any]:
+        """Why the message ends; a stop string of the request's is named."""
+        stop = self.totals.stop_reason
+        if self.called:
+            reason = "tool_use"
+        elif self.totals.finish == "length":
+            reason = "max_tokens"
+        else:
+            reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, int]:
+        """Token counts. What was not read again counts apart, as with Anthropic."""
+        prompt, cached = len(self.chat.job.prompts[0]), self.totals.cached_tokens
+        return {
+            "input_tokens": prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": len(self.totals.token_ids),
+        }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, name=kind)
+
+
+def _block(block: Block) -> dict[str, Any]:
+    """A block of content as far as it has come. The input of a call that begins is empty."""
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": json.loads(block.text or "{}")}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}

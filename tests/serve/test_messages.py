@@ -1,0 +1,219 @@
+"""/v1/messages and /v1/messages/count_tokens, as bytes; tests/clients has Anthropic's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+import eyas
+from eyas.serve.messages import CountBody
+from serving import PROMPTS, Running, running, tooled_llm
+
+ASK: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 24,
+    "temperature": 0,
+    "messages": [{"role": "user", "content": PROMPTS[0]}],
+}
+DAY = {
+    "type": "object",
+    "properties": {"day": {"enum": ["today", "tomorrow"]}},
+    "required": ["day"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "get_weather", "description": "The weather.", "input_schema": DAY}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"day": "today"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tooled(llm: eyas.LLM) -> Iterator[Running]:
+    """A server whose model has tools and reasons."""
+    pytest.importorskip("llguidance", reason="structured output needs llguidance")
+    with running(tooled_llm(), rows=2) as one:
+        yield one
+
+
+def post(server: Running, path: str = "/v1/messages", **body: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=body, timeout=120, headers={"anthropic-version": "2023-06-01"})
+
+
+def events(server: Running, **body: Any) -> list[dict[str, Any]]:
+    """The data of each event; its name is its type."""
+    made = []
+    for text in post(server, stream=True, **body).text.strip().split("\n\n"):
+        name, data = text.split("\n")
+        made.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {made[-1]['type']}"
+    return made
+
+
+def test_a_message(server: Running, llm: eyas.LLM) -> None:
+    """Text, the reason of the end and usage are those of `LLM.generate`; the fields are Anthropic's."""
+    own = llm.generate(PROMPTS[0], max_new_tokens=24)
+    made = post(server, **ASK).json()
+    assert (made["type"], made["role"], made["model"]) == ("message", "assistant", "tiny")
+    assert made["content"] == [{"type": "text", "text": own.text}]
+    assert (made["stop_reason"], made["stop_sequence"]) == ("end_turn", None)
+    usage = made["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(llm.ids(PROMPTS[0]))
+    assert usage["output_tokens"] == len(own.token_ids)
+
+
+@pytest.mark.slow
+def test_events(server: Running, llm: eyas.LLM) -> None:
+    """The events come in Anthropic's order, and add up to the whole message."""
+    own = llm.generate(PROMPTS[0], max_new_tokens=5)
+    made = events(server, **{**ASK, "max_tokens": 5})
+    kinds = [one["type"] for one in made]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert "".join(one["delta"]["text"] for one in made[2:-3]) == own.text
+    assert made[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert made[-2]["usage"]["output_tokens"] == 5
+
+
+@pytest.mark.slow
+def test_ends(server: Running, llm: eyas.LLM) -> None:
+    """A stop string is named and left out of the text; an assistant's message at the end is continued; a
+    system text comes first."""
+    text = llm.generate(PROMPTS[0], max_new_tokens=24).text
+    made = post(server, **ASK, stop_sequences=[text[3:8]]).json()
+    assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", text[3:8])
+    assert made["content"][0]["text"] == text[:3]
+    begun = post(server, **{**ASK, "messages": [*ASK["messages"], {"role": "assistant", "content": text[:12]}]}).json()
+    assert text[:12] + begun["content"][0]["text"] == text
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    messages = [{"role": "system", "content": "Be brief."}, *ASK["messages"]]
+    own = llm.generate(messages, max_new_tokens=24).text
+    for one in ("Be brief.", system):
+        assert post(server, **ASK, system=one).json()["content"][0]["text"] == own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=["any", "tool"])
+def test_a_call_and_its_result(tooled: Running, choice: Any) -> None:
+    """A call that is forced is a block with an object as input; its result goes back."""
+    asked = {**ASK, "max_tokens": 80, "tools": [WEATHER]}
+    made = post(tooled, **asked, tool_choice=choice).json()
+    (call,) = made["content"]
+    assert (made["stop_reason"], call["type"], call["name"]) == ("tool_use", "tool_use", "get_weather")
+    assert call["input"]["day"] in ("today", "tomorrow")
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sunny"}]}
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "content": made["content"]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And tomorrow?"}]},
+    ]
+    after = post(tooled, **{**asked, "messages": messages, "tool_choice": {"type": "none"}}).json()
+    assert [block["type"] for block in after["content"]] == ["text"]
+    streamed = events(tooled, **asked, tool_choice=choice)
+    assert streamed[1]["content_block"]["input"] == {}
+    deltas = "".join(one["delta"]["partial_json"] for one in streamed if one["type"] == "content_block_delta")
+    assert json.loads(deltas) == call["input"]
+
+
+@pytest.mark.slow
+def test_thinking_a_text_and_calls(tooled: Running) -> None:
+    """The model is made to write what a model with tools writes: the blocks keep their order, whole and as
+    events."""
+    asked = {**ASK, "max_tokens": 400, "tools": [WEATHER], "choice": [f"<think>Hm.</think>Let me see.{CALL}{CALL}"]}
+    made = post(tooled, **asked).json()
+    kinds = ["thinking", "text", "tool_use", "tool_use"]
+    assert [block["type"] for block in made["content"]] == kinds
+    assert (made["content"][0]["thinking"], made["content"][1]["text"]) == ("Hm.", "Let me see.")
+    streamed = events(tooled, **asked)
+    assert [one["content_block"]["type"] for one in streamed if one["type"] == "content_block_start"] == kinds
+    single = post(tooled, **asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).json()
+    assert [block["type"] for block in single["content"]] == kinds[:3]
+
+
+@pytest.mark.slow
+def test_count_tokens(tooled: Running) -> None:
+    """The count is what a message then reads: system text, tools and earlier calls included."""
+    use = {"type": "tool_use", "id": "1", "name": "get_weather", "input": {"day": "today"}}
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "sunny"}]},
+    ]
+    counts = []
+    for more in ({}, {"system": "Be brief."}, {"tools": [WEATHER]}, {"tools": [WEATHER], "messages": messages}):
+        body = {**ASK, **more}
+        usage = post(tooled, **body).json()["usage"]
+        del body["max_tokens"]
+        counts.append(post(tooled, "/v1/messages/count_tokens", **body).json()["input_tokens"])
+        assert counts[-1] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert len(set(counts)) == 4
+
+
+def test_messages_of_a_chat() -> None:
+    """Guards the translation: results before the text beside them, images as data, thinking, calls as
+    objects; cache_control changes nothing and is not told as ignored."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    body = CountBody.model_validate({
+        "model": "tiny",
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, image]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "b"}, use]},
+            {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "tool_result", "tool_use_id": "1"}]},
+        ],
+        "cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "x"}, "unheard_of": 1,
+    })  # fmt: skip
+    chat = body.chat()
+    assert [one["role"] for one in chat.messages] == ["system", "user", "assistant", "tool", "user"]
+    assert chat.messages[1]["content"][1]["image_url"]["url"] == "data:image/png;base64,QUJD"
+    turn = chat.messages[2]
+    assert (turn["reasoning_content"], turn["content"]) == ("t", [{"type": "text", "text": "b"}])
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert chat.chat_template_kwargs == {"enable_thinking": True}
+    assert body.ignored == ["thinking.budget_tokens", "unheard_of"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "gpt"}, "no model"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"tools": [WEATHER]}, "no place for tools"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"max_tokens": 10**6}, "context"),
+        ({"best_of": 2}, "best_of"),
+        ({"top_p": 3}, "top_p"),
+    ],
+)
+def test_refusals(server: Running, change: dict[str, Any], words: str) -> None:
+    """Errors have Anthropic's form, and say what is wrong."""
+    response = post(server, **{**ASK, **change})
+    assert response.status_code in (400, 404)
+    body = response.json()
+    assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
+    assert words in body["error"]["message"]
+
+
+@pytest.mark.slow
+def test_an_error_in_a_stream(server: Running) -> None:
+    """The deadline of a stream is an event of Anthropic's form."""
+    made = events(server, **{**ASK, "max_tokens": 500}, timeout=1e-3, ignore_eos=True)
+    assert (made[-1]["type"], made[-1]["error"]["type"]) == ("error", "invalid_request_error")
+    assert "time" in made[-1]["error"]["message"]
+
+
+@pytest.mark.slow
+def test_keys(llm: eyas.LLM) -> None:
+    """Anthropic's clients send x-api-key."""
+    with running(llm, rows=2, keys=("right",)) as server:
+        for headers, status in (({"x-api-key": "right"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401),
+                                ({"authorization": "Bearer right", "x-api-key": "other"}, 200)):  # fmt: skip
+            assert httpx2.post(f"{server.v1}/messages", json=ASK, headers=headers, timeout=120).status_code == status

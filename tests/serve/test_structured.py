@@ -205,6 +205,32 @@ def test_a_conversation_with_calls(tooled: Running) -> None:
 
 
 @pytest.mark.slow
+def test_histories_that_clients_repeat(tooled: Running) -> None:
+    """Guards conversations that could never go on: calls with arguments that are empty, cut or no
+    object, lists of no calls, null content, developers; what is refused names its message."""
+
+    def answer(*messages: Any) -> Any:
+        return tooled.client().chat.completions.create(messages=[*MESSAGES, *messages], **{**GREEDY, "max_tokens": 1})
+
+    result = {"role": "tool", "tool_call_id": "c1", "content": None}
+    for arguments in ("", " ", None, "null", "5", '["a"]', '{"day": "tod', "{}"):
+        function = {"name": "get_weather", "arguments": arguments}
+        call = {"id": "c1", "type": "function", "function": function}
+        assert answer({"role": "assistant", "content": None, "tool_calls": [call]}, result).usage.completion_tokens == 1
+    answer({"role": "assistant", "content": "Hello.", "tool_calls": []}, *MESSAGES)
+    answer({"role": "assistant", "content": None, "function_call": {"name": "clock", "arguments": ""}}, *MESSAGES)
+    brief = answer({"role": "developer", "content": "Be brief."}).usage.prompt_tokens
+    assert brief == answer({"role": "system", "content": "Be brief."}).usage.prompt_tokens
+    for wrong in (
+        {"role": "assistant", "tool_calls": [{"id": "c1"}]},
+        {"role": "user", "content": None},
+        {"role": "x"},
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"message {len(MESSAGES) + 1}"):
+            answer(wrong)
+
+
+@pytest.mark.slow
 def test_parse_with_tools(tooled: Running) -> None:
     """Guards the client's `parse` of calls."""
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}

@@ -21,7 +21,7 @@ from eyas.serve.reading import MessageReader, check_readable, message_of, reader
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
 from eyas.serve.service import Service
-from eyas.serve.tools import Tools, readable, tools_of
+from eyas.serve.tools import Tools, tools_of, written_tools
 
 __all__ = ["Chat", "chat", "prepare", "prompt_of"]
 
@@ -81,8 +81,7 @@ def prompt_of(
         raise ApiError(
             400, "this model's chat template has no reasoning effort: leave it out", param="reasoning_effort"
         )
-    prepared, listed = readable(service.tokenizer, messages, tools)
-    return service.render(prepared, **fields.template(), **listed)
+    return service.render(messages, **fields.template(), **written_tools(service.tokenizer, tools))
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:

@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.errors import InputError
-from eyas.grammar import JSON_OPTIONS
-from eyas.grammar._structure import known_formats
+from eyas.grammar import JSON_OPTIONS, known_formats
 from eyas.serve.errors import ApiError
-from eyas.text import render
+from eyas.text import has_place_for_tools
 
-__all__ = ["Tools", "readable", "tools_of"]
+__all__ = ["Tools", "tools_of", "written_tools"]
 
 ANY_CALL = ("auto", "none", "required")
 
@@ -113,36 +111,10 @@ def _checked(tool: Any, number: int) -> Mapping[str, Any]:
     return tool  # type: ignore[no-any-return]
 
 
-def readable(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Tools
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(messages, keywords of `text.render`) for a chat template: arguments of earlier calls as
-    mappings, content as text.
-
-    Raises:
-        ApiError: the chat template has no place for tools.
-    """
-    prepared = [_for_template(message) for message in messages]
+def written_tools(tokenizer: Any, tools: Tools) -> dict[str, Any]:
+    """The tools as a keyword of `text.render`; ApiError where the chat template has no place for them."""
     if not tools.listed:
-        return prepared, {}
-    probe = [{"role": "user", "content": "?"}]
-    if render(tokenizer, probe, tools=tools.listed) == render(tokenizer, probe):
+        return {}
+    if not has_place_for_tools(tokenizer, tools.listed):
         raise ApiError(400, "this model's chat template has no place for tools: leave them out", param="tools")
-    return prepared, {"tools": tools.listed}
-
-
-def _for_template(message: Any) -> Any:
-    if not isinstance(message, Mapping) or not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = (
-            dict(call["function"]) if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else {}
-        )
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except ValueError:
-                raise InputError("the arguments of a tool call in the messages are not JSON") from None
-        calls.append({**call, "function": function} if function else call)
-    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+    return {"tools": tools.listed}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx2
@@ -251,6 +252,20 @@ def test_small_endpoints(server: Running) -> None:
     stats = httpx2.get(f"{server.url}/stats").json()
     assert stats["rows"] == 4
     assert "vanilla" in stats["methods"]
+
+
+def test_the_page_of_the_interface(llm: eyas.LLM) -> None:
+    """The description names every body, and refers only to schemas that it has; the page is an option."""
+    service = Service(llm, Settings("tiny"))
+    apps = [make_app(service), make_app(service, docs=True)]
+    described = apps[1].openapi()
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill", "/tokenize"):
+        content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert content["schema"]["properties"]
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
+    assert named
+    assert named <= described["components"]["schemas"].keys()
+    assert [any(getattr(route, "path", "") == "/docs" for route in app.routes) for app in apps] == [False, True]
 
 
 def counters(server: Running) -> dict[str, float]:

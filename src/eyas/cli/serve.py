@@ -41,6 +41,8 @@ class ServeOptions:
     allowed_host: Annotated[tuple[str, ...], "Server", "NAME"] = ()
     """Answer to this name in a request's Host header; may be given several times. Default: any, but only
     this machine's own names where the server listens to this machine alone and needs no key."""
+    api_docs: Annotated[bool, "Server"] = False
+    """Show FastAPI's page of the interface at /docs; a browser loads its scripts from the network."""
     json_logs: Annotated[bool, "Server"] = False
     """Log one JSON object a line."""
     rows: Annotated[PositiveInt, "Limits", "N"] = 8
@@ -82,7 +84,7 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
         service = Service(llm, settings_of(server, llm))
         service.warm_up()
         hosts = allowed_hosts(server.host, server.allowed_host, bool(keys))
-        app = make_app(service, keys, server.cors_origin, hosts)
+        app = make_app(service, keys, server.cors_origin, hosts, server.api_docs)
         serve(app, service, listening, drain_seconds=server.drain, json_logs=server.json_logs)
 
 

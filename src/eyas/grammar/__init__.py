@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING
 
 from eyas.errors import OptionError
 from eyas.grammar._llguidance import LLGuidance, LLMatcher
-from eyas.grammar._structure import JSON_OPTIONS, KEYWORDS, Structure, structure_of
+from eyas.grammar._structure import JSON_OPTIONS, KEYWORDS, Structure, known_formats, structure_of
 from eyas.grammar._vocabulary import Vocabulary
 from eyas.grammar._walk import GrammarConstraint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["JSON_OPTIONS", "KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "structure_of"]
+__all__ = [
+    "JSON_OPTIONS", "KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "known_formats", "structure_of",
+]  # fmt: skip
 
 MAX_COMPILED = 64  # structures that are kept compiled
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
-from eyas.serve import chat, completions, errors, info, messages, responses, tokens
+from eyas.serve import chat, completions, errors, infill, info, messages, responses, tokens
 from eyas.serve.access import AccessLog
 from eyas.serve.auth import KeyCheck
-from eyas.serve.bodies import body_of
+from eyas.serve.bodies import add_route
 from eyas.serve.hosts import HostCheck
 from eyas.serve.limits import BodyLimit
 from eyas.serve.page.routes import router as page_router
 from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.protocol.completions import CompletionBody
+from eyas.serve.protocol.fields import Body
+from eyas.serve.protocol.infill import InfillBody
 from eyas.serve.protocol.responses import ResponsesBody
 from eyas.serve.protocol.tokens import DetokenizeBody, TokenizeBody
 from eyas.serve.service import Service
@@ -27,8 +30,22 @@ from eyas.serve.service import Service
 __all__ = ["make_app"]
 
 
+ROUTES: dict[str, tuple[type[Body], Callable[[Service, Request, Any], Awaitable[Response]]]] = {
+    "/v1/completions": (CompletionBody, completions.complete),
+    "/v1/chat/completions": (ChatBody, chat.chat),
+    "/v1/responses": (ResponsesBody, responses.respond),
+    "/infill": (InfillBody, infill.infill),
+    "/tokenize": (TokenizeBody, tokens.tokenize),
+    "/detokenize": (DetokenizeBody, tokens.detokenize),
+}
+
+
 def make_app(
-    service: Service, keys: Sequence[str] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()
+    service: Service,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    docs: bool = False,
 ) -> FastAPI:
     """The application.
 
@@ -36,6 +53,7 @@ def make_app(
         keys: one of them is needed, if there are any.
         origins: origins of web pages that may use the server from a browser.
         hosts: names by which the server answers; (): any.
+        docs: whether /docs shows FastAPI's page of the interface, whose scripts come from the network.
     """
 
     @asynccontextmanager
@@ -50,7 +68,7 @@ def make_app(
         title="eyas",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # their scripts would come from the network
+        docs_url="/docs" if docs else None,
         redoc_url=None,
         middleware=[
             Middleware(AccessLog),
@@ -66,35 +84,25 @@ def make_app(
     )
     errors.install(app)
     app.include_router(info.router(service))
-    _add_generation(app, service)
+    for path, (kind, answer) in ROUTES.items():
+        add_route(app.router, path, kind, partial(answer, service))
     app.include_router(messages.router(service))
     app.include_router(page_router)
+    _describe(app)
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    """The routes that read a body."""
+def _describe(app: FastAPI) -> None:
+    """Let the description of the interface hold the bodies' schemas, each once."""
+    plain = app.openapi
 
-    @app.post("/v1/completions", response_model=None)
-    async def completions_route(
-        request: Request, body: Annotated[CompletionBody, Depends(body_of(CompletionBody))]
-    ) -> Response:
-        return await completions.complete(service, request, body)
+    def openapi() -> dict[str, Any]:
+        made = plain()
+        schemas = made.setdefault("components", {}).setdefault("schemas", {})
+        for operation in (one for operations in made["paths"].values() for one in operations.values()):
+            content = operation.get("requestBody", {}).get("content", {})
+            for described in content.values():
+                schemas.update(described["schema"].pop("$defs", {}))
+        return made
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_route(request: Request, body: Annotated[ChatBody, Depends(body_of(ChatBody))]) -> Response:
-        return await chat.chat(service, request, body)
-
-    @app.post("/v1/responses", response_model=None)
-    async def responses_route(
-        request: Request, body: Annotated[ResponsesBody, Depends(body_of(ResponsesBody))]
-    ) -> Response:
-        return await responses.respond(service, request, body)
-
-    @app.post("/tokenize")
-    async def tokenize_route(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))]) -> dict[str, Any]:
-        return await tokens.tokenize(service, body)
-
-    @app.post("/detokenize")
-    async def detokenize_route(body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))]) -> dict[str, Any]:
-        return await tokens.detokenize(service, body)
+    app.openapi = openapi  # type: ignore[method-assign]

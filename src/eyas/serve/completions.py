@@ -17,6 +17,7 @@ from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
 from eyas.serve.logprobs import TokenTexts
+from eyas.serve.middle import Middle, middle_of
 from eyas.serve.protocol.completions import CompletionBody
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
@@ -36,12 +37,17 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         raise ApiError(
             400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens"
         )
+    middles = await service.in_worker(_middles, service, body)
     special = body.add_special_tokens is not False
-    ids = await service.in_worker(lambda: tuple(service.encode(prompt, special) for prompt in prompts))
+    ids = tuple(one.ids for one in middles) or await service.in_worker(
+        lambda: tuple(service.encode(prompt, special) for prompt in prompts)
+    )
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
     keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS))
     keywords |= service.adapter_keywords(model)
     fields = body.job_fields()
+    if middles:
+        middles[0].end(keywords, fields)
     if body.echo and body.prompt_logprobs is None:
         fields["prompt_logprobs"] = body.logprobs
     job = Job(ids, keywords, n, logprobs=body.logprobs, **fields)
@@ -61,6 +67,16 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         prompt_logprobs=body.prompt_logprobs is not None,
     )
     return await reply(service, request, body, dialect)
+
+
+def _middles(service: Service, body: CompletionBody) -> list[Middle]:
+    """The prompts for what stands between each prompt and the suffix; [] without one."""
+    if not body.suffix:
+        return []
+    prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
+    if body.echo or len(prompts) < len(body.prompts()):
+        raise ApiError(400, "a suffix is for prompts of text, without echo: leave it out", param="suffix")
+    return [middle_of(service.tokenizer, prompt, body.suffix) for prompt in prompts]
 
 
 @dataclass

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -18,14 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["router"]
 
+Answer = TypeVar("Answer", bound=Callable[..., Any])
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter()
-    get = partial(routes.api_route, methods=["GET", "HEAD"])  # probes ask by HEAD
     listed = _listed_models(service)
+
+    def get(path: str) -> Callable[[Answer], Answer]:
+        """Serve a path to GET, and to HEAD, by which probes ask."""
+
+        def add(answer: Answer) -> Answer:
+            routes.head(path, include_in_schema=False)(answer)
+            return routes.get(path)(answer)
+
+        return add
 
     @get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import Field, ValidationError
@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 from eyas.errors import EyasError, InputError
 from eyas.serve.access import request_id
 from eyas.serve.blocks import Block, BlockWriter, reply_in_blocks
-from eyas.serve.bodies import body_of
+from eyas.serve.bodies import add_route
 from eyas.serve.chat import Chat, prepare, prompt_of
 from eyas.serve.errors import ApiError, error_of, invalid_body
 from eyas.serve.protocol.chat import ChatBody
@@ -126,19 +126,19 @@ def router(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter(route_class=AnthropicRoute)
 
-    @routes.post("/v1/messages", response_model=None)
-    async def messages(request: Request, body: Annotated[MessagesBody, Depends(body_of(MessagesBody))]) -> Response:
+    async def messages(request: Request, body: MessagesBody) -> Response:
         writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
         return await reply_in_blocks(service, request, writer, bool(body.stream), body.response_headers)
 
-    @routes.post("/v1/messages/count_tokens", response_model=None)
-    async def count_tokens(body: Annotated[CountBody, Depends(body_of(CountBody))]) -> dict[str, int]:
+    async def count_tokens(request: Request, body: CountBody) -> Response:
         chat = body.chat()
         service.model_name(chat.model)
         tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         prompt = await service.in_worker(prompt_of, service, chat.messages, chat, tools)
-        return {"input_tokens": len(prompt.ids)}
+        return JSONResponse({"input_tokens": len(prompt.ids)}, headers=body.response_headers)
 
+    add_route(routes, "/v1/messages", MessagesBody, messages)
+    add_route(routes, "/v1/messages/count_tokens", CountBody, count_tokens)
     return routes
 
 

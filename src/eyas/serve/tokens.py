@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 
 from eyas.serve.chat import prompt_of
 from eyas.serve.errors import ApiError
@@ -13,25 +14,26 @@ from eyas.serve.tools import tools_of
 __all__ = ["detokenize", "tokenize"]
 
 
-async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
+async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Response:
     """The token ids of a text, or of a conversation as /v1/chat/completions reads it."""
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
     tokens = await service.in_worker(_tokens, service, body)
     strings = service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return {
+    content = {
         "count": len(tokens),
         "max_model_len": service.settings.max_model_len,
         "tokens": tokens,
         "token_strs": strings,
     }
+    return JSONResponse(content, headers=body.response_headers)
 
 
-async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
+async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> Response:
     """The text of token ids, special tokens included."""
     service.model_name(body.model)
-    return {"prompt": await service.in_worker(service.decode, body.tokens)}
+    return JSONResponse({"prompt": await service.in_worker(service.decode, body.tokens)})
 
 
 def _tokens(service: Service, body: TokenizeBody) -> list[int]:

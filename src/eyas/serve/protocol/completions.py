@@ -15,6 +15,7 @@ class CompletionBody(GenerationBody):
     """Prompts as text or token ids, one or several."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    suffix: str | None = None  # what stands behind the text that is asked for
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None

@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "stop_regex": (None, []),
     "store": (None, False),
     "structural_tag": (None,),
-    "suffix": (None, ""),
+    "suffix": (None, ""),  # of a chat
     "tfs_z": (None, 1.0),
     "think": (None,),
     "thinking_token_budget": (None,),

@@ -1,0 +1,38 @@
+"""The body of POST /infill, llama.cpp's route for editors."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from eyas.serve.protocol.fields import REFUSED, WITHOUT_EFFECT, GenerationBody
+
+__all__ = ["InfillBody"]
+
+
+class File(BaseModel):
+    """A further file."""
+
+    text: str
+    filename: str = "file"
+
+
+class InfillBody(GenerationBody):
+    """What stands before and after the middle. Editors send what their own server can do; what is not
+    served is named in the response."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[File] | None = None
+    prompt: str | None = None  # the beginning of the middle
+    n_predict: Annotated[int, Field(ge=-1)] | None = None  # -1: as many as fit
+
+    def check(self) -> None:
+        """See `Body.check`: nothing is refused."""
+
+    @property
+    def ignored(self) -> list[str]:
+        """See `Body.ignored`."""
+        served = {name for name, value in (self.model_extra or {}).items() if value in REFUSED.get(name, ())}
+        return sorted(name for name in self.model_extra or {} if name not in WITHOUT_EFFECT and name not in served)

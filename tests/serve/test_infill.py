@@ -1,0 +1,107 @@
+"""`suffix` of /v1/completions and llama.cpp's /infill: the middle of a text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import eyas
+from eyas.serve import middle
+from eyas.serve.errors import ApiError
+from serving import Running
+
+BEFORE, AFTER = "I want to book a table", " in San Jose tonight."
+
+
+def tokenizer(*marks: str, special: bool, begins: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer of words with these marks; `begins`: a first token for every text."""
+    words = {name: number for number, name in enumerate(["<unk>", "<s>", "a", "b", "c", "x.py", "="])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_tokens([AddedToken(mark, special=special) for mark in marks])
+    if begins:
+        from tokenizers.processors import TemplateProcessing
+
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
+
+
+@pytest.mark.parametrize("marks", middle.MARKS, ids=lambda marks: marks[0])
+@pytest.mark.parametrize("special", [False, True])
+def test_prompts(marks: tuple[str, ...], special: bool) -> None:
+    """Guards the order of the parts for every family of marks. What ends the middle is cut off: tokens that are
+    special have no text, others have one."""
+    made = middle.middle_of(tokenizer(*marks, "<|file_sep|>", special=special, begins=True), "a b", "c")
+    assert made.ids == (1, 7, 2, 3, 8, 4, 9)
+    ends = {"<|file_sep|>", *marks}
+    assert set(made.stop) == (set() if special else ends)
+    assert made.stop_token_ids == (frozenset({7, 8, 9, 10}) if special else frozenset())
+
+
+def test_further_files() -> None:
+    """Guards files with and without a mark of their own."""
+    marks = middle.MARKS[0]
+    files = [("x.py", "c = b")]
+    made = middle.middle_of(tokenizer(*marks, "<|file_sep|>", special=True), "a", "b", files)
+    assert made.ids == (10, 5, 4, 6, 3, 10, 7, 2, 8, 3, 9)
+    assert middle.middle_of(tokenizer(*marks, special=True), "a", "b", files).ids == (4, 6, 3, 7, 2, 8, 3, 9)
+    with pytest.raises(ApiError, match="cannot fill in"):
+        middle.middle_of(tokenizer("<|fim_prefix|>", special=True), "a", "b")
+
+
+@pytest.fixture
+def filling(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """A server that takes three tokens of the embedded model for the marks."""
+    monkeypatch.setattr(middle, "MARKS", (("<|system|>", "<|user|>", "<|assistant|>"),))
+    return server
+
+
+def post(server: Running, path: str, **body: Any) -> httpx2.Response:
+    body = {"temperature": 0, **body}
+    return httpx2.post(server.url + path, json=body, timeout=120)
+
+
+@pytest.mark.slow
+def test_both_routes(filling: Running, llm: eyas.LLM) -> None:
+    """The text is that of the whole prompt; streams add up to it."""
+    assert llm.tokenizer is not None
+    made = middle.middle_of(llm.tokenizer, BEFORE, AFTER)
+    own = llm.generate(list(made.ids), max_new_tokens=12, stop_token_ids=sorted(made.stop_token_ids))
+    text = post(filling, "/v1/completions", prompt=BEFORE, suffix=AFTER, max_tokens=12).json()["choices"][0]["text"]
+    body = {
+        "input_prefix": BEFORE,
+        "input_suffix": AFTER,
+        "n_predict": 12,
+        "samplers": ["top_k"],
+        "t_max_predict_ms": 9,
+    }
+    response = post(filling, "/infill", **body)
+    whole = response.json()
+    assert text == whole["content"] == own.text
+    assert (whole["stop"], whole["stop_type"]) == (True, "limit" if own.finish_reason == "length" else "eos")
+    assert response.headers["x-eyas-ignored-fields"] == "samplers,t_max_predict_ms"
+    lines = [line.removeprefix("data: ") for line in post(filling, "/infill", stream=True, **body).text.split("\n\n")]
+    chunks = [json.loads(line) for line in lines if line.startswith("{")]
+    assert "".join(chunk["content"] for chunk in chunks) == text
+    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_a_model_that_cannot(server: Running) -> None:
+    """Guards the refusal of models without marks, and of what a suffix cannot go with."""
+    for path, body in (
+        ("/v1/completions", {"prompt": BEFORE, "suffix": AFTER}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ):
+        error = post(server, path, **body).json()["error"]
+        assert (error["param"], "cannot fill in" in error["message"]) == ("suffix", True)
+    for more in ({"echo": True}, {"prompt": [1, 2]}):
+        assert (
+            post(server, "/v1/completions", **{"prompt": BEFORE, "suffix": AFTER, **more}).json()["error"]["param"]
+            == "suffix"
+        )
+    assert post(server, "/v1/completions", prompt=BEFORE, suffix="", max_tokens=1).status_code == 200

@@ -27,7 +27,7 @@ from eyas.bench.rows import by_prompt
 from eyas.bench.run import VANILLA, Bench, OnPrompt
 from eyas.bench.tasks import Prompt
 from eyas.bench.tasks import load as load_task
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
 from eyas.errors import EyasError, InputError

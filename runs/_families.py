@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from eyas import drafters as methods
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.families import KIND_LISTS, REFUSED_KINDS, SPARSE, STATE_KINDS
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter
 from eyas.errors import ModelError

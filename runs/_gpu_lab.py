@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eyas import runners
 from eyas.bench.simulate import simulated
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find

@@ -31,9 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.bench.simulate import simulated
 from eyas.core.cycle import CycleRunner
-from eyas.core.drafter import build_options
 from eyas.core.inputs import CycleInput
 from eyas.core.ops import REFERENCE
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify

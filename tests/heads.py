@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import zoo
-from eyas.core.drafter import Batch, Drafter, build_options
+from eyas.core.drafter import Drafter
+from eyas.core.options import build_options
 from eyas.core.target import Target
-from eyas.drafters import find
+from eyas.drafters import Batch, find
 from eyas.nn import Documents
 from eyas.train.alpha import chain_figures
 from eyas.train.data import Batches, Example, Examples

@@ -25,9 +25,9 @@ LAYERS = {
     "errors": -3,  # the lowest: every package may refuse what it cannot serve
     **dict.fromkeys(["files", "formats"], -2),
     **dict.fromkeys(["gpu", "hardware", "kernels", "objectives", "timing"], -1),
-    **dict.fromkeys(["nn", "losses", "text", "tiny", "datastore"], 0),
-    "checkpoints": 1,
-    "core": 2,
+    "core": 0,
+    **dict.fromkeys(["nn", "losses", "text", "tiny", "datastore"], 1),
+    "checkpoints": 2,
     **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
@@ -37,10 +37,9 @@ LAYERS = {
     "__main__": 9,  # `python -m eyas` is the command line
 }
 # What a package may not import although it lies lower, or outside of eyas: the core is the algorithm,
-# and knows neither kernels nor clocks.
-UNKNOWN_TO = {"core": frozenset({"gpu", "kernels", "time"})}
-# Modules that may import it nevertheless. All but the first go when fast operations have a seam of
-# their own: the list only gets shorter.
+# and knows neither kernels nor clocks; draft nets are plain torch.
+UNKNOWN_TO = {"core": frozenset({"gpu", "kernels", "time"}), "nn": frozenset({"gpu", "kernels"})}
+# Modules that may import it nevertheless: the list only gets shorter.
 EXCEPT: set[tuple[str, str]] = set()
 
 
@@ -206,6 +205,51 @@ def test_packages_keep_their_layers() -> None:
     assert not broken, "\n".join(["imports that break the rules of CONTRIBUTING.md:", *dict.fromkeys(broken)])
     gone = EXCEPT - {(i.importer, package_of(i.imported)) for i in imports_of(EYAS, rules)}
     assert not gone, f"EXCEPT lists what is no longer imported: {gone}"
+
+
+# What importing a module pulls in from eyas: most files, most lines. The numbers only get smaller.
+CLOSURES = {"eyas.core.engine": (38, 7_800), "eyas.api": (120, 21_200)}
+CORE_KNOWS = {"__init__", "core", "errors", "files", "formats", "hardware", "timing"}
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_the_trunk_only_shrinks(module: str) -> None:
+    """Guards what a reader of the default path has to know: everything that importing the loop, or the
+    Python interface, pulls in, in turn."""
+    files = closure_of(module)
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files.values())
+    max_files, max_lines = CLOSURES[module]
+    assert (len(files) <= max_files, lines <= max_lines) == (True, True), f"{len(files)} files, {lines} lines"
+    if module == "eyas.core.engine":
+        assert {package_of(name) for name in files} <= CORE_KNOWS
+
+
+def closure_of(module: str) -> dict[str, Path]:
+    """Return the modules of eyas that importing `module` imports, and their files; without imports under
+    TYPE_CHECKING and inside functions."""
+    modules, found, todo = modules_of(EYAS), dict[str, Path](), [module]
+    while todo:
+        parts = todo.pop().split(".")
+        for name in (".".join(parts[:i]) for i in range(1, len(parts) + 1)):
+            if name in modules and name not in found:
+                found[name] = modules[name]
+                todo += _imported_when_run(name, modules)
+    return found
+
+
+def _imported_when_run(importer: str, modules: Mapping[str, Path]) -> Iterator[str]:
+    """The modules that the statements of a module import when it is imported itself."""
+    todo: list[ast.AST] = [ast.parse(modules[importer].read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            todo += node.orelse
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _imported_by(node, importer, modules[importer], set(modules))
 
 
 def test_contributing_lists_the_layers() -> None:

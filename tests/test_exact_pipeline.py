@@ -30,8 +30,8 @@ from torch import Tensor
 import zoo
 from eyas import drafters
 from eyas.core.adjustments import Adjustments
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling, apply_sampling
 from eyas.core.target import Target
 from eyas.drafters import Drafter

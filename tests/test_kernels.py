@@ -18,7 +18,7 @@ from torch import nn
 from eyas import kernels
 from eyas.core.sampling import GumbelNoise
 from eyas.kernels import _build
-from eyas.nn import with_cpu_kernels
+from eyas.runners._cpu_net import with_cpu_kernels
 from eyas.runners.cpu_ops import CpuNoise
 
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import zoo
 from eyas import drafters
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Drafter

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from eyas.nn import Documents, Fp8Linear, LayerShape, fp8, packed_attention, rope, rope_frequencies
+from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
 from eyas.nn import _packed as module
 from eyas.nn._packed import flex_packed_attention
+from eyas.runners._fp8 import Fp8Linear, fp8
 from fp8_support import needs_fp8
 
 

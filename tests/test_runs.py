@@ -22,7 +22,7 @@ import toy_tokenizer
 import zoo
 from eyas import cli, kernels
 from eyas.cli._app import parse
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError, InputError

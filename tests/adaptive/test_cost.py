@@ -15,7 +15,7 @@ from curves import curve
 from eyas import drafters
 from eyas.adaptive import cost, make_controller, mode_of
 from eyas.adaptive.cost import Costs, cost_key, cost_path, load_costs
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, TreeSize
 from eyas.drafters._merge import Merged

@@ -12,7 +12,7 @@ import zoo
 from curves import LIMIT, curve, drafted
 from eyas.adaptive.cost import Costs
 from eyas.adaptive.goodput import MEMORY, Acceptance, best, sizes
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft

@@ -25,9 +25,9 @@ from eyas.bench.run import ANSWERS, SETTINGS, Bench
 from eyas.bench.simulate import parse_rates, simulated
 from eyas.bench.summary import summarise, write
 from eyas.bench.tasks import Prompt
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.ops import REFERENCE
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict

@@ -18,7 +18,7 @@ import processes
 import zoo
 from eyas import checkpoints, drafters, hooks
 from eyas.checkpoints import _listed
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError

@@ -16,8 +16,8 @@ import zoo
 from eyas import drafters
 from eyas.core import dormant as _sleep
 from eyas.core.dormant import Decision, Policy, with_policy
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.options import build_options
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target

@@ -8,8 +8,8 @@ from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, Repe
 
 import zoo
 from eyas import drafters
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import FitError, InputError, ModelError

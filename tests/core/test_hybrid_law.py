@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 import zoo
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.recurrent import RowStates
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target

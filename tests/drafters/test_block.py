@@ -14,9 +14,10 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints, drafters
-from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.target import Target
+from eyas.drafters import Batch
 from eyas.drafters._block import BlockMethod, fused_layers
 from eyas.drafters._block_loss import choose_anchors
 from eyas.drafters._block_session import BlockSession

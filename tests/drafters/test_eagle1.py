@@ -16,8 +16,9 @@ import heads
 import zoo
 from eyas import checkpoints, drafters
 from eyas.checkpoints import safeailab
-from eyas.core.drafter import CycleInput, build_options
+from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from eyas import checkpoints
-from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.target import Target
+from eyas.drafters import Batch
 from eyas.drafters._self_training import Predictions
 from eyas.drafters.eagle3 import Method, TrainingTimeTest
 from eyas.errors import FitError, OptionError

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import zoo
 from eyas import checkpoints, drafters
-from eyas.core.drafter import CycleInput, build_options
+from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import gemma4_assistant

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from eyas import checkpoints, drafters
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.drafters import Drafter

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.test_verify import ToyModels, net_of, roots_of
 from eyas.core.adjustments import Adjustments
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.core.tree import Draft
 from eyas.core.verify import verify

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import zoo
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import heads
 from eyas import checkpoints, drafters
-from eyas.core.drafter import CycleInput, build_options
+from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters.medusa import REFERENCE_TREE, Method, Options

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.core.drafter import CycleInput, Drafter, DraftSession, build_options, method_name
+from eyas.core.drafter import CycleInput, Drafter, DraftSession, method_name
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 from eyas.drafters._merge import Merged

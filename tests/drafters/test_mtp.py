@@ -18,16 +18,15 @@ import eyas
 import heads
 import zoo
 from eyas import checkpoints
-from eyas.core.cache import DraftKVCache
-from eyas.core.drafter import Batch, build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.drafters import mtp
+from eyas.drafters import Batch, mtp
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, _twin
 from eyas.errors import CheckpointError, ModelError, OptionError
-from eyas.nn import Documents
+from eyas.nn import Documents, DraftKVCache
 from reference import plain_decode, run
 
 TREE = {"tree.nodes": 10, "tree.depth": 4, "tree.branch": 3}

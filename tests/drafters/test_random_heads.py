@@ -7,7 +7,7 @@ import torch
 
 import zoo
 from eyas import drafters
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import eagle3
 from eyas.drafters._nets import seeded

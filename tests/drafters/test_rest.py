@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import zoo
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.datastore import Datastore, Settings, Source, build

@@ -11,8 +11,8 @@ import torch
 
 import zoo
 from eyas.api import load
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters import _skip, self_speculative

@@ -14,8 +14,8 @@ from torch import Tensor
 import zoo
 from eyas import checkpoints, drafters
 from eyas.api import load
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Batch, Drafter

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from eyas import drafters
-from eyas.core.cache import DraftKVCache
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter
 from eyas.drafters._eagle import EagleSession
 from eyas.errors import OptionError
-from eyas.nn import LayerShape, rope, rope_frequencies
+from eyas.nn import DraftKVCache, LayerShape, rope, rope_frequencies
 from reference import plain_decode, run
 
 SHAPE = LayerShape(8, 8, 2, 2, 4)

@@ -18,9 +18,9 @@ import zoo
 from eyas import drafters, kernels
 from eyas.bench.simulate import simulated
 from eyas.core.cache import commit_path
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
 from eyas.core.ops import REFERENCE, Ops
+from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree

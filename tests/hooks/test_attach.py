@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, pipeline
 import eyas
 import zoo
 from eyas import api, checkpoints, tiny
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError

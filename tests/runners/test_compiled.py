@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounter
 
 import zoo
 from eyas import drafters, kernels
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Tree

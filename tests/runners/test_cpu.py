@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import zoo
 from eyas import drafters, kernels, runners
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Tree
@@ -160,8 +160,8 @@ def test_every_method_is_lossless_by_kernels(name: str) -> None:
 def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1,
     eagle3, mtp and hydra++ are those of the modules."""
-    from eyas.nn import with_cpu_kernels as make_quick
     from eyas.runners import cpu_ops
+    from eyas.runners._cpu_net import with_cpu_kernels as make_quick
 
     monkeypatch.setattr(cpu_ops, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
     for name in ("eagle1", "eagle3", "seagle", "mtp", "hydra"):
@@ -185,8 +185,8 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(
     scores of every cycle, with rows of different ages, greedy and sampled ones, and shapes that
     keep fewer nodes than they draft, or more. A tie of two values would be a false alarm; none is
     near on these seeds."""
-    from eyas.nn import with_cpu_kernels as make_quick
     from eyas.runners import cpu_ops
+    from eyas.runners._cpu_net import with_cpu_kernels as make_quick
 
     monkeypatch.setattr(cpu_ops, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
     kind, target = drafters.find(name), with_cpu_kernels("llama")

@@ -11,12 +11,13 @@ import torch
 
 import zoo
 from eyas import drafters, kernels
-from eyas.core.drafter import Drafter, build_options
+from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request
 from eyas.core.ops import REFERENCE, Ops
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.nn import Fp8Linear
+from eyas.runners._fp8 import Fp8Linear
 from eyas.runners.fused import GpuModelLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.graphs import GraphRunner

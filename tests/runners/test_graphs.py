@@ -19,14 +19,14 @@ from eyas import drafters, kernels
 from eyas.bench.simulate import simulated
 from eyas.core.cache import ALIGNED, KVCache
 from eyas.core.dormant import Decision, Policy, with_policy
-from eyas.core.drafter import build_options
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import CycleInput, Drafter, TreeSize
 from eyas.errors import OptionError
-from eyas.nn import Fp8Linear
 from eyas.runners import with_fastest_runner
+from eyas.runners._fp8 import Fp8Linear
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu

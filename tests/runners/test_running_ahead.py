@@ -14,8 +14,9 @@ import torch
 import zoo
 from eyas import drafters, kernels
 from eyas.core.dormant import Decision, Policy, with_policy
-from eyas.core.drafter import Drafter, build_options
+from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.runners.graphs import GraphRunner

@@ -13,7 +13,7 @@ import torch
 
 import zoo
 from eyas import checkpoints, drafters
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Batch, Drafter
 from eyas.errors import EyasError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zoo
-from eyas.core.drafter import build_options
+from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.drafters._grow import DynamicTree

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, Drafter, DraftSession, Loss
+from eyas.core.drafter import DraftSession
 from eyas.core.target import Target
+from eyas.drafters import Batch, DraftMethod, Loss
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.train.data import Example, Examples
 from eyas.train.loop import TrainConfig, TrainResult, train
@@ -61,7 +62,7 @@ class ToyNet(nn.Module):
         return result
 
 
-class Toy(Drafter):
+class Toy(DraftMethod):
     """Sees a feature and the next token, guesses the next feature."""
 
     trainable = True

@@ -20,8 +20,9 @@ from eyas.accelerate.material import Material
 from eyas.accelerate.plan import EVALUATION_TOKENS, Plan, Speeds, make_plan
 from eyas.adaptive.cost import Costs, load_costs
 from eyas.api import LLM
-from eyas.core.drafter import Drafter, TreeSize
+from eyas.core.drafter import TreeSize
 from eyas.core.target import Target
+from eyas.drafters import DraftMethod
 from eyas.errors import EyasError
 from eyas.train.regenerate import GenerationSettings
 
@@ -168,7 +169,7 @@ def _rates_of(methods: Sequence[str], target: Target, seconds: float) -> dict[st
     return rates
 
 
-def _rates(kind: type[Drafter], target: Target) -> _Rates:
+def _rates(kind: type[DraftMethod], target: Target) -> _Rates:
     length = min(TRIAL_LENGTH, target.context)
     every_token_V = torch.ones(target.vocab_size, dtype=torch.long)
     drafter = kind.init_for_training(target, kind.Options(), 0, every_token_V)

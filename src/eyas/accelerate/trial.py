@@ -16,8 +16,8 @@ import torch
 
 from eyas.adaptive.cost import seconds_of, verify_cost
 from eyas.api import LLM
-from eyas.core.drafter import Drafter
 from eyas.core.target import Target
+from eyas.drafters import DraftMethod
 from eyas.errors import InputError
 from eyas.metrics import tokens_per_second
 from eyas.text import encode_part, render
@@ -87,7 +87,7 @@ def _prompt_tokens(llm: LLM, conversation: Conversation) -> int:
     first = conversation.turns[0]
     later = [m for i, m in enumerate(conversation.messages) if i > first and i not in conversation.turns]
     texts = [content for message in later if isinstance(content := message["content"], str)]
-    prompt = render(llm.tokenizer, conversation.messages[:first])
+    prompt = render(llm.tokenizer, conversation.messages[:first], **conversation.template)
     return len(prompt) + sum(len(encode_part(llm.tokenizer, text, "a message")) for text in texts)
 
 
@@ -114,7 +114,7 @@ def feature_rate(target: Target, layers: Sequence[int], length: int, batch_token
     return tokens_per_second(tokens_RT.numel(), seconds)
 
 
-def training_rate(drafter: Drafter, length: int, counted: int, batch_tokens: int) -> float:
+def training_rate(drafter: DraftMethod, length: int, counted: int, batch_tokens: int) -> float:
     """Return how many tokens of examples of this length are trained on in a second, with features
     that are there. The drafter's net is changed.
 

@@ -17,11 +17,13 @@ from eyas.adaptive import make_controller, mode_of
 from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.adapters import is_peft_model
-from eyas.core.drafter import Drafter, build_options, option_defaults
+from eyas.core.drafter import Drafter
 from eyas.core.gguf_files import as_folder
+from eyas.core.options import build_options, option_defaults
 from eyas.core.placement import is_tensor_parallel
 from eyas.core.pretrained import DeviceMap, check_config, has_tokenizer, read_tokenizer, split_gguf
 from eyas.core.target import Target, pick_device, pick_dtype
+from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
 from eyas.hardware import release_threads
@@ -289,7 +291,7 @@ def _listed_drafter(
     return None, _load_drafter(target, None, method, options, draft_with)
 
 
-def _build(kind: type[Drafter], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
+def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
     for name in options:
         if not _has(kind, name):
             known = [*option_defaults(kind.Options, deprecated=False), *LOAD_KEYWORDS]
@@ -297,7 +299,7 @@ def _build(kind: type[Drafter], source: str | Path | None, target: Target, optio
     return kind.from_pretrained(source, target, build_options(kind.Options, options))
 
 
-def _has(kind: type[Drafter], option: str) -> bool:
+def _has(kind: type[DraftMethod], option: str) -> bool:
     """Whether the method has this option, or an option group of this name."""
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
@@ -312,18 +314,21 @@ def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, opt
 
 
 def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target) -> None:
-    if drafter.needs_weights and not target.head_is_exact:
+    method = drafter.parts[0] if drafter.parts else drafter  # the head belongs to the first of two methods
+    if not isinstance(method, DraftMethod):
+        return
+    if method.needs_weights and not target.head_is_exact:
         warnings.warn(
             f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
             stacklevel=4,
         )
-    if drafter.target_fingerprint and target.base_has_fingerprint(drafter.target_fingerprint):
-        if drafter.needs_weights:
+    if method.target_fingerprint and target.base_has_fingerprint(method.target_fingerprint):
+        if method.needs_weights:
             warnings.warn(
                 f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted",
                 stacklevel=4,
             )
-    elif drafter.target_fingerprint and not target.has_fingerprint(drafter.target_fingerprint):
+    elif method.target_fingerprint and not target.has_fingerprint(method.target_fingerprint):
         known = "other weights than these quantised ones" if target.quantised_by else "another target"
         warnings.warn(
             f"{draft} was trained for {known}: the text stays the same, but less of it may be drafted",

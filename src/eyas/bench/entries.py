@@ -27,11 +27,11 @@ from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.run import VANILLA, reason_of
 from eyas.bench.simulate import parse_rates, simulated
-from eyas.core.drafter import build_options, option_defaults
+from eyas.core.drafter import Drafter
 from eyas.core.engine import Request
-from eyas.core.options import list_options, parse_option
+from eyas.core.options import build_options, list_options, option_defaults, parse_option
 from eyas.core.verify import verify
-from eyas.drafters import Drafter
+from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, EyasError, ModelError, OptionError, near
 
@@ -64,7 +64,7 @@ class _Entry:
     """An entry of --methods."""
 
     method: str
-    kind: type[Drafter]
+    kind: type[DraftMethod]
     options: dict[str, Any]
     draft_with: str | None = None
     head: str | None = None
@@ -165,7 +165,7 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     if head is not None or not (entrants.simulated or random_head):
         if head is None and kind.needs_weights:
             raise CheckpointError(f"{entry.method} has no head here: {_how_to_get(llm, kind.head_format)}")
-        drafter = kind.from_pretrained(head, llm.target, options)
+        drafter: Drafter = kind.from_pretrained(head, llm.target, options)
     else:
         drafter = kind.random(llm.target, options)
     if entry.draft_with is not None:

@@ -26,8 +26,9 @@ from torch import Tensor
 from eyas.bench.contestants import Drafting, Question
 from eyas.bench.record import Answer
 from eyas.bench.run import Bench
+from eyas.core.drafter import CycleInput
 from eyas.core.tree import Draft, Verdict
-from eyas.drafters import CycleInput
+from eyas.drafters import DraftMethod
 from eyas.metrics import acceptance_by_depth
 
 __all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
@@ -124,8 +125,10 @@ def _short(question: Question) -> Question:
 def chain_alpha(contestant: Drafting, questions: Sequence[Question]) -> list[float | None] | None:
     """n-alpha for n = 0..4; None for a method that drafts no chains."""
     try:
-        chain = contestant.drafter.chain(CHAIN)
+        chain = contestant.drafter.chain(CHAIN) if isinstance(contestant.drafter, DraftMethod) else None
     except NotImplementedError:
+        return None
+    if chain is None:
         return None
     answers: list[Answer] = [Drafting(contestant.name, chain).answer(q) for q in questions]
     rates = acceptance_by_depth([cycle for answer in answers for cycle in answer.cycles], CHAIN)

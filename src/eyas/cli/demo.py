@@ -152,7 +152,7 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
     has too few cycles to measure."""
     from eyas import drafters, named, tiny
     from eyas.adaptive import mode_of
-    from eyas.core.drafter import option_defaults
+    from eyas.core.options import option_defaults
 
     model = TargetOptions(target=target, verbose=job.verbose)
     if target != named.EMBEDDED:

@@ -40,7 +40,7 @@ def command(
 
 def _describe(name: str) -> dict[str, Any]:
     from eyas import drafters
-    from eyas.core.drafter import option_defaults
+    from eyas.core.options import option_defaults
 
     method = drafters.find(name)
     return {

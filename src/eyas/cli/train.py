@@ -22,7 +22,7 @@ from eyas.files import check_output_folder
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas.drafters import Drafter
+    from eyas.drafters import DraftMethod
     from eyas.train.config import TrainConfig
     from eyas.train.data import Data
     from eyas.train.loop import TrainResult
@@ -82,7 +82,7 @@ def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOption
 
 
 def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]) -> None:
-    from eyas.core.drafter import build_options
+    from eyas.core.options import build_options
     from eyas.train.config import TrainConfig
     from eyas.train.dist import world_size
     from eyas.train.trackers import check_trackers
@@ -165,7 +165,7 @@ def _device(name: str) -> str:
     return f"cuda:{local}" if local and name in ("auto", "cuda") and torch.cuda.is_available() else name
 
 
-def _trainable_method(name: str) -> type[Drafter]:
+def _trainable_method(name: str) -> type[DraftMethod]:
     from eyas import drafters
 
     if not drafters.find(name).trainable:
@@ -174,7 +174,7 @@ def _trainable_method(name: str) -> type[Drafter]:
     return drafters.find(name)
 
 
-def _drafter(kind: type[Drafter], llm: LLM, init: str | None, options: Any, data: Data, config: TrainConfig) -> Drafter:
+def _drafter(kind: type[DraftMethod], llm: LLM, init: str | None, options: Any, data: Data, config: TrainConfig) -> DraftMethod:
     """A new head, made for what the data needs, or the one that --init names."""
     from eyas import checkpoints
     from eyas.drafters._eagle import EagleMethod

@@ -115,8 +115,7 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, drafter: Drafter, policy: Policy) -> None:
         super().__init__(drafter.target, drafter.options)
         self.drafter, self.policy, self.net = drafter, policy, drafter.net
-        self.feature_layers, self.trained_length = drafter.feature_layers, drafter.trained_length
-        self.model_free, self.target_fingerprint = drafter.model_free, drafter.target_fingerprint
+        self.feature_layers, self.model_free = drafter.feature_layers, drafter.model_free
 
     @property
     def parts(self) -> tuple[Drafter, ...]:  # type: ignore[override]

@@ -15,8 +15,9 @@ is called instead if another row's does. A Decoder with `reuse` does not call `e
 a prompt. The row is not active in them (`CycleInput.active_B`), and `draft` and `commit` leave its
 state as it is.
 
-This module knows no method, no tree policy and no training loop. Letters: B rows, N packed tokens
-of a training batch, T tokens of a chunk, F feature width, V vocabulary.
+This module knows no method, no tree policy and no training: a method that is found by name, loaded
+and trained is a `drafters.DraftMethod`. Letters: B rows, T tokens of a chunk, F feature width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,59 +25,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from eyas import checkpoints
-from eyas.checkpoints import Weights
 from eyas.core.inputs import CycleInput, TreeSize
 from eyas.core.requests import DecisionLabel, Step
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.errors import OptionError, UnknownOptionError, near
-from eyas.nn import Documents
 
 if TYPE_CHECKING:
     from eyas.core.target import Target
 
 __all__ = [
-    "Batch",
     "Capturable",
     "CycleInput",
     "DraftSession",
     "Drafter",
-    "Loss",
     "NoOptions",
     "TreeSize",
-    "build_options",
     "method_name",
-    "option_defaults",
 ]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The input of a training step: documents packed end to end, without padding, with features of
-    the frozen target."""
-
-    tokens_N: Tensor  # int64
-    features_NF: Tensor  # features of the layers `Drafter.train_feature_layers`, concatenated
-    counted_N: Tensor  # bool; the loss mask: True for tokens whose prediction counts (the assistant's tokens)
-    documents: Documents
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The training loss of a batch, as sums: the training loop adds them over batches and processes
-    and divides by the total count."""
-
-    total: Tensor  # scalar with gradient, summed over the tokens that count
-    count: Tensor  # scalar; number of tokens that count
-    sums: dict[str, Tensor]  # scalars without gradient, summed over the same tokens: figures for the log
 
 
 @dataclass(frozen=True)
@@ -195,42 +165,21 @@ class Drafter(ABC):
     Attributes:
         Options: frozen dataclass whose fields are the command line's flags. A field may be a frozen
             dataclass itself: `--tree.nodes`.
-        summary: one line for `eyas methods`.
         feature_layers: hidden states of the target that the method reads: k = Hugging Face's
             hidden_states[k], the input of layer k; L (the number of layers) = after the final norm.
-        train_feature_layers: the same for `loss`, which may read more.
         net: the draft net as it was loaded; None for methods without one.
-        needs_weights: whether the method has a net that must be loaded.
-        head_format: the value of `Weights.method` in the checkpoints that it loads.
-        trained_length: tokens of the longest sequence that the net was trained on, if known.
-        target_fingerprint: fingerprint of the target that the net was trained for, if its
-            checkpoint has one.
         model_free: whether the method drafts from the text alone, without a net.
         chooses_nodes: whether `CycleInput.chooser` decides how many of its nodes are verified.
-        trainable: whether `loss` is implemented.
-        gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None:
-            the method has no such option.
         parts: the two methods of a merged drafter; the wrapped method of an adaptive one; else
             empty.
     """
 
     Options: ClassVar[type] = NoOptions
-    summary: ClassVar[str] = ""
-    needs_weights: ClassVar[bool] = False
-    head_format: ClassVar[str] = ""
-    trainable: ClassVar[bool] = False
     feature_layers: tuple[int, ...] = ()
     net: nn.Module | None = None
-    trained_length: int | None = None
     model_free: bool = False
     chooses_nodes: bool = False
-    target_fingerprint: str | None = None
-    gradient_checkpointing: bool | None = None
     parts: tuple[Drafter, ...] = ()
-
-    @property
-    def train_feature_layers(self) -> tuple[int, ...]:
-        return self.feature_layers
 
     @property
     def max_tree(self) -> TreeSize | None:
@@ -261,57 +210,9 @@ class Drafter(ABC):
         other.target = target
         return other
 
-    @classmethod
-    def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """Load the method from `--draft`: the folder or hub id of a head, unless the method
-        overrides this; None: no `--draft`.
-
-        CheckpointError if there is no such head, or if it does not fit the target.
-        """
-        weights = None if source is None else checkpoints.load(source)
-        drafter = cls.load(weights if cls.needs_weights else None, target, options)
-        drafter.target_fingerprint = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
-        return drafter
-
-    @classmethod
-    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Drafter:
-        """Make the method from weights; CheckpointError if they do not fit the target."""
-        return cls(target, options)
-
-    @classmethod
-    def random(cls, target: Target, options: Any = None, seed: int = 0) -> Drafter:
-        """Make the method with random weights: for tests, and as a baseline whose drafts are
-        useless."""
-        return cls(target, options)
-
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Drafter:
-        """Make the method with initial weights for training.
-
-        Args:
-            counts_V: how often each token counts in the training data, to choose a draft
-                vocabulary.
-        """
-        return cls.random(target, options, seed)
-
     @abstractmethod
     def open(self, rows: int) -> DraftSession:
         """Make a session with `rows` empty rows."""
-
-    def weights(self) -> Weights:
-        """The weights and configuration to save as a checkpoint."""
-        raise NotImplementedError(f"{type(self).__module__} has no weights to save")
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The training loss of a batch. `generator`, on the CPU, is the only source of
-        randomness."""
-        raise NotImplementedError(f"{type(self).__module__} cannot be trained")
-
-    def chain(self, depth: int) -> Drafter:
-        """The same net, drafting chains of `depth` tokens: for measuring n-alpha."""
-        raise NotImplementedError(f"{type(self).__module__} drafts no chains")
 
     def describe(self) -> dict[str, Any]:
         """The options of the tree, for `--json`."""
@@ -324,42 +225,3 @@ def method_name(drafter: Drafter) -> str:
     if parts:
         return "+".join(method_name(part) for part in parts)
     return type(drafter).__module__.removeprefix("eyas.drafters.")
-
-
-def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or
-    `{"tree": {"nodes": 60}}`.
-
-    An unknown name raises OptionError, which lists similar names.
-    """
-    defaults = kind()
-    groups: dict[str, dict[str, Any]] = {}
-    known = {f.name: f for f in fields(kind)}
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
-        head, _, rest = name.partition(".")
-        if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
-            raise UnknownOptionError(
-                prefix + name, near(prefix + name, option_defaults(kind, prefix, deprecated=False))
-            )
-        if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
-            if not rest and not isinstance(value, Mapping):
-                inner_names = option_defaults(type(getattr(defaults, head)), name + ".", deprecated=False)
-                raise OptionError(f"option {prefix + name!r} is a group; give {', '.join(inner_names)}")
-            groups.setdefault(head, {}).update({rest: value} if rest else value)
-        else:
-            changes[head] = value
-    for head, inner in groups.items():
-        changes[head] = build_options(type(getattr(defaults, head)), inner, prefix + head + ".")
-    return replace(defaults, **changes)
-
-
-def option_defaults(kind: type, prefix: str = "", deprecated: bool = True) -> dict[str, Any]:
-    """All dotted option names of a dataclass with their default values; `deprecated`: whether old
-    names are included."""
-    found: dict[str, Any] = {}
-    for field in fields(kind):
-        name, value = prefix + field.name, getattr(kind(), field.name)
-        if deprecated or "deprecated" not in field.metadata:
-            found.update(option_defaults(type(value), f"{name}.", deprecated) if is_dataclass(value) else {name: value})
-    return found

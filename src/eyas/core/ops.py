@@ -10,70 +10,30 @@ hidden, F feature width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eyas.core.adjustments import Adjustments
-from eyas.core.cache import DraftKVCache, commit_path
-from eyas.core.inputs import CycleInput
+from eyas.core.cache import commit_path
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.tree import Draft, Tree, Verdict
-from eyas.nn import fp8
 
 __all__ = [
     "REFERENCE",
-    "FusedTreeBuilder",
+    "Backend",
     "Ops",
-    "WindowTreeBuilder",
     "accepted_nodes",
     "check_siblings",
     "verdict_of",
 ]
 
 
-class FusedTreeBuilder(Protocol):
-    """Grows a whole dynamic tree of one EAGLE net at once, all its levels."""
-
-    @property
-    def fuses_features(self) -> bool:
-        """Whether it reads the target's features; False: it reads the output of the net's
-        `fuse`."""
-        ...
-
-    def suits(self, cycle_input: CycleInput) -> bool:
-        """Whether it supports the Sampling of all rows."""
-        ...
-
-    def __call__(
-        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: Any, cache: DraftKVCache,
-        length_B: Tensor, width: int,
-    ) -> Draft:  # fmt: skip
-        """Let the net read the pending pairs (see drafters/_eagle.py), in the slots after
-        `length_B`, then grow the tree below the roots.
-
-        Args:
-            features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and
-                their number in each row.
-            tree: the options of the dynamic tree (`drafters._grow.DynamicTree`).
-            width: at least as many slots of the cache as any row uses, the tree's included.
-        """
-        ...
-
-
-@runtime_checkable
-class WindowTreeBuilder(Protocol):
-    """A `FusedTreeBuilder` that serves drafts with a window, too."""
-
-    def grow(
-        self, hidden_BD: Tensor, cycle_input: CycleInput, tree: Any, cache: DraftKVCache, length_B: Tensor, width: int
-    ) -> Draft:
-        """Grow the tree from the net's output at the newest pair. The session has let the net read
-        that pair, and then trimmed the window."""
-        ...
+Backend = str | Callable[..., Any]
+"""A backend of torch.compile."""
 
 
 class Ops:
@@ -83,7 +43,7 @@ class Ops:
         draft_formats: weight formats that `draft_net` supports.
     """
 
-    draft_formats: tuple[str, ...] = ("exact", "fp8")
+    draft_formats: tuple[str, ...] = ("exact",)
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         """The random numbers of rows with these samplings; None is an empty row."""
@@ -137,16 +97,19 @@ class Ops:
         commit_path(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
-        """A draft net for decoding. draft_weights: "fp8": rounded; "exact": as the net is. CPU
-        kernels round it for both of their formats, "exact" (int8 weights, 16-bit activations) and
-        "int4"."""
-        return fp8(net) if draft_weights == "fp8" else net
+        """Return a draft net for decoding.
+
+        Args:
+            draft_weights: one of `draft_formats`. "exact": as the net is; CPU kernels round it then
+                too, to int8 weights and 16-bit activations.
+        """
+        return net
 
     def fused_tree_builder(
         self, target: Any, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
-    ) -> FusedTreeBuilder | None:
-        """A function that grows dynamic trees of this net in one call; None: they are grown level
-        by level.
+    ) -> Any:
+        """Return a function that grows dynamic trees of this net in one call, a
+        `drafters._grow.FusedTreeBuilder`; None: they are grown level by level.
 
         Args:
             target: the `Target` that the net drafts for.

@@ -7,20 +7,22 @@ to be made. This module knows no command line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from eyas.errors import OptionError
+from eyas.errors import OptionError, UnknownOptionError, near
 
 __all__ = [
     "DEPRECATED",
     "NEW_HEADS",
     "TRAINING",
     "Option",
+    "build_options",
     "field_docstrings",
     "list_options",
+    "option_defaults",
     "parse_option",
     "plain_type",
 ]
@@ -51,6 +53,45 @@ class Option:
         if self.default is None:
             return "none"
         return ",".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
+
+
+def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or
+    `{"tree": {"nodes": 60}}`.
+
+    An unknown name raises OptionError, which lists similar names.
+    """
+    defaults = kind()
+    groups: dict[str, dict[str, Any]] = {}
+    known = {f.name: f for f in fields(kind)}
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
+            raise UnknownOptionError(
+                prefix + name, near(prefix + name, option_defaults(kind, prefix, deprecated=False))
+            )
+        if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
+            if not rest and not isinstance(value, Mapping):
+                inner_names = option_defaults(type(getattr(defaults, head)), name + ".", deprecated=False)
+                raise OptionError(f"option {prefix + name!r} is a group; give {', '.join(inner_names)}")
+            groups.setdefault(head, {}).update({rest: value} if rest else value)
+        else:
+            changes[head] = value
+    for head, inner in groups.items():
+        changes[head] = build_options(type(getattr(defaults, head)), inner, prefix + head + ".")
+    return replace(defaults, **changes)
+
+
+def option_defaults(kind: type, prefix: str = "", deprecated: bool = True) -> dict[str, Any]:
+    """All dotted option names of a dataclass with their default values; `deprecated`: whether old
+    names are included."""
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        name, value = prefix + field.name, getattr(kind(), field.name)
+        if deprecated or "deprecated" not in field.metadata:
+            found.update(option_defaults(type(value), f"{name}.", deprecated) if is_dataclass(value) else {name: value})
+    return found
 
 
 def list_options(kind: type, prefix: str = "", described: bool = True) -> Iterator[Option]:

@@ -36,7 +36,7 @@ from eyas.core.adapters import AdapterSet, add_adapter_layers, digest, is_peft_m
 from eyas.core.cache import KVCache, Layout, additive_mask, devices_of, layout_of, slot_mask, slot_positions
 from eyas.core.fingerprints import fingerprint_of, same_weights
 from eyas.core.media import read_media, shifts_positions
-from eyas.core.ops import REFERENCE, Ops
+from eyas.core.ops import REFERENCE, Backend, Ops
 from eyas.core.placement import check_layers, device_of, has_several_devices
 from eyas.core.pretrained import DeviceMap, read_model
 from eyas.core.recurrent import RowStates
@@ -44,7 +44,6 @@ from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import EyasError, FitError, ModelError, OptionError, first_line, one_line
 from eyas.formats import EXACT, WeightFormat
-from eyas.nn import Backend
 
 __all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession", "pick_device", "pick_dtype"]
 

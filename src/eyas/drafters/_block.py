@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, TreeSize
+from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.core.tree import Draft
@@ -26,6 +26,7 @@ from eyas.drafters._block_loss import BlockTraining, block_loss
 from eyas.drafters._block_net import BlockFormat, BlockNet, Extras
 from eyas.drafters._block_session import BlockSession
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
+from eyas.drafters._method import Batch, DraftMethod, Loss
 from eyas.drafters._nets import (
     check_head,
     layer_config,
@@ -68,7 +69,7 @@ class NewBlockHead:
             check_whole("head", 0, mask_token=self.mask_token)
 
 
-class BlockMethod(Drafter):
+class BlockMethod(DraftMethod):
     """A method that drafts a whole block in one pass of its net. Its trees are deterministic."""
 
     needs_weights: ClassVar[bool] = True

@@ -27,16 +27,15 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from eyas.core.cache import DraftKVCache
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
-from eyas.core.ops import FusedTreeBuilder, WindowTreeBuilder
+from eyas.core.drafter import Capturable, CycleInput, DraftSession, TreeSize
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, FusedTreeBuilder, WindowTreeBuilder, grow_dynamic
+from eyas.drafters._method import DraftMethod
 from eyas.drafters._nets import MARGIN
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
-from eyas.nn import Compiled, LayerShape, rope_frequencies
+from eyas.nn import Compiled, DraftKVCache, LayerShape, rope_frequencies
 
 __all__ = ["DynamicEagle", "EagleMethod", "EagleNet", "EagleSession", "Window"]
 
@@ -81,7 +80,7 @@ class EagleNet(Protocol):
         ...
 
 
-class EagleMethod(Drafter):
+class EagleMethod(DraftMethod):
     """The base of EAGLE methods: a small net over pairs, for one target."""
 
     needs_weights = True
@@ -122,7 +121,7 @@ class EagleMethod(Drafter):
         of several layers."""
         if self.layers > 1:
             return None
-        fused_tree_builder = self.target.runner.ops.fused_tree_builder(
+        fused_tree_builder: FusedTreeBuilder | None = self.target.runner.ops.fused_tree_builder(
             self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v
         )
         return None if self.window() and not isinstance(fused_tree_builder, WindowTreeBuilder) else fused_tree_builder

@@ -32,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,8 +45,9 @@ from eyas.core.tree import Choices, Draft, FullDraft, Tree
 from eyas.drafters._allowed import PartialTree, only_allowed
 from eyas.drafters._options import check_choice, check_whole, current_noise
 from eyas.errors import OptionError
+from eyas.nn import DraftKVCache
 
-__all__ = ["DraftNetSteps", "DynamicTree", "grow_dynamic", "grow_static"]
+__all__ = ["DraftNetSteps", "DynamicTree", "FusedTreeBuilder", "WindowTreeBuilder", "grow_dynamic", "grow_static"]
 
 NOISES = ("coupled", "none")
 EXPANSIONS = ("value", "confidence")
@@ -118,6 +119,52 @@ class DynamicTree:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class FusedTreeBuilder(Protocol):
+    """Grows a whole dynamic tree of one EAGLE net at once, all its levels."""
+
+    @property
+    def fuses_features(self) -> bool:
+        """Whether it reads the target's features; False: it reads the output of the net's
+        `fuse`."""
+        ...
+
+    def suits(self, cycle_input: CycleInput) -> bool:
+        """Whether it supports the Sampling of all rows."""
+        ...
+
+    def __call__(
+        self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: DraftKVCache,
+        length_B: Tensor, width: int,
+    ) -> Draft:  # fmt: skip
+        """Let the net read the pending pairs (see drafters/_eagle.py), in the slots after
+        `length_B`, then grow the tree below the roots.
+
+        Args:
+            features_BPF, tokens_BP, count_B: features and tokens that the net has not read yet, and
+                their number in each row.
+            width: at least as many slots of the cache as any row uses, the tree's included.
+        """
+        ...
+
+
+@runtime_checkable
+class WindowTreeBuilder(Protocol):
+    """A `FusedTreeBuilder` that serves drafts with a window, too."""
+
+    def grow(
+        self,
+        hidden_BD: Tensor,
+        cycle_input: CycleInput,
+        tree: DynamicTree,
+        cache: DraftKVCache,
+        length_B: Tensor,
+        width: int,
+    ) -> Draft:
+        """Grow the tree from the net's output at the newest pair. The session has let the net read
+        that pair, and then trimmed the window."""
+        ...
 
 
 @dataclass(frozen=True)

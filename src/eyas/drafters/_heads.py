@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.core.drafter import Batch, Capturable, CycleInput, DraftSession, Loss, TreeSize
+from eyas.core.drafter import Capturable, CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.sampling import apply_sampling_rows
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Tree, Verdict
 from eyas.drafters._grow import DynamicTree
+from eyas.drafters._method import Batch, Loss
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 from eyas.losses import draft_losses

@@ -40,8 +40,6 @@ class Merged(Drafter):
         self.parts = (first, second)
         self.feature_layers = tuple(sorted({*first.feature_layers, *second.feature_layers}))
         self.net = first.net
-        self.trained_length = first.trained_length
-        self.target_fingerprint = first.target_fingerprint
         self.model_free = first.model_free and second.model_free
 
     def for_target(self, target: Target) -> Drafter:

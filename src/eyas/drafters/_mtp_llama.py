@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.core.cache import DraftKVCache
 from eyas.core.families import SLIDING
 from eyas.drafters._mtp_net import Net
-from eyas.nn import DecoderLayer, LayerShape, RMSNorm, join_normed
+from eyas.nn import DecoderLayer, DraftKVCache, LayerShape, RMSNorm, join_normed
 
 __all__ = ["LlamaNet", "llama_net"]
 

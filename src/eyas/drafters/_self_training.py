@@ -17,9 +17,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import Batch
 from eyas.core.options import TRAINING
 from eyas.core.target import Target
+from eyas.drafters._method import Batch
 from eyas.drafters._options import check_choice, check_decay, check_whole
 from eyas.losses import DraftLosses
 from eyas.objectives import OBJECTIVES

@@ -221,7 +221,8 @@ def own_text(target: Target, rows: int = TEXT_ROWS, length: int = TEXT_LENGTH, s
     """int64 [R, T]: text that the target samples at temperature 1, with random numbers that no
     request reads."""
     config = target.model.config.get_text_config(decoder=True)
-    begin = next((i for i in (config.bos_token_id, config.eos_token_id) if isinstance(i, int)), 0)
+    known = range(target.vocab_size)
+    begin = next((i for i in (config.bos_token_id, config.eos_token_id) if isinstance(i, int) and i in known), 0)
     session, device = target.open(rows), target.device
     noise = GumbelNoise(
         torch.arange(seed, seed + rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device), False

@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss
+from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices, check_choices
 from eyas.drafters._eagle import EagleMethod, EagleSession, Window
 from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.drafters._grow import DraftNetSteps, grow_static
+from eyas.drafters._method import Batch, Loss
 from eyas.drafters._nets import (
     check_head,
     layer_config,

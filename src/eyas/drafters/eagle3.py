@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, Loss
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, Window
 from eyas.drafters._eagle3_net import Architecture, Net
 from eyas.drafters._grow import DynamicTree
+from eyas.drafters._method import Batch, Loss
 from eyas.drafters._nets import (
     EMBEDDING,
     check_head,

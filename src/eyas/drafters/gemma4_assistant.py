@@ -24,13 +24,14 @@ from torch import Tensor
 
 from eyas.checkpoints import Weights
 from eyas.core.cache import additive_mask
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
+from eyas.core.drafter import Capturable, CycleInput, DraftSession, TreeSize
 from eyas.core.families import SLIDING
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters._assistant_net import Net, SharedKeysValues, load_net, random_net, source_layers
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._heads import FeatureSession
+from eyas.drafters._method import DraftMethod
 from eyas.drafters._nets import check_head
 
 __all__ = ["Method"]
@@ -51,7 +52,7 @@ class Session(FeatureSession):
         return None  # the net's layers are the model's code, which may read values on the host
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """An assistant with a dynamic tree."""
 
     Options: ClassVar[type] = Options

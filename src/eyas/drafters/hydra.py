@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, DraftSession, Loss, TreeSize
+from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft
@@ -41,6 +41,7 @@ from eyas.drafters._heads import (
     heads_loss,
     lm_head_like,
 )
+from eyas.drafters._method import Batch, Loss
 from eyas.drafters._nets import (
     check_head,
     layer_shape,

@@ -41,9 +41,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import CycleInput, Drafter, DraftSession
+from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.sampling import apply_sampling_rows
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie
+from eyas.drafters._method import DraftMethod
 from eyas.drafters._options import check_whole
 
 __all__ = ["Lookahead", "Method", "Pool"]
@@ -210,7 +211,7 @@ class Session(DraftSession):
         return (scores_BWV.log_softmax(-1) + cycle_input.noise.gumbel(position_BW, scores_BWV.shape[-1])).argmax(-1)
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """Lookahead decoding."""
 
     Options: ClassVar[type] = Options

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, TreeSize
+from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, chain_choices, check_choices
@@ -41,6 +41,7 @@ from eyas.drafters._heads import (
     heads_loss,
     lm_head_like,
 )
+from eyas.drafters._method import Batch, DraftMethod, Loss
 from eyas.drafters._nets import check_head, load_tensors, placed, saved_head, seeded, target_sizes
 from eyas.drafters._options import check_choice, current_noise
 from eyas.drafters.eagle1 import StaticTree
@@ -170,7 +171,7 @@ class Net(nn.Module):
 # --- the method
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """Medusa-1 on the frozen target."""
 
     Options: ClassVar[type] = Options

@@ -31,10 +31,11 @@ from transformers import PreTrainedConfig
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.checkpoints.mtp import MODEL_TYPE
-from eyas.core.drafter import Batch, Capturable, CycleInput, Drafter, DraftSession, Loss
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
+from eyas.drafters._method import Batch, Loss
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes

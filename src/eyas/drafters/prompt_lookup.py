@@ -17,7 +17,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from eyas.core.drafter import Drafter, DraftSession
+from eyas.core.drafter import DraftSession
+from eyas.drafters._method import DraftMethod
 from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
@@ -105,7 +106,7 @@ class NgramIndex(Index):
         return guesses
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """The tokens that followed the last ones earlier in the row's own text."""
 
     Options: ClassVar[type] = Options

@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eyas.checkpoints import Weights
-from eyas.core.drafter import Drafter, DraftSession
+from eyas.core.drafter import DraftSession
 from eyas.core.target import Target
 from eyas.datastore import DEPTH, Datastore
+from eyas.drafters._method import DraftMethod
 from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
 from eyas.drafters._options import check_whole
 from eyas.errors import OptionError
@@ -130,7 +131,7 @@ class DatastoreIndex(Index):
         return [guess if guess.parent else guess._replace(logp=guess.logp + rate) for guess in guesses]
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """Retrieval from a datastore (REST)."""
 
     Options: ClassVar[type] = Options

@@ -35,11 +35,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from eyas import checkpoints, tiny
 from eyas.checkpoints import Weights
 from eyas.core import families
-from eyas.core.drafter import Batch, CycleInput, Drafter, DraftSession, Loss, TreeSize
+from eyas.core.drafter import CycleInput, Drafter, DraftSession, TreeSize
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
+from eyas.drafters._method import Batch, DraftMethod, Loss
 from eyas.drafters._nets import placed, seeded
 from eyas.drafters._options import check_choice, check_whole, current_noise
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
@@ -149,7 +150,7 @@ class Options(DraftOptions):
     net: NetShape = field(default_factory=NetShape)
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """A language model that drafts for another."""
 
     Options: ClassVar[type] = Options
@@ -217,10 +218,11 @@ class Method(Drafter):
             if options.verification != "token":
                 raise OptionError("verification block is for one draft model: leave it out")
             options = replace(options, tree=replace(options.tree, noise="coupled"))
-        return reduce(Merged, [cls._open(name.strip(), target, options) for name in names])
+        opened: list[Drafter] = [cls._open(name.strip(), target, options) for name in names]
+        return reduce(Merged, opened)
 
     @classmethod
-    def _open(cls, name: str, target: Target, options: Any) -> Drafter:
+    def _open(cls, name: str, target: Target, options: Any) -> DraftMethod:
         folder = Path(name).expanduser()
         dtype = str(target.dtype).removeprefix("torch.")
         draft = Target.load(folder if folder.exists() else name, dtype, str(target.device), role="draft model")

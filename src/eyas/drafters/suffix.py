@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
-from eyas.core.drafter import Drafter, DraftSession
+from eyas.core.drafter import DraftSession
+from eyas.drafters._method import DraftMethod
 from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
 from eyas.drafters._options import check_whole
 
@@ -194,7 +195,7 @@ class SuffixAutomaton(Index):
         return continuations
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """The longest earlier match of the end of the text, and what followed it."""
 
     Options: ClassVar[type] = Options

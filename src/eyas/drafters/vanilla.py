@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
+from eyas.core.drafter import Capturable, CycleInput, DraftSession
 from eyas.core.tree import Draft, Tree
+from eyas.drafters._method import DraftMethod
 
 __all__ = ["Method"]
 
@@ -30,7 +31,7 @@ class Session(DraftSession):
         return Draft(self.tree, cycle_input.tokens_B[:, None])
 
 
-class Method(Drafter):
+class Method(DraftMethod):
     """Plain decoding."""
 
     summary = "plain decoding, one token a cycle: what every speed-up is measured against"

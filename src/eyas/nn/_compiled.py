@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
+from eyas.core.ops import Backend
 from eyas.errors import first_line
 
-__all__ = ["Backend", "Compiled"]
-
-Backend = str | Callable[..., Any]
-"""A backend of torch.compile."""
+__all__ = ["Compiled"]
 
 MAX_RECOMPILES = 64  # limit per function, for different kinds of shapes; TORCH_LOGS=recompiles shows them
 

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas import gpu, kernels
 from eyas.errors import CheckpointError
-from eyas.kernels import Pass
 from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
     "Attention",
     "CacheContents",
-    "CpuLayer",
     "DecoderLayer",
     "DraftCache",
     "DraftSlots",
@@ -111,15 +107,12 @@ class RMSNorm(nn.Module):
     """x / rms(x) * weight, the mean in float32 (Zhang and Sennrich 2019)."""
 
     by_kernel: Callable[[Tensor, Tensor, float], Tensor] | None = None  # (x, weight, eps) -> the norm
+    # (a, b, weight of a's norm, weight of b's, eps) -> the norms of a and b side by side
+    join_by_kernel: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] | None = None
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x + residual, and its norm, by one GPU kernel."""
-        summed, normed = gpu.add_norm(x, residual, self.weight, self.eps)
-        return summed, normed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_kernel is not None:
@@ -129,10 +122,9 @@ class RMSNorm(nn.Module):
 
 
 def join_normed(a_norm: RMSNorm, a: Tensor, b_norm: RMSNorm, b: Tensor) -> Tensor:
-    """The norms of a and b side by side, by one kernel where norms run by GPU kernels."""
-    if a_norm.by_kernel is gpu.rms_norm and a.shape == b.shape:
-        joined: Tensor = gpu.join_norms(a, b, a_norm.weight, b_norm.weight, a_norm.eps)
-        return joined
+    """Return the norms of a and b side by side."""
+    if a_norm.join_by_kernel is not None and a.shape == b.shape:
+        return a_norm.join_by_kernel(a, b, a_norm.weight, b_norm.weight, a_norm.eps)
     return torch.cat([a_norm(a), b_norm(b)], dim=-1)
 
 
@@ -267,74 +259,6 @@ class KernelLayer(Protocol):
         ...
 
 
-class CpuLayer:
-    """A decoder layer computed by the CPU kernels, with a packed copy of its weights."""
-
-    def __init__(
-        self, layer: DecoderLayer, weight_format: kernels.WeightFormat, threads: kernels.ThreadCount = None
-    ) -> None:
-        attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
-        qkv = (attention.q, attention.k, attention.v)
-        bias = torch.cat([m.bias for m in qkv]) if shape.qkv_bias else None
-        pack = partial(kernels.pack, weight_format=weight_format)
-        packed = kernels.Layer(
-            qkv=pack(torch.cat([m.weight for m in qkv]), bias),
-            o=pack(attention.o.weight),
-            gate_up=kernels.pack_gated(mlp.gate.weight, mlp.up.weight, weight_format=weight_format),
-            down=pack(mlp.down.weight),
-            norm=None,
-            mlp_norm=layer.mlp_norm.weight.detach().clone(),
-        )
-        self.shape = kernels.LayerSizes(
-            hidden=shape.hidden_size,
-            heads=shape.num_heads,
-            kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            inner=shape.intermediate_size,
-            eps=shape.rms_eps,
-            scale=shape.head_dim**-0.5,
-        )
-        self.layer = kernels.Layers(self.shape, [packed], threads)
-        self.frequency_h = attention.frequency(torch.device("cpu"))
-        self._cosine = self._sine = torch.empty(0, shape.head_dim)
-
-    @staticmethod
-    def suits(shape: LayerShape) -> bool:
-        """Whether the kernels support these sizes."""
-        return shape.head_dim in kernels.HEAD_DIMS and not (shape.hidden_size % 32 or shape.intermediate_size % 32)
-
-    def __call__(
-        self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
-    ) -> Tensor | None:
-        """The layer's output; None for a cache that the kernels cannot use."""
-        contents = cache.cpu_kernel_view()
-        if contents is None:
-            return None
-        x_RND = residual_RND.clone(memory_format=torch.contiguous_format)
-        self.layer.draft(input_RNX.contiguous(), x_RND, self.attention_pass(contents, position_RN, cache.width))
-        return x_RND
-
-    def attention_pass(self, contents: CacheContents, position_RN: Tensor, width: int) -> Pass:
-        """The kernels' input for attention, and for storing keys and values.
-
-        Args:
-            width: upper bound of the slots in use, those of the new nodes included.
-        """
-        visible_RNT = contents.visible_RNT.contiguous()
-        cosine, sine = self.tables(width)
-        return Pass(
-            contents.length_R.contiguous(), position_RN.contiguous(), visible_RNT, visible_RNT, cosine, sine,
-            contents.store, contents.rows,
-        )  # fmt: skip
-
-    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [P, h] of at least this many positions."""
-        if positions > len(self._cosine):
-            angle = torch.arange(max(256, 2 * positions))[:, None] * self.frequency_h.repeat(2)
-            self._cosine, self._sine = angle.cos(), angle.sin()
-        return self._cosine, self._sine
-
-
 class DecoderLayer(nn.Module):
     """The common part of EAGLE-1's and EAGLE-3's layers: attention over an input of some size, and
     the MLP after it."""
@@ -343,7 +267,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention, self.mlp = Attention(shape, in_size), SwiGLU(shape)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.fused: CpuLayer | KernelLayer | None = None  # kernels that compute the layer
+        self.fused: KernelLayer | None = None  # kernels that compute the layer
 
     def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """The layer's output [R, N, D] for the next nodes of the cache.

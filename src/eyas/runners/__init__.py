@@ -20,13 +20,13 @@ from copy import copy
 import torch
 
 from eyas.core import quantised
-from eyas.core.ops import REFERENCE, Ops
+from eyas.core.ops import Ops
 from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.gpu import available as has_gpu_kernels
 from eyas.kernels import WeightFormat, available, has_dots
-from eyas.nn import FP8_CAPABILITY
+from eyas.runners._fp8 import FP8_CAPABILITY, TORCH
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, make_cpu_runner
 from eyas.runners.cpu_ops import CpuCycleOps
@@ -91,6 +91,8 @@ def with_fastest_runner(
         raise OptionError(
             f"draft weights int4 need compiled kernels on a CPU with integer dot products (AVX2, or ARM's dotprod){own_model}"
         )
+    if draft_weights == "fp8" and "fp8" not in made.runner.ops.draft_formats:
+        made.runner = ModelRunner(TORCH)
     made.draft_weights = draft_weights
     return made
 
@@ -201,7 +203,7 @@ def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
         "GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)"
     )
     ops = _ops_for(target.device)
-    fused = None if ops is REFERENCE else fused_layers(target, join_weights=own)
+    fused = None if ops is TORCH else fused_layers(target, join_weights=own)
     compiled = CompiledLayers(target.family.layers) if kernels == "compile" else None
     made = GraphRunner(target, compiled=compiled, fused=fused, ops=ops)
     if fault := fault_of_runner(target, made):
@@ -214,10 +216,10 @@ def _ops_for(device: torch.device) -> Ops:
     """The operations of a cycle by GPU kernels, if all of them give on this device what torch does;
     else in torch."""
     if not has_gpu_kernels(device):
-        return REFERENCE
+        return TORCH
     if fault := fault_of_kernels(device, ops := GpuOps()):
         warnings.warn(f"eyas' GPU kernels are left out, as one fails on this GPU: {fault}", stacklevel=6)
-        return REFERENCE
+        return TORCH
     return ops
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from eyas.core.cache import KVCache
-from eyas.nn import Backend, Compiled
+from eyas.core.ops import Backend
+from eyas.nn import Compiled
 
 __all__ = ["CompiledLayers"]
 

@@ -19,11 +19,11 @@ from eyas.core.drafter import CycleInput
 from eyas.core.sampling import Sampling
 from eyas.core.tree import Draft, FullDraft, Tree
 from eyas.drafters._grow import DynamicTree
-from eyas.nn import CpuLayer, KernelLinear
+from eyas.runners._cpu_net import CpuLayer, KernelLinear
 
 if TYPE_CHECKING:
-    from eyas.core.cache import DraftKVCache
     from eyas.core.target import Target
+    from eyas.nn import DraftKVCache
 
 __all__ = ["CpuTreeBuilder", "tree_builder_of"]
 
@@ -99,7 +99,7 @@ def _one_node_mask(rows: int) -> Tensor:
 
 
 class CpuTreeBuilder:
-    """Grows the dynamic trees of one net: a `core.ops.FusedTreeBuilder`."""
+    """Grows the dynamic trees of one net: a `drafters._grow.FusedTreeBuilder`."""
 
     def __init__(self, layer: CpuLayer, net: kernels.Net) -> None:
         self.layer, self.net = layer, net
@@ -116,7 +116,7 @@ class CpuTreeBuilder:
         self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: DraftKVCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """See `core.ops.FusedTreeBuilder`."""
+        """See `drafters._grow.FusedTreeBuilder`."""
         rows: Sequence[int] = cycle_input.active_rows or range(len(length_B))
         row_R = None if len(rows) == len(length_B) else torch.tensor(rows)
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
-from eyas.core.ops import FusedTreeBuilder, Ops
+from eyas.core.ops import Ops
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
-from eyas.nn import with_cpu_kernels
+from eyas.drafters._grow import FusedTreeBuilder
+from eyas.runners._cpu_net import with_cpu_kernels
 from eyas.runners.cpu_grow import tree_builder_of
 
 __all__ = ["CpuCycleOps", "CpuNoise", "CpuOps"]

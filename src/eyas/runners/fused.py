@@ -33,9 +33,9 @@ from eyas.core import families
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.gpu import RotaryTables, add_norm, attention, available, rotate_and_store, swiglu
-from eyas.nn import JoinedLinears
 from eyas.runners._comparison import UnsuitedError, compare
 from eyas.runners._layer_settings import layer_windows, norm_eps
+from eyas.runners._matrices import JoinedLinears
 
 __all__ = ["FusedRunner", "GpuModelLayers", "check", "fused_layers"]
 

@@ -25,8 +25,8 @@ from eyas.core.tree import Draft, FullDraft, Tree
 from eyas.drafters._grow import DynamicTree
 
 if TYPE_CHECKING:
-    from eyas.core.cache import DraftKVCache
     from eyas.core.target import Target
+    from eyas.nn import DraftKVCache
 
 __all__ = ["GpuTreeBuilder", "tree_builder_of"]
 
@@ -76,7 +76,7 @@ class _Level:
 
 
 class GpuTreeBuilder:
-    """Grows the dynamic trees of one net: a `core.ops.FusedTreeBuilder` and `WindowTreeBuilder`."""
+    """Grows the dynamic trees of one net: a `drafters._grow.FusedTreeBuilder` and `WindowTreeBuilder`."""
 
     fuses_features = False
 
@@ -99,7 +99,7 @@ class GpuTreeBuilder:
         self, features_BPF: Tensor, tokens_BP: Tensor, count_B: Tensor, cycle_input: CycleInput, tree: DynamicTree, cache: DraftKVCache,
         length_B: Tensor, width: int,
     ) -> Draft:  # fmt: skip
-        """See `core.ops.FusedTreeBuilder`. The pending pairs' features are fused already."""
+        """See `drafters._grow.FusedTreeBuilder`. The pending pairs' features are fused already."""
         hidden_BD = self._forward_pending(features_BPF, tokens_BP, count_B, cycle_input, cache, length_B, width)
         return self.grow(hidden_BD, cycle_input, tree, cache, length_B + count_B, width)
 
@@ -112,7 +112,7 @@ class GpuTreeBuilder:
         length_B: Tensor,
         width: int,
     ) -> Draft:
-        """See `core.ops.WindowTreeBuilder`."""
+        """See `drafters._grow.WindowTreeBuilder`."""
         B, K = len(length_B), min(tree.branch, self.vocabulary)
         X = 1 + K + (tree.depth - 1) * K * K
         drafted = self._empty(B, X, length_B)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from eyas import gpu
 from eyas.core.adjustments import Adjustments
-from eyas.core.ops import FusedTreeBuilder, Ops
+from eyas.core.ops import Ops
 from eyas.core.sampling import GumbelNoise, Sampling, equal_but_for_seeds
 from eyas.core.tree import Draft, Tree, Verdict, unpack_verdict
-from eyas.nn import with_gpu_kernels
+from eyas.drafters._grow import FusedTreeBuilder
+from eyas.runners._gpu_net import with_gpu_kernels
 from eyas.runners.gpu_grow import tree_builder_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class GpuOps(Ops):
             draft nets always use them.
     """
 
+    draft_formats = ("exact", "fp8")
     on_cpu: bool = False
 
     def _suits(self, tensor: Tensor) -> bool:

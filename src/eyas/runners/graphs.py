@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
-from eyas.core.ops import REFERENCE, Ops
+from eyas.core.ops import REFERENCE, Backend, Ops
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.errors import first_line
 from eyas.gpu import available
 from eyas.kernels import EXACT
-from eyas.nn import Backend
 from eyas.runners.attention import grouped_attention_enabled
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.fused import GpuModelLayers, fused_layers

@@ -9,7 +9,8 @@ from eyas import checkpoints, drafters, named
 from eyas.adaptive import make_controller
 from eyas.api import LLM
 from eyas.core.dormant import Policy, with_policy
-from eyas.core.drafter import Drafter, build_options
+from eyas.core.drafter import Drafter
+from eyas.core.options import build_options
 from eyas.errors import OptionError
 from eyas.hardware import release_threads
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from eyas.core.drafter import Drafter
+from eyas.drafters import DraftMethod
 from eyas.train.data import Example
 
 __all__ = ["examples_hash", "untrained_hash"]
@@ -29,7 +29,7 @@ def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> st
     return digest.hexdigest()
 
 
-def untrained_hash(drafter: Drafter) -> str:
+def untrained_hash(drafter: DraftMethod) -> str:
     """SHA-256 of the tensors of the head's checkpoint that are not trained, such as its draft
     vocabulary and its own embeddings.
     """

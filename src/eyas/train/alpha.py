@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
+from eyas.drafters import DraftMethod
 from eyas.metrics import StepTotals, cycle_of, n_alpha
 from eyas.train.data import Example
 
@@ -25,7 +25,7 @@ def chain_figures(
     new_tokens: int = 48,
     depth: int = 5,
     tree_prompts: int = 4,
-) -> Callable[[Drafter], dict[str, float]]:
+) -> Callable[[DraftMethod], dict[str, float]]:
     """Held-out figures for the training loop, from greedy answers to the prompts of some examples.
 
     Args:
@@ -42,7 +42,7 @@ def chain_figures(
     """
     chosen = [prompt for prompt in map(last_prompt, examples[:prompts]) if prompt]
 
-    def evaluate(drafter: Drafter) -> dict[str, float]:
+    def evaluate(drafter: DraftMethod) -> dict[str, float]:
         figures: dict[str, float] = {}
         if chain_steps := _decode(drafter.chain(depth), chosen, new_tokens, eos):
             cycles = [cycle_of(step) for step in chain_steps if not step.prefill]
@@ -69,7 +69,9 @@ def last_prompt(example: Example) -> tuple[int, ...]:
     return tuple(example.ids[:end])
 
 
-def _decode(drafter: Drafter, prompts: Sequence[tuple[int, ...]], new_tokens: int, eos: frozenset[int]) -> list[Step]:
+def _decode(
+    drafter: DraftMethod, prompts: Sequence[tuple[int, ...]], new_tokens: int, eos: frozenset[int]
+) -> list[Step]:
     """The Steps of greedy decoding, prompt after prompt. Prompts that fill the context are left
     out.
     """

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import Drafter, Loss
+from eyas.drafters import DraftMethod, Loss
 from eyas.errors import EyasError, FitError
 from eyas.train.data import Batches
 from eyas.train.dist import LossFunction
@@ -45,7 +45,7 @@ class LossSums:
 
 
 def batch_loss(
-    drafter: Drafter,
+    drafter: DraftMethod,
     loss_function: LossFunction,
     batches: Batches,
     batch: Sequence[int],

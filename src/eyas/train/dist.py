@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from eyas.core.drafter import Batch, Drafter, Loss
+from eyas.drafters import Batch, DraftMethod, Loss
 from eyas.errors import OptionError, one_line
 
 __all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "join", "world_size"]
@@ -71,7 +71,7 @@ class SingleProcess:
         """This process's share of the items, each with its number among all of them."""
         return list(enumerate(items))[self.rank :: self.size]
 
-    def shard(self, drafter: Drafter) -> LossFunction:
+    def shard(self, drafter: DraftMethod) -> LossFunction:
         """Distribute the drafter's net; returns the loss to train it with. Its parameters may be
         other objects afterwards.
         """
@@ -149,7 +149,7 @@ class ProcessGroup(SingleProcess):
         self.sharded: Any = None  # FSDP2's module
         self.original_hooks: list[tuple[nn.Module, dict[str, Any]]] = []  # as they were before the net was sharded
 
-    def shard(self, drafter: Drafter) -> LossFunction:
+    def shard(self, drafter: DraftMethod) -> LossFunction:
         assert drafter.net is not None
         self.broadcast_weights(drafter.net)
         if not self.use_fsdp:
@@ -259,7 +259,7 @@ class ProcessGroup(SingleProcess):
 class _LossModule(nn.Module):
     """The module that FSDP2 shards: the net, whose weights the loss alone uses."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: DraftMethod) -> None:
         super().__init__()
         self.net = drafter.net
         self.loss = drafter.loss

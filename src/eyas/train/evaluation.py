@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from eyas.core.drafter import Drafter
+from eyas.drafters import DraftMethod
 from eyas.train.batch_loss import LossSums, batch_loss, batch_memory_errors, check_finite, memory_errors
 from eyas.train.setup import HALF_DTYPES, TrainSetup
 
 __all__ = ["MoreFigures", "evaluate_heldout"]
 
-MoreFigures = Callable[[Drafter], Mapping[str, float]]
+MoreFigures = Callable[[DraftMethod], Mapping[str, float]]
 
 
 @torch.no_grad()

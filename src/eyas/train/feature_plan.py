@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import drafters
-from eyas.core.drafter import build_options, option_defaults
+from eyas.core.options import build_options, option_defaults
 from eyas.core.target import Target
 from eyas.errors import InputError, OptionError
 from eyas.files import locked_output, prepare_folder

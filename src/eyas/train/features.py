@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import Batch, Drafter
 from eyas.core.target import Target
+from eyas.drafters import Batch, DraftMethod
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.nn import Documents
 from eyas.train.data import Batches
@@ -33,7 +33,7 @@ __all__ = ["batch_of", "layers_for_training", "write_features"]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def batch_of(batches: Batches, indices: Sequence[int], drafter: Drafter) -> Batch:
+def batch_of(batches: Batches, indices: Sequence[int], drafter: DraftMethod) -> Batch:
     """These examples, packed, with the features that the drafter's loss reads."""
     target, examples = drafter.target, batches.examples
     tokens_N, counted_N, documents = batches.load(indices)
@@ -55,7 +55,7 @@ def _encode(target: Target, tokens_N: Tensor, documents: Documents, layers: Sequ
     return target.encode(tokens_RT.to(target.device), layers)[is_token_RT.to(target.device)]
 
 
-def layers_for_training(target: Target, methods: Iterable[tuple[type[Drafter], Any]]) -> tuple[int, ...]:
+def layers_for_training(target: Target, methods: Iterable[tuple[type[DraftMethod], Any]]) -> tuple[int, ...]:
     """All layers of this target that the losses of these methods read.
 
     Args:

@@ -1,4 +1,4 @@
-"""The training loop. It knows no method: a `Drafter` has a net, a loss and weights.
+"""The training loop. It knows no method: a `DraftMethod` has a net, a loss and weights.
 
     examples --> Batches --> target.encode (frozen) --> drafter.loss --> backward, sum over processes, clip, optimizer
                                                     |-- every save_every: state.pt
@@ -32,7 +32,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.core.drafter import Drafter
+from eyas.drafters import DraftMethod
 from eyas.errors import EyasError, InputError, OptionError
 from eyas.files import locked_folder
 from eyas.train._process import InterruptHandler, flushed_denormals, frozen
@@ -67,7 +67,7 @@ class TrainResult:
 
 
 def train(
-    drafter: Drafter,
+    drafter: DraftMethod,
     examples: Sequence[Example],
     heldout: Sequence[Example],
     config: TrainConfig,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyas.core.drafter import Drafter
+from eyas.drafters import DraftMethod
 from eyas.errors import InputError, OptionError
 from eyas.train._identity import examples_hash, untrained_hash
 from eyas.train._process import has_bf16
@@ -36,7 +36,7 @@ IDENTITY_NAMES = {
 class TrainSetup:
     """The constants of a run."""
 
-    drafter: Drafter
+    drafter: DraftMethod
     net: nn.Module  # the drafter's; trained in float32
     config: TrainConfig
     group: SingleProcess  # or a ProcessGroup, which is one too
@@ -63,7 +63,11 @@ class TrainSetup:
 
 
 def set_up(
-    drafter: Drafter, examples: Sequence[Example], heldout: Sequence[Example], config: TrainConfig, group: SingleProcess
+    drafter: DraftMethod,
+    examples: Sequence[Example],
+    heldout: Sequence[Example],
+    config: TrainConfig,
+    group: SingleProcess,
 ) -> TrainSetup:
     """Check that these can be trained together, and put the drafter's net into float32.
 

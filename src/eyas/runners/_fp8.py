@@ -13,9 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from eyas.nn._matrices import JoinedFp8Linears
+from eyas.core.ops import Ops
+from eyas.runners._matrices import JoinedFp8Linears
 
-__all__ = ["FP8_CAPABILITY", "Fp8Linear", "fp8"]
+__all__ = ["FP8_CAPABILITY", "TORCH", "Fp8Linear", "TorchOps", "fp8"]
 
 FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability
 
@@ -43,3 +44,15 @@ def fp8(net: Net) -> Net:
             if type(child) is nn.Linear and JoinedFp8Linears.suits([child]):
                 setattr(module, name, Fp8Linear(child))
     return other
+
+
+class TorchOps(Ops):
+    """The reference operations, with draft nets in fp8 on request."""
+
+    draft_formats = ("exact", "fp8")
+
+    def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
+        return fp8(net) if draft_weights == "fp8" else net
+
+
+TORCH = TorchOps()

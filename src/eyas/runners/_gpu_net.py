@@ -15,10 +15,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from eyas.gpu import RotaryTables, attention, rms_norm, rotate_and_store, swiglu
-from eyas.nn._fp8 import Fp8Linear
-from eyas.nn._layers import DecoderLayer, DraftCache, RMSNorm
-from eyas.nn._matrices import JoinedFp8Linears, JoinedLinears
+from eyas.gpu import RotaryTables, add_norm, attention, join_norms, rms_norm, rotate_and_store, swiglu
+from eyas.nn import DecoderLayer, DraftCache, RMSNorm
+from eyas.runners._fp8 import Fp8Linear
+from eyas.runners._matrices import JoinedFp8Linears, JoinedLinears
 
 __all__ = ["GpuLayer", "with_gpu_kernels"]
 
@@ -65,8 +65,10 @@ class GpuLayer:
         attended_RNHh = attention(
             q_RNHh, slots.key_RKWh[:, :, seen], slots.value_RKWh[:, :, seen], slots.length_R, slots.visible_RNT, position_RN, h**-0.5
         )  # fmt: skip
-        hidden_RND, normed_RND = self.mlp_norm.add(self.output(attended_RNHh.flatten(2))[0], residual_RND)
-        return hidden_RND + self.down(swiglu(*self.gate_up(normed_RND)))[0]
+        norm, attended_RND = self.mlp_norm, self.output(attended_RNHh.flatten(2))[0]
+        hidden_RND, normed_RND = add_norm(attended_RND, residual_RND, norm.weight, norm.eps)
+        output_RND: Tensor = hidden_RND + self.down(swiglu(*self.gate_up(normed_RND)))[0]
+        return output_RND
 
 
 @torch.no_grad()
@@ -79,7 +81,7 @@ def with_gpu_kernels(net: Net, draft_weights: str) -> Net:
     copy, fp8 = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())}), draft_weights == "fp8"
     for module in list(copy.modules()):
         if isinstance(module, RMSNorm):
-            module.by_kernel = rms_norm
+            module.by_kernel, module.join_by_kernel = rms_norm, join_norms
         if isinstance(module, DecoderLayer):
             module.fused = GpuLayer(module, fp8)
         for name, child in list(module.named_children()):

@@ -47,6 +47,7 @@ import eyas
 from eyas import tiny
 from eyas.errors import InputError
 from eyas.metrics import ratio, ratio_of_ratios
+from eyas.text import write_chat
 
 CLIENT = Path(__file__).with_name("_serve_client.py")
 FRACTIONS = (0.3, 0.6, 0.9)  # of the requests a second that drafts off reach
@@ -212,11 +213,7 @@ def rendered(llm: eyas.LLM, text: str) -> str:
     """A user's turn by the chat template, as text."""
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
         raise InputError("this measurement needs a target with a tokenizer and its chat template")
-    return str(
-        llm.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-    )
+    return write_chat(llm.tokenizer, [{"role": "user", "content": text}])[0]
 
 
 def saved(llm: eyas.LLM, args: Any, folder: Path) -> Path:

@@ -25,6 +25,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
 from eyas.errors import CheckpointError, EyasError, InputError, ModelError, OptionError
+from eyas.text import render
 from reference import plain_decode
 
 
@@ -518,6 +519,23 @@ def test_an_option_of_a_wrong_type_is_one_line(llm: LLM, option: dict[str, Any],
     """Both ended in a TypeError of the search for a similar name."""
     with pytest.raises(OptionError, match=words):
         load(llm.target.model, **option)
+
+
+def test_tools_and_variables_of_the_chat_template(target: Target) -> None:
+    """Guards against tools and variables that change nothing: they are in the prompt, or refused."""
+    tokenizer, tools = toy_tokenizer.byte_tokenizer(), [{"type": "function", "function": {"name": "now"}}]
+    llm = LLM(target, Method.random(target), tokenizer)
+    with pytest.raises(InputError, match="no place for tools"):
+        llm.generate("Hi", tools=tools)
+    tokenizer.chat_template = "{{ tools | tojson if tools }}{{ slow }}" + str(tokenizer.chat_template)
+    asked = {"tools": tools, "chat_template_kwargs": {"slow": "slowly"}}
+    request, _ = llm.request("Hi", **asked)  # type: ignore[arg-type]
+    assert request.prompt == tuple(render(tokenizer, [{"role": "user", "content": "Hi"}], **asked))
+    assert request.prompt != llm.ids("Hi")
+    for prompt, raw in (("Hi", True), (llm.ids("Hi"), False)):
+        for name in asked:
+            with pytest.raises(InputError, match=f"{name} need"):
+                llm.generate(prompt, raw=raw, **{name: asked[name]})
 
 
 def test_a_system_message_that_is_no_text_is_refused_at_once(llm: LLM) -> None:

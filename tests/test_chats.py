@@ -187,7 +187,7 @@ def test_the_tools_beside_messages() -> None:
     for record in ({}, {"tools": []}, {"tools": None}, {"tools": ""}, {"chat_template_kwargs": {}}):
         assert template_keywords(record) == {}
     assert template_keywords({"chat_template_kwargs": {"enable_thinking": False}}) == {
-        "variables": {"enable_thinking": False}
+        "chat_template_kwargs": {"enable_thinking": False}
     }
     for record in ({"tools": "f"}, {"tools": {"a": 1}}, {"tools": ["f"]}, {"chat_template_kwargs": [1]}):
         with pytest.raises(InputError):

@@ -302,6 +302,9 @@ def test_the_hub_is_asked_for_a_name_alone(monkeypatch: pytest.MonkeyPatch) -> N
 # --- the user's own ----------------------------------------------------------------------------------------------------------------------
 
 
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
 def test_own_prompts_in_every_way(tmp_path: Path) -> None:
     """Bug: a way of asking is lost, or a task that the line names."""
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
@@ -312,6 +315,7 @@ def test_own_prompts_in_every_way(tmp_path: Path) -> None:
         {"turns": ["c", "d"], "system": "Rhyme.", "task": "poems"},
         {"messages": chat, "task": "poems", "id": 0},
         {"prompt_ids": [5, 6]},
+        {"messages": chat, "tools": TOOLS},
     )
     prompts, problems = read_prompts(path)
     assert problems == []
@@ -321,6 +325,7 @@ def test_own_prompts_in_every_way(tmp_path: Path) -> None:
         Prompt("poems/3", "poems", ("c", "d"), "Rhyme."),
         Prompt("poems/0", "poems", (), messages=tuple(chat)),
         Prompt("mine/5", "mine", (), prompt_ids=(5, 6)),
+        Prompt("mine/6", "mine", (), messages=tuple(chat), template={"tools": TOOLS}),
     ]
 
 
@@ -339,7 +344,7 @@ def test_own_prompts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         '"task" must be': {"prompt": "a", "task": 3},
         "the id must be": {"prompt": "a", "id": 1.5},
         "nobody asks": {"messages": [{"role": "assistant", "content": "Hi"}]},
-        "turn 1 has the unknown role": {"messages": [{"role": "usr", "content": "Hi"}]},
+        "message 1 has the unknown role": {"messages": [{"role": "usr", "content": "Hi"}]},
     }
     path = write(tmp_path / "mine.jsonl", {"prompt": "good", "id": 7}, *wrong.values())
     prompts, problems = read_prompts(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,6 +246,30 @@ def test_a_file_of_prompts(run: Run, answer: Run, tmp_path: Path, batch: int) ->
     assert found[7]["token_ids"] == answer("--prompt-ids", "1,20,30", "--max-new-tokens", 12)["token_ids"]
     summary = json.loads(result.stdout)
     assert (summary["results"], summary["skipped"], summary["bad"], summary["tokens"]) == (4, 0, 0, 48)
+
+
+@pytest.mark.slow
+def test_lines_with_tools(run: Run, world: Path, tmp_path: Path) -> None:
+    """Guards against tools of a line that are dropped: the prompt is the server's. A changed list is
+    another prompt, and a template without a place for tools refuses them."""
+    from transformers import AutoTokenizer
+
+    from eyas.text import render
+
+    target, tools = tmp_path / "target", [{"type": "function", "function": {"name": "now"}}]
+    shutil.copytree(world / "llama", target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + str(tokenizer.chat_template)
+    tokenizer.save_pretrained(target)
+    asked = {"messages": [{"role": "user", "content": "hello"}], "tools": tools}
+    given, output = write(tmp_path / "in.jsonl", [asked]), tmp_path / "out.jsonl"
+    command = ("generate", "--max-new-tokens", 2, "--prompt-logprobs", 0, "--input", given)
+    assert run(*command, "--target", target, "--output", output).exit_code == 0
+    (found,) = results(output)
+    assert len(found["prompt_logprobs"]) == len(render(tokenizer, asked["messages"], tools=tools))
+    write(given, [{**asked, "tools": [{"type": "function", "function": {"name": "then"}}]}])
+    assert "another prompt" in run(*command, "--target", target, "--output", output).stderr
+    assert "no place for tools" in run(*command, "--target", "llama").stderr
 
 
 def test_results_to_stdout(run: Run, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 CHATS = [
     talk("hello", "x", "why", "y"),
-    {"id": "mine", **talk("one", "z")},
+    {"id": "mine", "tools": [{"type": "function", "function": {"name": "now"}}], **talk("one", "z")},
     talk("what is this", "a"),
     talk("and that", "b"),
 ]
@@ -70,6 +70,7 @@ def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_pat
     by_source = {line["source"]: line for line in found}
     second = by_source[f"{tmp_path / 'chat.jsonl'}:2"]
     assert second["id"] == "mine"
+    assert second["tools"] == CHATS[1]["tools"]
     assert second["messages"][0] == CHATS[1]["messages"][0]
     assert second["messages"][1]["content"] != "z"
     assert set(second["finish"]) <= {"stop", "length"}

@@ -108,6 +108,22 @@ def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
     assert {finish for one in found if isinstance(one, Regenerated) for finish in one.finish} == {"length", "stop"}
 
 
+def test_replies_are_asked_with_the_tools_of_the_line(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against tools that are dropped: the server, and training on the output, have them in
+    the prompt."""
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    monkeypatch.setattr(
+        WORDS, "chat_template", "{% if tools %}{{ tools | tojson }}{% endif %}" + str(WORDS.chat_template)
+    )
+    settings = GenerationSettings(max_new_tokens=8)
+    (one,) = answered(drafter, [{**chat("hello"), "tools": json.dumps(tools)}], settings)
+    assert isinstance(one, Regenerated)
+    assert one.conversation.template == {"tools": tools}
+    prompt = tuple(render(WORDS, chat("hello")["messages"], tools=tools))
+    new = plain_decode(drafter.target.model, Request(prompt, 8, Sampling(), EOS))
+    assert one.messages[-1]["content"] == WORDS.decode(new, skip_special_tokens=True)
+
+
 @pytest.mark.slow
 def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
     """Sampled, in float32, each reply with a seed of its own: so a run that was interrupted goes on
@@ -199,6 +215,16 @@ GOOD: dict[str, tuple[Any, tuple[int, ...]]] = {
     "a question alone": (chat("a"), (1,)),
     "a prompt": ({"prompt": "a"}, (1,)),
     "what is said before anybody asked": (chat("welcome", "a", "b", first="assistant"), (2,)),
+    "a reply of weight 0 stays": (
+        {
+            "messages": [
+                *chat("a")["messages"],
+                {"role": "assistant", "content": "b", "weight": 0},
+                *chat("c", "d")["messages"],
+            ]
+        },
+        (3,),
+    ),
     "ShareGPT": ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, (1,)),
 }
 

@@ -72,7 +72,7 @@ def test_the_variables_of_a_line(tmp_path: Path) -> None:
     """A line's chat_template_kwargs are the template's, as a request's are."""
     tokenizer = tokenizer_with("{% if slow %}slow {% endif %}" + CHATML)
     data = read_line(tmp_path, tokenizer, messages=TWO[:2], chat_template_kwargs={"slow": True})
-    served = render(tokenizer, TWO[:1], variables={"slow": True})
+    served = render(tokenizer, TWO[:1], chat_template_kwargs={"slow": True})
     assert data.train[0].ids[: len(served)] == served
 
 

@@ -59,5 +59,5 @@ def _json(question: str) -> bytes:
 def write_material(material: Material, answers: Path, bench: Path) -> None:
     """Write the questions as `eyas regenerate` and `eyas bench` read them."""
     write_text(answers, "".join(line.raw.decode("utf-8-sig", "replace") + "\n" for line in material.answers))
-    asked = [{"messages": each.messages[: each.turns[0]]} for each in material.bench]
+    asked = [{**each.template, "messages": each.messages[: each.turns[0]]} for each in material.bench]
     write_text(bench, "".join(json.dumps(line) + "\n" for line in asked))

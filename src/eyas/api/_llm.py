@@ -37,7 +37,7 @@ from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
 from eyas.grammar import Grammars, structure_of
-from eyas.text import encode, encode_part, render
+from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
 
 __all__ = ["LLM", "Chat"]
 
@@ -197,6 +197,8 @@ class LLM:
                 is to be edited. It is drafted; it changes the speed, never the answer.
             ignore_eos: go on to max_new_tokens.
             raw: take a string as it is, without the chat template.
+            tools: functions that the model may call, in OpenAI's form, for the chat template.
+            chat_template_kwargs: variables of the chat template, such as enable_thinking.
             response_format, regex, grammar, choice: the texts that the answer may have
                 (docs/structured_output.md). response_format is OpenAI's, or a model of pydantic.
 
@@ -281,10 +283,11 @@ class LLM:
         """
         return Chat(self, system, keywords)
 
-    def ids(self, prompt: Any, system: str | None = None, raw: bool = False) -> tuple[int, ...]:
+    def ids(self, prompt: Any, system: str | None = None, raw: bool = False, **template: Any) -> tuple[int, ...]:
         """Token ids of one prompt.
 
         A string is a user's message where the tokenizer has a chat template, unless `raw`.
+        `template`: `tools` and `chat_template_kwargs`, for it.
         """
         prompts, _ = as_prompts(prompt)
         if len(prompts) != 1:
@@ -294,25 +297,28 @@ class LLM:
                 else f"one prompt at a time, not {len(prompts)}"
             )
         one = prompts[0].ids if isinstance(prompts[0], MediaIds) else prompts[0]
-        template = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
+        has_template = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
+        extra = "a system message needs" if system else f"{min(template)} need" if template else ""
         if isinstance(one, tuple):
-            if system:
+            if extra:
                 raise InputError(
-                    "a system message needs a prompt that goes through the chat template: a string or messages, no token ids"
+                    f"{extra} a prompt that goes through the chat template: a string or messages, no token ids"
                 )
             return cast(tuple[int, ...], one)
         if self.tokenizer is None:
             raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or name a tokenizer")
-        if system and not template:
-            raise InputError("a system message needs a chat template: this tokenizer has none, or raw leaves it out")
+        if extra and not has_template:
+            raise InputError(f"{extra} a chat template: this tokenizer has none, or raw leaves it out")
+        if template.get("tools") and not has_place_for_tools(self.tokenizer, template["tools"]):
+            raise InputError("this tokenizer's chat template has no place for tools: leave them out")
         if isinstance(one, str):
             if not one.strip():
                 raise InputError("the prompt is empty")
-            if not template:
+            if not has_template:
                 return tuple(encode(self.tokenizer, one))
             one = [{"role": "user", "content": one}]
         head = [{"role": "system", "content": system}] if system else []
-        return tuple(render(self.tokenizer, [*head, *cast(Messages, one)]))
+        return tuple(render(self.tokenizer, [*head, *cast(Messages, one)], **template))
 
     def request(
         self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
@@ -321,8 +327,9 @@ class LLM:
         Parameters as in `generate`.
         """
         params = generate_keywords(keywords)
-        prompt = self._with_media(prompt, system)
-        ids = self.ids(prompt, system, params["raw"])
+        template = template_keywords(params)
+        prompt = self._with_media(prompt, system, template)
+        ids = self.ids(prompt, system, params["raw"], **({} if isinstance(prompt, MediaIds) else template))
         eos = (frozenset() if params["ignore_eos"] else self.eos).union(params["stop_token_ids"])
         reader = TextReader(self.tokenizer, params["stop"])
         request = Request(
@@ -352,11 +359,11 @@ class LLM:
             )
         return media_prompt(messages, getattr(self.target.model.config, "name_or_path", ""), **template)
 
-    def _with_media(self, prompt: Any, system: str | None) -> Any:
+    def _with_media(self, prompt: Any, system: str | None, template: Mapping[str, Any]) -> Any:
         """A prompt that holds more than text as `MediaIds`; any other as it is."""
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
-            return self.media_prompt([*head, *prompt])
+            return self.media_prompt([*head, *prompt], **template)
         if isinstance(prompt, Mapping):
             prompts, _ = as_prompts(prompt)
             return prompts[0] if prompts and isinstance(prompts[0], MediaIds) else prompt

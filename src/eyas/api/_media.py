@@ -35,14 +35,14 @@ def media_prompt(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> MediaIds:
     """The prompt that the target's processor makes of messages, by its chat template.
 
     Args:
         source: the target's folder or hub id.
         add_generation_prompt, continue_final_message, tools: see `text.render`.
-        variables: those of the template; booleans only, such as enable_thinking, and none of a
+        chat_template_kwargs: variables of the template; booleans only, such as enable_thinking, and none of a
             processor's steps, such as do_resize. Variables that the template does not have go to
             the processor, which would read files that other values name.
 
@@ -55,7 +55,7 @@ def media_prompt(
     _check_files(chat)
     written = getattr(processor, "chat_template", None)
     own = inspect.signature(processor.apply_chat_template).parameters
-    for name, value in (variables or {}).items():
+    for name, value in (chat_template_kwargs or {}).items():
         if name in own or name.startswith("do_") or not isinstance(value, bool):
             raise InputError(
                 f"{name}: with images, variables of a chat template are true or false, and none of the processor's own"
@@ -69,7 +69,7 @@ def media_prompt(
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            **(variables or {}),
+            **(chat_template_kwargs or {}),
         )
     except Exception as error:  # images that cannot be read, and templates, which are programs
         raise InputError(f"the processor of {source} refuses these messages: {_line(error)}") from error

@@ -99,6 +99,8 @@ class GenerateKeywords(TypedDict, total=False):
     prediction: str | Sequence[int] | None
     ignore_eos: bool
     raw: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
     response_format: Any  # OpenAI's mapping, or a model of pydantic
     regex: str | None
     grammar: str | None

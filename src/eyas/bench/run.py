@@ -87,6 +87,7 @@ class Bench:
     def settings(self) -> dict[str, Any]:
         """Everything that must be equal for a run to go on."""
         target = self.llm.target
+        texts = [repr(list(self.prompts)), *(repr(prompt.template) for prompt in self.prompts if prompt.template)]
         return {
             "format": FORMAT,
             "target": target.name,
@@ -101,7 +102,7 @@ class Bench:
             "versions": versions(),
             "methods": {contestant.name: contestant.describe() for contestant in self.contestants},
             "prompts": [prompt.id for prompt in self.prompts],
-            "texts": hashlib.sha256(repr(list(self.prompts)).encode()).hexdigest()[:16],
+            "texts": hashlib.sha256("".join(texts).encode()).hexdigest()[:16],
             "temperatures": list(self.temperatures),
             "max_new_tokens": self.max_new_tokens,
             "sampling": self.sampling,
@@ -191,7 +192,7 @@ class Bench:
     def _request(self, prompt: Prompt, text: Any, max_new_tokens: int, temperature: float) -> Request:
         text = text if isinstance(text, str) else list(text)
         keywords = {"raw": prompt.raw, "max_new_tokens": max_new_tokens, "temperature": temperature, **self.sampling}
-        request, _ = self.llm.request(text, **keywords)
+        request, _ = self.llm.request(text, **keywords, **prompt.template)
         room = self.llm.target.context - len(request.prompt)
         if room < 1:
             raise FitError(f"it has {len(request.prompt)} tokens, the target's context is {self.llm.target.context}")

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
@@ -26,6 +26,7 @@ from eyas.cli._errors import FULL
 from eyas.cli._options import STDIN
 from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import locked_output, parse_json
+from eyas.text import template_keywords
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -74,6 +75,7 @@ class Task:
     line: int  # counted from 1
     id: str | int | None
     prompt: Any  # a prompt of LLM.generate
+    template: Mapping[str, Any] = field(default_factory=dict)  # keywords of LLM.generate for the chat template
 
     @property
     def key(self) -> dict[str, str | int]:
@@ -83,7 +85,8 @@ class Task:
     @property
     def prompt_hash(self) -> str:
         """Sixteen hexadecimal digits by which a changed prompt is noticed."""
-        text = json.dumps(self.prompt, sort_keys=True).encode("utf-8", "backslashreplace")
+        asked = [self.prompt, self.template] if self.template else self.prompt
+        text = json.dumps(asked, sort_keys=True).encode("utf-8", "backslashreplace")
         return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -127,7 +130,7 @@ def _task(number: int, raw: bytes) -> Task:
     name = fields.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise InputError(f"the id must be a string or a whole number, it is {json.dumps(name)[:40]}")
-    return Task(number, name, _prompt(kinds[0], fields[kinds[0]]))
+    return Task(number, name, _prompt(kinds[0], fields[kinds[0]]), template_keywords(fields))
 
 
 def _suggestion(fields: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ eyas generate --target MODEL --image cat.png "What is this?"  # a model that rea
 eyas generate "Tell me a story." --view story.html  # every cycle's tree, in a browser
 """
 NOTES = (
-    'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id".',
+    'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id" and "tools".',
     'Lines of --output: the object of --json, and the "id" or else "line". Results that are there are not made again.',
 )
 OLD_KEYWORD_DEFAULTS = {  # values of keywords that earlier versions did not write
@@ -319,7 +319,7 @@ class _Run(FileRun):
         probe = Decoder(target, drafter)
         for task in tasks:
             try:
-                request, _ = self.llm.request(task.prompt, **self.keywords)
+                request, _ = self.llm.request(task.prompt, **self.keywords, **task.template)
                 probe.cancel(probe.add(request))  # Decoder.add checks a request; nothing is decoded
                 yield task, MediaIds(request.prompt, request.media) if request.media else request.prompt
             except EyasError as error:

@@ -33,7 +33,7 @@ eyas regenerate ... --temperature 0.7 --top-p 0.9 --seed 1  # sampled; each repl
 eyas train --target MODEL --data own.jsonl --output HEAD  # what it is for
 """
 NOTES = (
-    'Lines of --data: {"messages": [...]}, {"conversations": [...]} or {"prompt": "..."}.',
+    'Lines of --data: {"messages": [...]}, {"conversations": [...]} or {"prompt": "..."}, with "tools".',
     'Lines of --output: {"messages": [...]}, their source, how each reply ended; what is there is not done again.',
 )
 COUNTS = ("conversations", "replies", "tokens", "cut", "shortened", "dropped", "bad", "there")
@@ -232,6 +232,7 @@ class _Run(FileRun):
             **conversation.line.key,
             "id": conversation.id,
             "source": conversation.line.where,
+            **conversation.template,
             "messages": answered.messages,
             "finish": list(answered.finish),
             "tokens": list(answered.tokens),

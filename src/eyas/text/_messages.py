@@ -164,7 +164,7 @@ def template_keywords(record: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError('"chat_template_kwargs" must be an object, the variables of the chat template')
     bare = [tool for tool in tools or () if "name" in tool and "function" not in tool]
     framed = [{"type": "function", "function": tool} if tool in bare else dict(tool) for tool in tools or ()]
-    return {**({"tools": framed} if framed else {}), **({"variables": dict(variables)} if variables else {})}
+    return {**({"tools": framed} if framed else {}), **({"chat_template_kwargs": dict(variables)} if variables else {})}
 
 
 def _parsed(given: Any) -> Any:

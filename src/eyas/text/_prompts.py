@@ -68,7 +68,7 @@ def write_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     marks: bool = False,
 ) -> tuple[str, list[Span]]:
     """Return a chat as text, and the characters between the template's {% generation %} marks.
@@ -80,7 +80,7 @@ def write_chat(
         continue_final_message: end within the last message, whose text the model continues; no new
             turn is opened then.
         tools: functions that the model may call, in OpenAI's form.
-        variables: those of the template, such as enable_thinking; none that the tokenizer's own
+        chat_template_kwargs: variables of the template, such as enable_thinking; none that the tokenizer's own
             function has as a parameter, for one of them is the template itself.
         marks: look for the template's marks.
 
@@ -93,7 +93,7 @@ def write_chat(
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
     own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if reserved := sorted(own.keys() & dict(variables or {}).keys()):
+    if reserved := sorted(own.keys() & dict(chat_template_kwargs or {}).keys()):
         raise InputError(f"{reserved[0]} is not a variable of a chat template")
     listed: Any = [dict(tool) for tool in tools] if tools else None
     names: dict[str, Any] = {
@@ -101,7 +101,7 @@ def write_chat(
         "continue_final_message": continue_final_message,
         "return_assistant_tokens_mask": marks,
         **tokenizer.special_tokens_map,
-        **(variables or {}),
+        **(chat_template_kwargs or {}),
     }
 
     def write(chat: Messages) -> tuple[str, list[Span]]:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 from eyas.errors import InputError
 from eyas.text import REASONING, Span
 
-__all__ = ["Found", "find_replies", "is_trained"]
+__all__ = ["Found", "find_replies", "has_weight", "is_trained"]
 
 Messages = Sequence[Mapping[str, Any]]
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -57,17 +57,23 @@ class Found(NamedTuple):
 
 
 def is_trained(message: Mapping[str, Any], number: int) -> bool:
-    """Whether a message is a reply that counts: one that says something, and whose `weight`, as in
-    OpenAI's files, is not 0.
+    """Whether a message is a reply that counts: one that says something, and has weight. InputError
+    as in `has_weight`.
+    """
+    said = message["content"].strip() or _reasoning(message).strip() or message.get("tool_calls")
+    return message["role"] == "assistant" and has_weight(message, number) and bool(said)
+
+
+def has_weight(message: Mapping[str, Any], number: int) -> bool:
+    """Whether the `weight` of a reply, as in OpenAI's files, is not 0.
 
     Raises:
-        InputError: the weight is neither 0 nor 1.
+        InputError: it is neither 0 nor 1.
     """
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise InputError(f"the weight of message {number} must be 0 or 1, it is {str(weight)[:40]}; repair the line")
-    said = message["content"].strip() or _reasoning(message).strip() or message.get("tool_calls")
-    return message["role"] == "assistant" and bool(said) and weight == 1
+    return bool(weight)
 
 
 def find_replies(write: Write, messages: Messages, template: str) -> Found:

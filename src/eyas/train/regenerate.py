@@ -23,8 +23,9 @@ from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.errors import InputError
 from eyas.metrics import StepTotals
-from eyas.text import render
+from eyas.text import render, template_keywords
 from eyas.train._chat import messages_of
+from eyas.train._replies import has_weight
 from eyas.train.data import chat_lines, is_chat_file, parse_chat_line
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Conversation:
     id: Any  # the line's "id", if it has one
     messages: list[dict[str, Any]]
     turns: tuple[int, ...]  # indices of the messages to generate; the last may be one past the end
+    template: Mapping[str, Any] = field(default_factory=dict)  # the line's keywords of `text.render`
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversa
     """The conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt": "..."}.
     InputError when it cannot be used.
 
-    Assistant's messages before the first question stay. A conversation that ends with a question
-    gets a reply to it.
+    Assistant's messages before the first question stay, and those of weight 0. A conversation that
+    ends with a question gets a reply to it.
     """
     record = parse_chat_line(line.raw)
     if (
@@ -130,7 +132,8 @@ def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversa
         record = {**record, "messages": [{"role": "user", "content": record["prompt"]}]}
     messages = messages_of(record)
     first_question = next((k for k, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > first_question]
+    replies = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > first_question]
+    turns = [k for k in replies if has_weight(messages[k], k + 1)]
     if messages and messages[-1]["role"] == "user":
         turns.append(len(messages))
     if not turns:
@@ -140,7 +143,7 @@ def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversa
         raise InputError(
             "a tool's turn belongs to a reply that would be replaced; drop the line (or --last-only, where the last has none)"
         )
-    return Conversation(line, record.get("id"), messages, tuple(turns))
+    return Conversation(line, record.get("id"), messages, tuple(turns), template_keywords(record))
 
 
 # --- replies
@@ -256,7 +259,7 @@ class _Scheduler:
     def _add_request(self, active: _ActiveConversation) -> Regenerated | Skipped | None:
         """Ask for the next reply; returns the conversation when that is impossible."""
         try:
-            prompt = tuple(render(self.tokenizer, active.messages))
+            prompt = tuple(render(self.tokenizer, active.messages, **active.conversation.template))
             room = self.context - len(prompt)
             if room < 1:
                 return active.result(f"{len(prompt)} tokens before the reply do not fit the context of {self.context}")

@@ -17,10 +17,11 @@ This module knows no file, no task and no tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from eyas.errors import InputError, near
+from eyas.text import template_keywords
 from eyas.train._chat import messages_of
 
 __all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line"]
@@ -42,6 +43,7 @@ class Prompt:
     raw: bool = False  # plain continuation, without the chat template
     messages: tuple[dict[str, str], ...] | None = None  # a whole chat that ends with the question
     prompt_ids: tuple[int, ...] | None = None
+    template: Mapping[str, Any] = field(default_factory=dict, repr=False)  # tools and the like, for LLM.generate
 
 
 class ParsedLine(NamedTuple):
@@ -160,6 +162,8 @@ def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if record.get("system") is not None:
         settings["system"] = _text(record["system"], "system")
+    if template := template_keywords(record):
+        settings["template"] = template
     most = record.get("max_new_tokens")
     if most is not None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:

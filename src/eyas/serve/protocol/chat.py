@@ -53,7 +53,7 @@ class TemplateFields(Body):
         return {
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": bool(self.continue_final_message),
-            "variables": {**effort, **(self.chat_template_kwargs or {})},
+            "chat_template_kwargs": {**effort, **(self.chat_template_kwargs or {})},
         }
 
 

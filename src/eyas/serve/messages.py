@@ -41,7 +41,16 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's word f
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
                503: "overloaded_error"}  # fmt: skip
 READ = "text, images, tool_use, tool_result and thinking are read here"
-WITHOUT_EFFECT = ("cache_control", "inference_geo", "metadata", "service_tier")
+WITHOUT_EFFECT = (
+    "cache_control",
+    "diagnostics",
+    "inference_geo",
+    "metadata",
+    "service_tier",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+)
 EMPTY: tuple[Any, ...] = (None, [], {})
 USUAL_EFFORT = "high"  # what Anthropic's models do unless told
 

@@ -1,0 +1,76 @@
+"""Anthropic's client against a server: python anthropic_chat.py URL ACTION PROMPT; prints one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import anthropic
+
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "The weather of a day.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"day": {"enum": ["today", "tomorrow"]}},
+        "required": ["day"],
+        "additionalProperties": False,
+    },
+}
+
+
+def main() -> None:
+    url, action, prompt = sys.argv[1:]
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": prompt}]}
+    asked["extra_body"] = {"temperature": 0}  # newer versions of the client do not have it
+    print(json.dumps(ACTIONS[action](client, asked)))
+
+
+def answers(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer whole, by the helper for streams, and as raw events; the count of the prompt; an error."""
+    asked = {**asked, "system": "Be brief."}
+    counted = client.messages.count_tokens(**{name: asked[name] for name in ("model", "messages", "system")})
+    asked["max_tokens"] = 24
+    with client.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    events = [one.type for one in client.messages.create(stream=True, **asked)]
+    whole = client.messages.create(**asked)
+    try:
+        client.messages.create(**{**asked, "model": "another"})
+    except anthropic.NotFoundError as error:
+        refused = error.message
+    return {
+        "whole": whole.model_dump(mode="json"),
+        "streamed": streamed.model_dump(mode="json"),
+        "text": text,
+        "events": events,
+        "counted": counted.input_tokens,
+        "refused": refused,
+    }
+
+
+def tools(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
+    """A call that is forced, whole and streamed; the answer to its result."""
+    asked |= {"max_tokens": 80, "tools": [WEATHER]}
+    first = client.messages.create(tool_choice={"type": "any"}, **asked)
+    with client.messages.stream(tool_choice={"type": "any"}, **asked) as stream:
+        streamed = stream.get_final_message()
+    (call,) = first.content
+    asked["messages"] = [
+        *asked["messages"],
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]},
+    ]
+    after = client.messages.create(tool_choice={"type": "none"}, **asked)
+    return {
+        name: one.model_dump(mode="json") for name, one in (("first", first), ("streamed", streamed), ("after", after))
+    }
+
+
+ACTIONS = {"answers": answers, "tools": tools}
+
+if __name__ == "__main__":
+    main()

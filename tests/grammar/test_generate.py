@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import regex
+from torch import Tensor
 
 import eyas
 import zoo
@@ -134,6 +135,44 @@ def test_other_structures_of_the_embedded_model() -> None:
     assert {result.text for result in several} <= {"left", "right"}
     samples = llm.generate(prompt, n=3, temperature=1.0, regex="[a-z]{4}")
     assert all(regex.fullmatch("[a-z]{4}", result.text) for result in samples)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"choice": ["What a day 😀", "What a night"], "min_tokens": 30},
+        {"regex": "(What|Which) (day|time)!", "min_tokens": 30, "ignore_eos": True},
+        {"stop": "time", "min_tokens": 1},
+        {"stop": ["o you", "zzz"], "temperature": 1.0, "seed": 1},
+    ],
+)
+def test_processors_are_shown_nothing_behind_the_end(asked: dict[str, Any]) -> None:
+    """Guards the ends that only the text tells, with drafts of what follows: stop strings, and
+    structures whose end min_tokens bans. A processor sees the texts that it sees without drafts."""
+    llm, prompt = embedded(), "I want to book a table for two in San Jose tonight."
+    start, free = len(llm.ids(prompt)), llm.generate(prompt, max_new_tokens=40)
+    texts = list[set[str]]()
+    for more in (
+        {"draft": "off"},
+        {"prediction": list(free.token_ids)},
+        {"prediction": "What a day 😀😀 What time!! do"},
+    ):
+        seen = set[str]()
+
+        def sees(ids: Tensor, scores: Tensor, seen: set[str] = seen) -> Tensor:
+            seen.add(llm.tokenizer.decode(ids[0, start:]))  # type: ignore[union-attr]
+            return scores
+
+        result = llm.generate(prompt, max_new_tokens=40, logits_processor=[sees], **asked, **more)
+        texts.append(seen)
+        if len(texts) == 1:
+            plain = result
+        assert (result.token_ids, result.finish_reason) == (plain.token_ids, plain.finish_reason)
+    ended = [
+        text for seen in texts[1:] for text in seen - texts[0] if text.startswith(plain.text) and text != plain.text
+    ]
+    assert texts[0]
+    assert not ended
 
 
 @pytest.mark.slow

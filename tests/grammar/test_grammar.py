@@ -145,13 +145,13 @@ def test_masks_of_a_tree_are_those_of_its_paths(nodes: int) -> None:
 
 def test_an_end_inside_a_tree() -> None:
     """Guards against a matcher that is asked for tokens behind the end: draft nodes below an EOS,
-    and below the token that completes the text."""
+    and below the token that completes the text, after which nothing is allowed."""
     made = constraint(choice=["ab", "abc"])
     a, b, c = (texts().index(letter) for letter in "abc")
     parents, tokens = [-1, 0, 1, 2, 3, 2, 5], [0, a, b, c, a, EOS, a]
     mask_NV = made.mask(parents, tokens)
     assert mask_NV[2].nonzero().flatten().tolist() == sorted([EOS, c])
-    assert mask_NV[3].nonzero().flatten().tolist() == [EOS]
+    assert not mask_NV[3].any()
     assert mask_NV[[4, 5, 6]].all()
 
 
@@ -171,6 +171,13 @@ def test_ends(eos: tuple[int, ...]) -> None:
     ended = constraint(eos, regex="ab?")
     ended.accept([a, *eos[:1]])
     assert ended.finished == bool(eos)
+
+
+def test_ends_that_are_no_tokens() -> None:
+    """Guards -1 and ids beyond the vocabulary among the ends: they allowed the last token, or failed."""
+    made = constraint((-1, EOS, SIZE, SIZE + 99), regex="ab?")
+    made.accept([texts().index("a")])
+    assert root_mask(made).nonzero().flatten().tolist() == sorted([EOS, texts().index("b")])
 
 
 def test_stop_tokens_that_are_text() -> None:

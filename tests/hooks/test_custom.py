@@ -10,7 +10,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, TextIteratorStreamer
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 import eyas
@@ -149,6 +157,61 @@ def test_stop_strings(model: PreTrainedModel) -> None:
     )
     with pytest.raises(EyasError, match="tokenizer"):
         eyas.hf(stop_strings=strings)
+
+
+@pytest.mark.parametrize("eos", [-1, [-1, VOCAB + 200], [3, -1]])
+def test_an_end_that_is_no_token(model: PreTrainedModel, eos: Any) -> None:
+    """Guards transformers' -1 for "no end", which banned the last token until min_new_tokens."""
+    batch = {name: value[:1] for name, value in padded().items()}
+    likes_last = {"sequence_bias": [[[model.config.vocab_size - 1], 30.0]]}
+    asked = {"max_new_tokens": 9, "min_new_tokens": 7, "do_sample": False, "pad_token_id": PAD, **likes_last}
+    expected = model.generate(**batch, eos_token_id=eos, **asked)
+    assert (expected[0, 9:] == model.config.vocab_size - 1).all()
+    assert torch.equal(model.generate(**batch, eos_token_id=eos, **asked, custom_generate=by_eyas()), expected)
+    llm = eyas.load(model, method="suffix", tree="fixed")
+    config = GenerationConfig(eos_token_id=eos, max_new_tokens=9, min_new_tokens=7)
+    bias = {model.config.vocab_size - 1: 100.0}
+    prompt = batch["input_ids"][0][batch["attention_mask"][0].bool()]
+    for keywords in ({"generation_config": config}, {"max_new_tokens": 9, "min_tokens": 7, "stop_token_ids": [-1]}):
+        result = llm.generate(prompt, logit_bias=bias, **keywords)
+        assert result.token_ids == (model.config.vocab_size - 1,) * 9
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_processors_that_know_no_text_behind_a_criterion(model: PreTrainedModel, rows: int) -> None:
+    """Guards what is decoded beyond a criterion's end: a processor that fails there failed the call
+    with drafts and not without. One that fails before it still does."""
+    batch = {name: value[:rows] for name, value in padded().items()}
+    expected = model.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
+    oracle = {
+        tuple(row[mask.bool()].tolist()): model.generate(row[mask.bool()][None], max_new_tokens=16)[
+            0, mask.sum() :
+        ].tolist()
+        for row, mask in zip(*batch.values(), strict=True)
+    }
+
+    def fails_behind(length: int) -> Any:
+        def processor(ids: Tensor, scores: Tensor) -> Tensor:
+            if ids.shape[1] - 9 >= length:
+                raise KeyError("no such text")
+            return scores
+
+        return processor
+
+    def decode(length: int) -> Tensor:
+        asked = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, "eos_token_id": VOCAB - 1}
+        processors = LogitsProcessorList([fails_behind(length)])
+        criteria = StoppingCriteriaList([Recording([6] * rows)])
+        custom = eyas.hf(Oracle(Target(model), oracle))
+        made = model.generate(
+            **batch, **asked, logits_processor=processors, stopping_criteria=criteria, custom_generate=custom
+        )
+        assert sum(sum(stats.accepted_lengths) for stats in custom.stats) > 3
+        return made
+
+    assert torch.equal(decode(6), expected)
+    with pytest.raises(EyasError, match="no such text"):
+        decode(5)
 
 
 @pytest.mark.quick("settings2")

@@ -52,6 +52,15 @@ def test_json_schema(server: Running, llm: eyas.LLM) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
 
 
+def test_a_structure_ends_before_min_tokens(server: Running) -> None:
+    """Guards a complete choice while min_tokens bans every end: the request failed with drafts."""
+    for fields in ({"draft": "auto"}, {"draft": "off"}):
+        chat = server.client().chat.completions.create(
+            messages=MESSAGES, extra_body={"choice": ["left or right"], "min_tokens": 60, **fields}, **GREEDY
+        )
+        assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("left or right", "stop")
+
+
 def test_parse(server: Running) -> None:
     """Guards the client's `parse`, with a model of pydantic."""
     chat = server.client().chat.completions.parse(messages=MESSAGES, response_format=Answer, **GREEDY)

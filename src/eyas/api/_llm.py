@@ -347,6 +347,7 @@ class LLM:
             adapter=self.adapter_named(params["adapter"]),
             prediction=self._prediction(params["prediction"]),
             media=prompt.media if isinstance(prompt, MediaIds) else None,
+            stops_after=reader.stops_after,
         )
         return request, reader
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -99,7 +100,9 @@ class TextReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: str | Sequence[str] | None = None) -> None:
         if tokenizer is None and stop:
             raise InputError("stop strings need a tokenizer, and this target has none")
+        self._tokenizer = tokenizer
         self._stops = None if tokenizer is None else StopStrings(tokenizer, stop)
+        self._has_stops = bool(stop)
         self.stop_string: str | None = None  # the one that ended the text
         self._taken: list[str] = []
         self._new: list[str] = []
@@ -112,6 +115,13 @@ class TextReader:
         self._new.append(piece.text)
         self.stop_string = piece.hit
         return piece.hit is not None
+
+    def stops_after(self, tokens: Sequence[int]) -> bool:
+        """Whether `feed` would return True for the last of these tokens. Changes nothing."""
+        if self._stops is None or not self._has_stops:
+            return False
+        ahead = deepcopy(self._stops, {id(self._tokenizer): self._tokenizer})
+        return any(ahead.feed(token).hit is not None for token in tokens)
 
     def take(self, final: bool = False) -> str:
         """The text since the last call; `final` adds the text that was held back."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from eyas.api._results import Answer, Piece, Result
 from eyas.core.engine import Decoder, Step
-from eyas.core.requests import check_steps
+from eyas.errors import EyasError
 
 __all__ = ["Stream"]
 
@@ -27,6 +27,7 @@ class Stream(Iterator[Piece]):
         self._at_end = at_end
         self._on_step = on_step
         self._pieces = deque[Piece]()
+        self._error: EyasError | None = None  # raised after the pieces
         self._open = False  # until the request is added: `__del__` also runs if `add` fails
         self._request_id = decoder.add(answer.request)
         self._open = True
@@ -36,6 +37,9 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         while not self._pieces:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
             if not self._open:
                 raise StopIteration
             self._step()
@@ -43,7 +47,7 @@ class Stream(Iterator[Piece]):
 
     def _step(self) -> None:
         try:
-            steps = check_steps(self._decoder.step())
+            steps = self._decoder.step()
         except BaseException:
             self._open = False
             self._decoder.cancel(self._request_id)
@@ -53,9 +57,11 @@ class Stream(Iterator[Piece]):
                 if self._on_step is not None:
                     self._on_step(step)
                 self._pieces.append(self._answer.add(step))
+                self._error = step.error
         if self._answer.totals.finish:
             self._open = False
-            self._at_end()
+            if self._error is None:
+                self._at_end()
 
     def close(self) -> None:
         """Cancel the request."""

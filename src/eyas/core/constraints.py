@@ -11,13 +11,13 @@ that the constraint sees, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eyas.core.tree import Draft
+from eyas.core.ends import OpenNodes
 from eyas.errors import EyasError, InputError, code_of_request
 
 __all__ = ["Constraint", "GuardedConstraint", "tree_mask"]
@@ -37,9 +37,10 @@ class Constraint(Protocol):
                 last token.
 
         Returns:
-            bool [N, V] on the CPU. All True for a node that the constraint forbids: one whose token
-            its parent's row excludes, or that is below such a node, or after the end of the text.
-            Such nodes are never accepted.
+            bool [N, V] on the CPU. No True for a node that completes the text, so that nothing may
+            follow. All True for a node that the constraint forbids: one whose token its parent's row
+            excludes, or that is below such a node, or after the end of the text. Such nodes are
+            never accepted.
         """
         ...
 
@@ -97,21 +98,23 @@ class GuardedConstraint:
 
 
 def tree_mask(
-    constraint: Constraint, draft: Draft, row: int, eos: Collection[int], remaining: int, like_NV: Tensor
-) -> Tensor:
-    """bool [N, V]: the tokens that the constraint allows after each node of a row's tree, on the
-    device of `like_NV`.
+    constraint: GuardedConstraint, parents: Sequence[int], tokens: Sequence[int], open_nodes: OpenNodes
+) -> tuple[Tensor, dict[int, EyasError]]:
+    """The tokens that the constraint allows after each node of a row's tree, bool [N, V] on the CPU;
+    and the nodes at which it fails.
 
-    The constraint sees only nodes that may be accepted. After other nodes (padding, lookahead's
-    window nodes, nodes after an EOS or beyond the requested length) every token is allowed.
+    The constraint sees only nodes at which plain decoding could stand (`TextEnd.open_nodes`). After
+    other nodes, and where it fails, every token is allowed.
     """
-    parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-    acceptable, depths = draft.tree.acceptable_BN[row].tolist(), draft.tree.depth_BN[row].tolist()
-    number = {0: 0}  # node -> its number among those that the constraint sees
-    for n in range(1, len(parents)):
-        if parents[n] in number and acceptable[n] and tokens[n] not in eos and depths[n] < remaining:
-            number[n] = len(number)
-    mask_MV = constraint.mask([-1, *(number[parents[n]] for n in list(number)[1:])], [tokens[n] for n in number])
-    mask_NV = torch.ones_like(like_NV, dtype=torch.bool)
-    mask_NV[list(number)] = mask_MV.to(mask_NV.device)
-    return mask_NV
+    mask_NV, failures = torch.ones(len(tokens), constraint.vocab, dtype=torch.bool), dict[int, EyasError]()
+    number = {node: place for place, node in enumerate(open_nodes)}
+    parents_M = [-1, *(number[parents[node]] for node in list(number)[1:])]
+    try:
+        mask_NV[list(number)] = constraint.mask(parents_M, [tokens[node] for node in number])
+    except EyasError:
+        for node, path in open_nodes.items():  # each alone, as plain decoding asks, to find out where it fails
+            try:
+                mask_NV[node] = constraint.mask(range(-1, len(path)), [tokens[0], *path])[-1]
+            except EyasError as error:
+                failures[node] = error
+    return mask_NV, failures

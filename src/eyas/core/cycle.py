@@ -21,6 +21,7 @@ from eyas.core.processors import Failures, node_scores
 from eyas.core.sampling import GumbelNoise
 from eyas.core.target import TargetSession
 from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.errors import EyasError
 from eyas.timing import StageTimer
 
 __all__ = ["Cycle", "CycleRunner", "Verify", "is_worth_keeping", "verify_output"]
@@ -54,11 +55,13 @@ class Cycle:
             self.wait_for_copy()
         return self.host_result_BX.tolist()
 
-    def check(self, row: int, path: Sequence[int]) -> None:
-        """Raise the error of the first failed node on the row's path."""
-        for node in path if self.failures else ():
+    def first_failure(self, row: int, path: Sequence[int]) -> tuple[int, EyasError | None]:
+        """How many nodes of the row's path have a distribution, up to the first that has none; and why
+        that one has none."""
+        for place, node in enumerate(path if self.failures else ()):
             if (error := self.failures.get((row, node))) is not None:
-                raise error
+                return place, error
+        return len(path), None
 
 
 class CycleRunner:
@@ -83,7 +86,7 @@ class CycleRunner:
         """Launch the next cycle before the host has read the last one's result.
 
         Args:
-            cycle_input: `max_position` is an upper bound, and `row_tokens` and `remaining` are
+            cycle_input: `max_position` is an upper bound, and `row_tokens` and `ends` are
                 those before the last cycle.
 
         Returns:

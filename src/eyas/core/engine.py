@@ -25,7 +25,7 @@ path, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,7 +116,9 @@ class Decoder:
             check_media(self.target.model, self.target.family.has_states, request.media, request.prompt)
         self.target_session.check_fit(len(request.prompt), request.max_new_tokens)
         self._last_request_id += 1
-        self.prompts.add(self._last_request_id, request)
+        # transformers' -1, and ids beyond the vocabulary, are never drawn, so they end nothing
+        eos = frozenset(token for token in request.eos if 0 <= token < self.target.vocab_size)
+        self.prompts.add(self._last_request_id, replace(request, eos=eos))
         return self._last_request_id
 
     @torch.inference_mode()
@@ -225,19 +227,12 @@ class Decoder:
             step_fields = prefill_fields
             if step_fields is None:
                 step_fields = {"path": path, "draft": cycle.draft, "decision": self.draft_session.decision}
-            try:
-                if nan:
-                    raise self.target.nan_error(row.tokens)
-                cycle.check(number, path)
-                emitted = row.emit(tokens)
-            except EyasError as error:
-                self._release(b, failed=True)
-                steps.append(row.failed(b, error, timer, **step_fields))
-                continue
+            good, error = (0, self.target.nan_error(row.tokens)) if nan else cycle.first_failure(number, path)
+            emitted, error = row.emit(tokens[:good], error)
             if row.finish:
-                self._release(b)
+                self._release(b, failed=error is not None)
             asked = row.optional_step_fields(cycle, number, emitted, path if prefill_fields is None else ())
-            steps.append(row.step(b, emitted, timer, **step_fields, **asked))
+            steps.append(row.step(b, emitted, timer, error=error, **step_fields, **asked))
         return steps
 
     def _release(self, b: int, failed: bool = False) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
-from eyas.core.constraints import Constraint
+from eyas.core.constraints import GuardedConstraint
+from eyas.core.ends import TextEnd
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
 
 __all__ = ["CycleInput", "NodeChooser", "TreeSize"]
@@ -66,13 +67,11 @@ class CycleInput:
     # ahead); these lists grow after the cycle
     row_tokens: tuple[Sequence[int], ...] = ()
     processors: tuple[tuple[Processor, ...], ...] = ()  # logits processors of each row; () if no row has any
-    eos: tuple[frozenset[int], ...] = ()  # EOS ids of each row; no token after one is emitted
-    # tokens that each row may still emit (before the last cycle, if this one runs ahead)
-    remaining: tuple[int, ...] = ()
+    ends: tuple[TextEnd, ...] = ()  # what ends the text of each row (before the last cycle, if this one runs ahead)
     # most acceptable nodes below each row's root; None: no limit; () if no row has one
     draft_limits: tuple[int | None, ...] = ()
     predictions: tuple[tuple[int, ...], ...] = ()  # the predicted text of each row; () if no row has any
-    constraints: tuple[Constraint | None, ...] = ()  # the constraint of each row; () if no row has any
+    constraints: tuple[GuardedConstraint | None, ...] = ()  # the constraint of each row; () if no row has any
     logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
     keep_scores: bool = False  # scores or logits are read afterwards, so the cycle is not recorded
     # the target's keys and values; slot s < `position_B` of a row holds those of its token s

@@ -2,22 +2,19 @@
 node's own prefix.
 
 A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises),
-so it is run only on prefixes that decoding can reach. Skipped are
+so it is run only where plain decoding could stand: at the nodes that are open (`core.ends`) and
+whose token the processed scores of their parent allow (in greedy rows: whose token is the best one).
 
-    nodes that are not acceptable (window nodes, padding), and all nodes below a skipped one;
-    nodes whose token the processed scores of their parent forbid (in greedy rows: whose token is not the best one);
-    nodes that end the text (EOS), or at which the request's length is already reached.
-
-Skipped nodes keep their raw logits: they cannot be accepted, or everything after them is cut off.
-So do nodes whose processor failed. A request fails only if its accepted path reaches such a node
-(`Failures`); other requests continue.
+Other nodes keep their raw logits: they cannot be accepted, or everything after them is cut off. So
+do nodes whose processor failed. A request fails only if its text reaches such a node and goes on
+from there (`Failures`); other requests continue.
 
 This module knows no model. Letters: N nodes, V vocabulary, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -72,15 +69,17 @@ def _row_scores(
     constraint = cycle_input.constraints[b] if cycle_input.constraints else None
     if not processors and constraint is None:
         return apply_sampling(logits_NV, sampling, adjustments), {}
-    eos, remaining, mask_NV = cycle_input.eos[b], cycle_input.remaining[b], None
+    tree, mask_NV = draft.tree, None
+    parents, tokens = tree.parents_BN[b].tolist(), draft.tokens_BN[b].tolist()
+    open_nodes = cycle_input.ends[b].open_nodes(parents, tokens, tree.acceptable_BN[b].tolist())
     if constraint is not None:
-        try:
-            mask_NV = tree_mask(constraint, draft, b, eos, remaining, logits_NV)
-        except EyasError as error:
-            return apply_sampling(logits_NV, sampling, adjustments), {0: error}
+        mask_NV, failures = tree_mask(constraint, parents, tokens, open_nodes)
+        mask_NV = mask_NV.to(logits_NV.device)
     if processors:
-        tokens = cycle_input.row_tokens[b]
-        return apply_processors(logits_NV, draft, b, tokens, sampling, adjustments, processors, eos, remaining, mask_NV)
+        nodes = {node: (parents[node], path) for node, path in open_nodes.items() if node not in failures}
+        text = cycle_input.row_tokens[b]
+        scores_NV, failed = apply_processors(logits_NV, nodes, text, sampling, adjustments, processors, mask_NV)
+        return scores_NV, failures | failed
     assert mask_NV is not None
 
     def masked(scores_NV: Tensor) -> Tensor:
@@ -143,43 +142,33 @@ def _check(processor: Processor, scores: object, shape: torch.Size, greedy: bool
 
 
 def apply_processors(
-    logits_NV: Tensor, draft: Draft, row: int, tokens: Sequence[int], sampling: Sampling, adjustments: Adjustments | None,
-    processors: Sequence[Processor], eos: Collection[int], remaining: int, mask_NV: Tensor | None,
+    logits_NV: Tensor, nodes: Mapping[int, tuple[int, Sequence[int]]], text: Sequence[int], sampling: Sampling,
+    adjustments: Adjustments | None, processors: Sequence[Processor], mask_NV: Tensor | None,
 ) -> tuple[Tensor, dict[int, EyasError]]:  # fmt: skip
     """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by
     node.
 
     Args:
-        row: the row's number in the draft.
-        tokens: the row's text; its last token is the root.
+        nodes: the parent of each node at which plain decoding could stand, and the tokens from below
+            the root to it; a parent comes before its children.
+        text: the row's text; its last token is the root.
         adjustments: as for `apply_sampling`.
-        eos: tokens that end the text.
-        remaining: tokens that the request may still get, 1 or more.
         mask_NV: bool; the tokens that a constraint allows.
     """
-    tree = draft.tree
-    parents, drafted = tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-    acceptable = tree.acceptable_BN[row].tolist()
     scores_NV = logits_NV.float().clone()
-    failures: dict[int, EyasError] = {}
-    paths: list[list[int] | None] = []  # the tokens below the root; None: skipped
-    for n, (parent, token) in enumerate(zip(parents, drafted, strict=True)):
-        above = [] if n == 0 else paths[parent]
-        path: list[int] | None = None
-        if n == 0:
-            path = []
-        elif above is not None and acceptable[n] and token not in eos and len(above) + 1 < remaining:
+    failures, processed = dict[int, EyasError](), set[int]()
+    for n, (parent, path) in nodes.items():
+        if path:
             parent_V = scores_NV[parent]
             least = parent_V.amax() if sampling.greedy else torch.finfo(parent_V.dtype).min
-            path = [*above, token] if bool(parent_V[token] >= least) else None
-        if path is not None:
-            custom = make_custom(
-                processors, [*tokens, *path], sampling.greedy, None if mask_NV is None else mask_NV[n : n + 1]
-            )
-            own = None if adjustments is None else adjustments[n : n + 1]
-            try:
-                scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, own, custom)[0]
-            except EyasError as error:
-                failures[n], path = error, None
-        paths.append(path)
+            if parent not in processed or not bool(parent_V[path[-1]] >= least):
+                continue
+        mask_1V = None if mask_NV is None else mask_NV[n : n + 1]
+        custom = make_custom(processors, [*text, *path], sampling.greedy, mask_1V)
+        own = None if adjustments is None else adjustments[n : n + 1]
+        try:
+            scores_NV[n] = apply_sampling(logits_NV[n : n + 1], sampling, own, custom)[0]
+            processed.add(n)
+        except EyasError as error:
+            failures[n] = error
     return scores_NV, failures

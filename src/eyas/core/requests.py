@@ -31,7 +31,7 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    eos: frozenset[int] = frozenset()
+    eos: frozenset[int] = frozenset()  # ids that the target does not have, such as -1, end nothing
     # called with every new token in order; True: the text ends with this token
     stop: Callable[[int], bool] | None = None
     # logits processors; called once per node with the node's own prefix, which is slow
@@ -54,6 +54,9 @@ class Request:
     adapter: str | None = None
     """The LoRA adapter that answers, "" for none. A Decoder refuses requests for another adapter
     than its target's. None: whatever the target uses."""
+    stops_after: Callable[[Sequence[int]], bool] | None = None
+    """Whether `stop` would end the text with the last of these tokens, which follow the emitted ones;
+    changes nothing. None: that is not known beforehand, and processors may be shown text behind it."""
 
     @property
     def draft_limit(self) -> int | None:
@@ -106,7 +109,7 @@ class Step:
     """The result of one cycle, or of the prefill, for one row."""
 
     request_id: int  # the number that `Decoder.add` returned
-    tokens: tuple[int, ...]  # emitted tokens, cut at stop and length
+    tokens: tuple[int, ...]  # emitted tokens, cut at stop and length; of an "error", those before it
     accepted: int  # how many of them are accepted draft tokens
     prefill: bool  # True: the step of the prompt; it holds the first token unless `finish` is "error"
     finish: str | None  # "stop" | "length" | "error" in the last step of the request

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
-from eyas.core.constraints import Constraint, GuardedConstraint
+from eyas.core.constraints import GuardedConstraint
 from eyas.core.cycle import Cycle, verify_output
 from eyas.core.drafter import CycleInput
+from eyas.core.ends import TextEnd
 from eyas.core.logprobs import to_token_logprobs, width_for
 from eyas.core.requests import Request, Step
 from eyas.core.sampling import GumbelNoise, Processor, Sampling
@@ -60,6 +61,11 @@ class Row:
         """Tokens that the row may still emit."""
         return self.request.max_new_tokens - self.emitted
 
+    @property
+    def end(self) -> TextEnd:
+        """What ends the text from here on."""
+        return TextEnd(self.request.eos, self.remaining, self.request.stops_after)
+
     def adjustments(self) -> Adjustments | None:
         """The adjustments of the text so far; None if the next tokens' distribution does not depend
         on it."""
@@ -77,25 +83,39 @@ class Row:
         if self.penalty_state is not None:
             self.penalty_state.append(token)
 
-    def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens until one of them ends the text; returns the tokens that were appended. No
-        other function cuts the text."""
-        request, emitted = self.request, list[int]()
+    def emit(self, tokens: Sequence[int], failure: EyasError | None = None) -> tuple[tuple[int, ...], EyasError | None]:
+        """Append tokens until one of them ends the text. No other function cuts the text.
+
+        Args:
+            failure: why no token can come after these; it counts where the text has not ended by then.
+
+        Returns:
+            the tokens that were appended, and why the request fails, if it does.
+        """
+        emitted = list[int]()
         for token in tokens:
             self.append(token)
             emitted.append(token)
-            with code_of_request("stop"):
-                stops = request.stop is not None and request.stop(token)
-            if self.constraint is not None:
-                self.constraint.accept([token])
-                stops = stops or self.constraint.finished
-            if stops or token in request.eos:
-                self.finish = "stop"
-            elif self.remaining <= 0:
-                self.finish = "length"
+            try:
+                self.finish = self._ends_with(token)
+            except EyasError as error:
+                failure, self.finish = error, "error"
             if self.finish:
                 break
-        return tuple(emitted)
+        else:
+            self.finish = None if failure is None else "error"
+        return tuple(emitted), failure if self.finish == "error" else None
+
+    def _ends_with(self, token: int) -> str | None:
+        """Why the text ends with its newest token; None if it goes on."""
+        with code_of_request("stop"):
+            stops = self.request.stop is not None and self.request.stop(token)
+        if self.constraint is not None:
+            self.constraint.accept([token])
+            stops = stops or self.constraint.finished
+        if stops or token in self.request.eos:
+            return "stop"
+        return "length" if self.remaining <= 0 else None
 
     def step(
         self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **step_fields: Any
@@ -127,7 +147,7 @@ class Row:
             fields["logprobs"] = to_token_logprobs(cycle.logprobs_BPX[number].tolist(), tokens, self.request.logprobs)
         if self.request.logits:
             fields["logits"] = cycle.output.logits_BNV[number, list(path or (0,))[: len(tokens)]].float()
-        if self.request.trace and path:
+        if self.request.trace and path and self.finish != "error":
             bonus = int(cycle.verdict.bonus_B[number])
             fields["trace"] = trace_of(cycle.draft, number, cycle.scores_BNV[number].float(), path, bonus, self.finish)
         return fields
@@ -147,10 +167,9 @@ class RowSettings:
     active_B: Tensor
     active_rows: tuple[int, ...]
     processors: tuple[tuple[Processor, ...], ...]  # each row's; () if no row has any
-    eos: tuple[frozenset[int], ...]
     draft_limits: tuple[int | None, ...]  # each row's; () if no row has any
     predictions: tuple[tuple[int, ...], ...]  # each row's; () if no row has any
-    constraints: tuple[Constraint | None, ...]  # each row's; () if no row has any
+    constraints: tuple[GuardedConstraint | None, ...]  # each row's; () if no row has any
     logprobs: int | None  # as in `CycleInput`
     keep_scores: bool  # as in `CycleInput`
 
@@ -173,7 +192,6 @@ class RowSettings:
             active_B=torch.tensor([row is not None for row in rows], device=target.device),
             active_rows=tuple(b for b, row in enumerate(rows) if row),
             processors=processors if any(processors) else (),
-            eos=tuple(row.request.eos if row else frozenset() for row in rows),
             draft_limits=limits if any(limit is not None for limit in limits) else (),
             predictions=predictions if any(predictions) else (),
             constraints=constraints if any(constraint is not None for constraint in constraints) else (),
@@ -202,8 +220,7 @@ def make_cycle_input(
         active_rows=settings.active_rows,
         row_tokens=tuple(row.tokens if row else () for row in rows),
         processors=settings.processors,
-        eos=settings.eos,
-        remaining=tuple(row.remaining if row else 0 for row in rows),
+        ends=tuple(row.end if row else TextEnd() for row in rows),
         draft_limits=settings.draft_limits,
         predictions=settings.predictions,
         constraints=settings.constraints,
@@ -227,7 +244,7 @@ def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
 def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
     """The adjustments [V] of the prompt; None if the request's distribution does not depend on the
     text."""
-    sampling, ends = request.sampling, [token for token in request.eos if token < vocab]
+    sampling, ends = request.sampling, list(request.eos)
     if not sampling.has_adjustments and not (request.min_tokens and ends):
         return None
 

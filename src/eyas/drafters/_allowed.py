@@ -11,14 +11,13 @@ vocabulary, v draft vocabulary.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from eyas.core.constraints import tree_mask
 from eyas.core.drafter import CycleInput
-from eyas.errors import EyasError
 
 __all__ = ["PartialTree", "only_allowed"]
 
@@ -67,9 +66,11 @@ def only_allowed(
     for b, constraint in enumerate(cycle_input.constraints):
         if constraint is None:
             continue
-        with suppress(EyasError):  # verification reports it
-            mask_QV = constraint.mask(partial_tree.parents_BM[b].tolist(), partial_tree.tokens_BM[b].tolist())[
-                nodes
-            ].to(logits_BQv.device)
-            masked_BQv[b].masked_fill_(~(mask_QV if draft_ids_v is None else mask_QV[:, draft_ids_v]), -torch.inf)
+        parents, tokens = partial_tree.parents_BM[b].tolist(), partial_tree.tokens_BM[b].tolist()
+        open_nodes = cycle_input.ends[b].open_nodes(parents, tokens)
+        mask_NV, _ = tree_mask(constraint, parents, tokens, open_nodes)  # verification reports failures
+        mask_QV = mask_NV[nodes].to(logits_BQv.device)
+        mask_Qv = mask_QV if draft_ids_v is None else mask_QV[:, draft_ids_v]
+        some_Q1 = mask_Qv.any(-1, keepdim=True)  # where nothing may follow, drafts may be anything
+        masked_BQv[b].masked_fill_(~mask_Qv & some_Q1, -torch.inf)
     return masked_BQv

@@ -35,7 +35,7 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, eos: Collection[int]) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._eos = sorted(token for token in eos if token < vocabulary.size and not vocabulary.texts[token])
+        self._eos = sorted(token for token in eos if 0 <= token < vocabulary.size and not vocabulary.texts[token])
         self._ended = False
         # the tokens that may follow the accepted text (bool [V]), and whether it may end
         self._root: tuple[Tensor, bool] | None = None
@@ -53,12 +53,9 @@ class GrammarConstraint:
         return self._with_eos(allowed_1V, ends_1)
 
     def _with_eos(self, allowed_NV: Tensor, ends_N: Tensor) -> Tensor:
-        """The masks with the end-of-sequence ids; rows that would be empty, after the end of the
-        text, are all True."""
-        if self._eos:
-            allowed_NV[:, self._eos] |= ends_N[:, None]
-        else:
-            allowed_NV |= ~allowed_NV.any(-1, keepdim=True)
+        """The masks with the end-of-sequence ids, where the text may end and may go on. The rows of
+        nodes that complete it stay empty."""
+        allowed_NV[:, self._eos] |= (ends_N & allowed_NV.any(-1))[:, None]
         return allowed_NV
 
     def _walk(self, parents: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:

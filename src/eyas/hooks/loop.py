@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from eyas.api import LLM, Stats
-from eyas.core.requests import Step, check_steps
+from eyas.core.requests import Step
+from eyas.errors import EyasError
 from eyas.hooks.sampling import Distribution
 from eyas.metrics import StepTotals
 
@@ -89,12 +90,14 @@ class Lockstep:
     def advance(self) -> list[int]:
         """Look at all columns that are complete; returns the rows that need no further tokens."""
         before = list(self.ended)
-        while not self.finished and all(
-            self._undelivered[row] or self._is_padded(row) for row in range(len(self.ended))
-        ):
+        while not self.finished and not any(map(self.waits_for, range(len(self.ended)))):
             self._column()
         stopped = [row for row, ended in enumerate(self.ended) if ended and not before[row]]
         return stopped if self.pad is not None or self.finished else []
+
+    def waits_for(self, row: int) -> bool:
+        """Whether the row's next token is wanted and has not been decoded."""
+        return not self._undelivered[row] and not self._is_padded(row)
 
     def _is_padded(self, row: int) -> bool:
         return self.pad is not None and self.ended[row]
@@ -151,12 +154,18 @@ def decode(llm: LLM, distribution: Distribution, lockstep: Lockstep, rows: int) 
     requests = [distribution.request(row, lockstep.needs_logits) for row in range(len(prompts))]
     request_ids = [decoder.add(request) for request in requests]
     totals = [StepTotals() for _ in request_ids]
+    failed: dict[int, EyasError] = {}
     while not lockstep.finished:
+        for row, error in failed.items():
+            if lockstep.waits_for(row):
+                raise error
         assert not decoder.finished, "a row that is still wanted has no tokens left"
-        for step in check_steps(decoder.step()):
+        for step in decoder.step():
             row = request_ids.index(step.request_id)
             totals[row].add(step)
             lockstep.feed(row, step)
+            if step.error is not None:
+                failed[row] = step.error
         for row in lockstep.advance():
             decoder.cancel(request_ids[row])
     # a decoder that reuses prefixes must not be kept: the weights may change before the next call

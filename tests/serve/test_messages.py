@@ -166,7 +166,9 @@ def test_messages_of_a_chat() -> None:
             {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "tool_result", "tool_use_id": "1"}]},
         ],
         "cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "x"}, "unheard_of": 1,
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "output_config": {"effort": "high"},
     })  # fmt: skip
+    body.check()
     chat = body.chat()
     assert [one["role"] for one in chat.messages] == ["system", "user", "assistant", "tool", "user"]
     assert chat.messages[1]["content"][1]["image_url"]["url"] == "data:image/png;base64,QUJD"
@@ -188,6 +190,7 @@ def test_messages_of_a_chat() -> None:
         ({"tools": [WEATHER]}, "no place for tools"),
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"max_tokens": 10**6}, "context"),
         ({"best_of": 2}, "best_of"),
         ({"top_p": 3}, "top_p"),

@@ -69,12 +69,14 @@ class CountBody(Body):
     output_format: dict[str, Any] | None = None
     # fields of Anthropic's servers, accepted only if they are empty
     container: Any = None
-    context_management: Any = None
     mcp_servers: Any = None
+    context_management: dict[str, Any] | None = None  # accepted if it keeps all
 
     def check(self) -> None:
         """See `Body.check`: here the chat does it."""
-        for name in ("container", "context_management", "mcp_servers"):
+        edits = (self.context_management or {}).get("edits") or ()
+        kept = all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits)
+        for name in ("container", "mcp_servers", *(() if kept else ("context_management",))):
             if getattr(self, name) not in EMPTY:
                 raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
 

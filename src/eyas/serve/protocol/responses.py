@@ -171,7 +171,7 @@ def _nested(tool: dict[str, Any], number: int) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise ApiError(
             400,
-            f"tool {number} is of type {tool.get('type')!r}: only functions are served, leave it out",
+            f"tool {number} is of type {tool.get('type')!r}: only functions are served here, so turn it off in the client",
             param="tools",
         )
     return (

@@ -80,6 +80,14 @@ def test_arguments_that_are_no_object(arguments: str, shown: str) -> None:
     assert written(STRICT, USER, calling(arguments), USER) == written(STRICT, USER, calling({}), USER)
 
 
+def test_templates_that_put_arguments_between_text() -> None:
+    """Guards DeepSeek-R1's and other templates that add strings: an object made them fail ("can only
+    concatenate str"), so that no conversation with a call was served or learnt."""
+    adding = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '```json ' + c.function.arguments }}{% endfor %}{% endfor %}"
+    assert written(adding, USER, calling('{"city": "Ås"}')) == '```json {"city": "Ås"}'
+    assert written(adding, USER, calling({"city": "Ås"}), calling('{"city')) == '```json {"city": "Ås"}```json {"city'
+
+
 @pytest.mark.parametrize("calls", [[], None])
 def test_an_empty_list_of_calls_is_none(calls: Any) -> None:
     """Guards against `'tool_calls' in message`, with which templates ask for calls: clients and
@@ -92,6 +100,7 @@ def test_older_forms_of_a_call() -> None:
     """OpenAI's function_call with the role function, and calls without their frame, are calls."""
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
     bare = {"role": "assistant", "tool_calls": [{"id": "c1", "name": "f", "arguments": '{"a": 1}'}]}
+    assert [call["type"] for call in check_messages([bare])[0]["tool_calls"]] == ["function"]
     expected = written(STRICT, USER, calling({"a": 1}), {"role": "tool", "content": "7"})
     assert written(STRICT, USER, old, {"role": "function", "name": "f", "content": "7"}) == expected
     assert written(STRICT, USER, bare, {"role": "tool", "content": "7"}) == expected

@@ -30,6 +30,10 @@ CUTTING_MARKED = CUTTING.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content.split('</think>')[-1].strip() }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}",
 )
+CALLS_FIRST = CUTTING.replace(
+    "{{ m.content.split",
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{{ m.content.split",
+)
 NOT_OPENING = CUTTING.replace("<think>\n", "")
 REASONED = "Two and two make four.\n</think>\n\nFour."
 
@@ -142,6 +146,8 @@ def test_a_template_that_keeps_the_last_reasoning_writes_it(tmp_path: Path) -> N
     [
         (CHATML, {"content": "Four.", "reasoning_content": "Two and two."}),  # it knows no reasoning
         (TOOLED.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"), {"content": "Let me see."}),
+        # writes calls before what was said, where the reasoning would have its place
+        (CALLS_FIRST, {"content": None, "reasoning_content": "Two and two."}),
     ],
 )
 def test_words_that_cannot_be_learnt_are_reported(tmp_path: Path, template: str, reply: dict[str, Any]) -> None:

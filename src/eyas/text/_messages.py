@@ -127,13 +127,14 @@ def _call(call: Any, place: int, number: int) -> dict[str, Any]:
     if "function" not in outer:  # a call without its frame, as in older data
         names = ("name", "arguments")
         inner = {key: outer[key] for key in names if key in outer}
-        outer = {"type": "function", **{key: outer[key] for key in outer if key not in names}, "function": inner}
+        outer = {**{key: outer[key] for key in outer if key not in names}, "function": inner}
     function = outer["function"]
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(
             f"call {place} of message {number} must be "
             '{"type": "function", "function": {"name": "...", "arguments": "..."}}'
         )
+    outer.setdefault("type", "function")
     return {**outer, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 

@@ -7,6 +7,7 @@ This module knows one Hugging Face tokenizer.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ __all__ = ["Span", "encode", "encode_part", "for_template", "has_place_for_tools
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
-ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+none""")
+ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
 QUESTION = [{"role": "user", "content": "?"}]
 
 
@@ -116,30 +117,40 @@ def write_chat(
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """What the template writes. Arguments of calls that are no object (text that was cut, say) are
-    given to it as they are, and as an empty object if it refuses them: clients repeat their whole
-    history, so a conversation could never go on after one such call.
+    """What the template writes. The arguments of calls are objects; templates that refuse them get an
+    empty object for what is none (text that was cut, say: clients repeat their whole history, so a
+    conversation could never go on after one such call), or JSON, which some put between other text.
     """
-    try:
-        return write(chat)
-    except Exception as error:  # a template is a program that comes with the model; it may raise anything
-        mended = [_with_objects(message) for message in chat]
-        if mended != chat:
-            return _written(write, mended)
-        reason = first_line(error, 200)
-        raise InputError(
-            f"the chat template refuses these messages: {reason}{_refused_message(write, chat, reason)}"
-        ) from error
+    forms: list[Messages] = [chat]
+    for changed in (_as_object, _as_text):
+        form: Messages = [_with_arguments(message, changed) for message in chat]
+        forms += [] if form in forms else [form]
+    refusals = []
+    for form in forms:
+        try:
+            return write(form)
+        except Exception as error:  # a template is a program that comes with the model; it may raise anything
+            refusals.append(error)
+    reason = first_line(refusals[0], 200)
+    place = _refused_message(write, chat, reason)
+    raise InputError(f"the chat template refuses these messages: {reason}{place}") from refusals[0]
 
 
-def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose calls have objects as arguments."""
+def _with_arguments(message: Mapping[str, Any], changed: Callable[[Any], Any]) -> Mapping[str, Any]:
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
-    objects = [f if isinstance(f["arguments"], Mapping) else {**f, "arguments": {}} for f in functions]
-    calls = [{**call, "function": f} for call, f in zip(message["tool_calls"], objects, strict=True)]
+    changed_ones = [{**function, "arguments": changed(function["arguments"])} for function in functions]
+    calls = [{**call, "function": f} for call, f in zip(message["tool_calls"], changed_ones, strict=True)]
     return {**message, "tool_calls": calls}
+
+
+def _as_object(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, Mapping) else {}
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: str) -> str:

@@ -159,12 +159,15 @@ def _as_served(write: Write, messages: Messages, names_reasoning: bool) -> tuple
     """The prompt of the last reply, and the reply as the model generated it; None where nothing
     tells how that was written.
     """
-    reply = messages[-1]
-    _, found, end = _text(write, [*messages[:-1], _with_place(reply)]).rpartition(PLACE)
-    reasoning = _reasoning(reply).strip()
-    if len(messages) == 1 or not found or (reasoning and not names_reasoning):
+    *before, reply = messages
+    if not before:
         return None
-    prompt = write(messages[:-1])[0]
+    prompt = write(before)[0]
+    header, found, end = _text(write, [*before, _with_place(reply)]).rpartition(PLACE)
+    reasoning = _reasoning(reply).strip()
+    writes_calls_first = bool(reply.get("tool_calls")) and not prompt.startswith(header)
+    if not found or writes_calls_first or (reasoning and not names_reasoning):
+        return None
     said = f"<think>\n{reasoning}\n</think>\n\n{reply['content']}" if reasoning else reply["content"]
     tag = LAST_TAG.search(prompt)
     if tag and said.lstrip().startswith(tag[1]):  # the prompt has opened the reasoning already

@@ -44,6 +44,7 @@ from eyas import checkpoints, tiny
 from eyas.core.target import Target
 from eyas.drafters.eagle3 import DRAFT_IDS, choose_draft_vocabulary
 from eyas.files import CHECKSUMS, sha256_of_folder, write_atomically, write_text
+from eyas.targets.fingerprints import fingerprint
 
 SHAPE = dict(  # the architecture of the embedded model
     hidden_size=384, num_hidden_layers=16, num_attention_heads=6, num_key_value_heads=2, head_dim=64, intermediate_size=1024,
@@ -275,7 +276,7 @@ def head_stage(args: argparse.Namespace) -> None:
         f.chmod(0o644)
     config = json.loads((args.model / "config.json").read_text())
     config["torch_dtype"] = "float16"
-    config["eyas"]["target_fingerprint"] = Target(tiny.model(folder)).fingerprint()
+    config["eyas"]["target_fingerprint"] = fingerprint(Target(tiny.model(folder)))
     (args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / CHECKSUMS).write_text(json.dumps(sha256_of_folder(folder), indent=1) + "\n")
     print(f"{sum(f.stat().st_size for f in files) / 1e6:.1f} MB in {folder}")

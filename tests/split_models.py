@@ -15,6 +15,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import ModelError
+from eyas.targets.fingerprints import fingerprint
 from reference import plain_decode, run
 from test_lossless import DRAWN, make
 
@@ -50,4 +51,4 @@ def loaded(folder: Path) -> tuple[list[int], bool, str]:
     """The text of `eyas.load` with its default tree, whether it has a policy, and the target's
     fingerprint."""
     llm = eyas.load(split_model(folder), "suffix", kernels="on")
-    return list(llm.generate([5, 9, 3], max_new_tokens=8).token_ids), llm.policy is not None, llm.target.fingerprint()
+    return list(llm.generate([5, 9, 3], max_new_tokens=8).token_ids), llm.policy is not None, fingerprint(llm.target)

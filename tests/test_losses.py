@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
-from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
 from eyas.losses import (
     FrozenHead,
@@ -23,6 +22,7 @@ from eyas.losses import (
 )
 from eyas.nn import Documents
 from eyas.objectives import OBJECTIVES
+from eyas.targets.loading import load_target
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
@@ -160,7 +160,7 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
     predicted features, both losses and every gradient to 1e-4. Both ways to the cross-entropy."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle1"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
-    target = Target.load(GOLDEN / "target_a", dtype="float32", device="cpu")
+    target = load_target(GOLDEN / "target_a", dtype="float32", device="cpu")
     net = Method.load(checkpoints.load(GOLDEN / "head_eagle1_a"), target).net.float()
     features, ids, mask = tensors["eagle1.hidden_states"], tensors["eagle1.input_ids"], tensors["eagle1.loss_mask"]
     documents, every = Documents((ids.shape[1],) * len(ids)), torch.arange(ids.numel())

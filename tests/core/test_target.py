@@ -8,9 +8,11 @@ import torch
 import zoo
 from eyas.core import target as target_module
 from eyas.core.cache import KVCache, slot_mask, slot_positions
-from eyas.core.target import Target, pick_device, pick_dtype
+from eyas.core.target import Target
 from eyas.core.tree import Tree, Verdict
 from eyas.errors import FitError, ModelError, OptionError
+from eyas.targets.fingerprints import fingerprint, has_fingerprint
+from eyas.targets.loading import pick_device, pick_dtype
 
 
 def ids(count: int, seed: int = 0, vocab: int = 128) -> list[int]:
@@ -130,14 +132,14 @@ def test_fingerprint() -> None:
     """Guards the warning about a head of another target: other weights, other name; same weights,
     same name."""
     a, b = zoo.FAMILIES["llama"](), zoo.FAMILIES["llama"]()
-    assert Target(a).fingerprint() == Target(b).fingerprint()
+    assert fingerprint(Target(a)) == fingerprint(Target(b))
     with torch.no_grad():
         b.lm_head.weight.add_(
             torch.randn(b.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)) * b.lm_head.weight.std()
         )
-    assert not Target(b).has_fingerprint(Target(a).fingerprint())
-    assert Target(zoo.FAMILIES["llama"]().half()).has_fingerprint(Target(a).fingerprint())
-    assert Target(zoo.FAMILIES["llama"]().bfloat16()).has_fingerprint(Target(a).fingerprint())
+    assert not has_fingerprint(Target(b), fingerprint(Target(a)))
+    assert has_fingerprint(Target(zoo.FAMILIES["llama"]().half()), fingerprint(Target(a)))
+    assert has_fingerprint(Target(zoo.FAMILIES["llama"]().bfloat16()), fingerprint(Target(a)))
 
 
 def test_cache_commit_and_growth() -> None:

@@ -10,6 +10,7 @@ import pytest
 import zoo
 from eyas.core.engine import Request
 from eyas.core.target import Target
+from eyas.targets.fingerprints import fingerprint
 from reference import plain_decode
 from split_models import loaded, texts
 from train.together import together
@@ -38,4 +39,4 @@ def test_eyas_loads_it(folder: Path) -> None:
     model know the target."""
     whole = zoo.FAMILIES["llama"]()
     first, second = together(loaded, folder)
-    assert first == second == (plain_decode(whole, Request((5, 9, 3), 8)), False, Target(whole).fingerprint())
+    assert first == second == (plain_decode(whole, Request((5, 9, 3), 8)), False, fingerprint(Target(whole)))

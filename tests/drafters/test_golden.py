@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from eyas import checkpoints, drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
-from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.drafters import Drafter
 from eyas.drafters.eagle1 import REFERENCE_TREE
 from eyas.nn import Documents
+from eyas.targets.loading import load_target
 from golden import GOLDEN, needs_golden
 from reference import run
 
@@ -45,7 +45,7 @@ def drafter_of(method: str, case: dict[str, Any]) -> Drafter:
         size = case["window_size"] if case["enable_seagle"] else None
         tree |= {"window.size": size, "window.sink": case["sink_size"], "window.crop": "none"}
     weights = checkpoints.load(GOLDEN / case["head"])
-    return kind.load(weights, Target.load(GOLDEN / case["target"]), build_options(kind.Options, tree))
+    return kind.load(weights, load_target(GOLDEN / case["target"]), build_options(kind.Options, tree))
 
 
 FILES = {"eagle1": "eagle1_static", "eagle2": "eagle2_dynamic", "eagle3": "eagle3", "seagle": "seagle"}
@@ -139,7 +139,7 @@ def test_the_reference_tree() -> None:
 def test_vanilla_is_the_reference_baseline() -> None:
     """Guards the golden targets' configuration (old rope keys): plain decoding gives the baseline ids."""
     case = cases("eagle2_dynamic")[0]
-    target = Target.load(GOLDEN / case["target"])
+    target = load_target(GOLDEN / case["target"])
     vanilla = drafters.find("vanilla")(target)
     answer = case["vanilla_greedy_ids"][len(case["prompt_ids"]) :]
     assert run(Decoder(target, vanilla), [Request(tuple(case["prompt_ids"]), len(answer))])[0] == [answer]

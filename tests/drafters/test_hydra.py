@@ -20,6 +20,7 @@ from eyas.core.target import Target
 from eyas.drafters.hydra import Method
 from eyas.drafters.medusa import REFERENCE_TREE
 from eyas.errors import CheckpointError, OptionError
+from eyas.targets.fingerprints import has_fingerprint
 from eyas.train.features import layers_for_training
 from heads import make
 from reference import SAMPLINGS, plain_decode, run
@@ -197,7 +198,7 @@ def test_saved_and_loaded(target: Target, tmp_path: Path, options: dict[str, Any
         [s.draft.tokens_BN.tolist() for s in run(Decoder(target, d), [request])[1] if s.draft] for d in (drafter, again)
     ]
     assert drafts[0] == drafts[1]
-    assert target.has_fingerprint(weights.config["eyas"]["target_fingerprint"])
+    assert has_fingerprint(target, weights.config["eyas"]["target_fingerprint"])
 
 
 def test_a_published_prefix_layer_is_the_base_models(target: Target) -> None:

@@ -20,6 +20,7 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters.medusa import REFERENCE_TREE, Method, Options
 from eyas.errors import CheckpointError, OptionError
+from eyas.targets.fingerprints import has_fingerprint
 from eyas.train.features import layers_for_training
 from heads import make
 from reference import SAMPLINGS, plain_decode, run
@@ -223,7 +224,7 @@ def test_saved_and_loaded(target: Target, tmp_path: Path, output: str) -> None:
     weights = checkpoints.load(tmp_path)
     again, feature_BD = Method.load(weights, target), features(target, 2)
     assert torch.equal(drafter.logits(feature_BD, 3), again.logits(feature_BD, 3))
-    assert target.has_fingerprint(weights.config["eyas"]["target_fingerprint"])
+    assert has_fingerprint(target, weights.config["eyas"]["target_fingerprint"])
     assert weights.config["base_model"] == "tiny-llama"
 
 

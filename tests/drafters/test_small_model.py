@@ -22,6 +22,8 @@ from eyas.drafters import Batch, Drafter
 from eyas.drafters.small_model import Method, Options
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import Documents
+from eyas.targets.fingerprints import fingerprint
+from eyas.targets.loading import load_target
 from reference import plain_decode, run
 from toy_tokenizer import VOCAB, byte_tokenizer
 
@@ -162,7 +164,7 @@ def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
     """Guards matrices that are padded to different sizes, either way: what only one of the two has
     is not drafted, and is read without an index error; ids stay those of the target, sampled
     too."""
-    target = Target.load(folder_of(tmp_path / "target", VOCAB + mine, byte_tokenizer()))
+    target = load_target(folder_of(tmp_path / "target", VOCAB + mine, byte_tokenizer()))
     draft = folder_of(tmp_path / "draft", VOCAB + theirs, byte_tokenizer(), num_hidden_layers=1)
     for options in ({"depth": 3}, {"depth": 3, "dynamic.nodes": 9}):
         drafter = Method.from_pretrained(draft, target, build_options(Options, options))
@@ -181,7 +183,7 @@ def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
-    target = Target.load(folder_of(tmp_path / "target", VOCAB, byte_tokenizer()))
+    target = load_target(folder_of(tmp_path / "target", VOCAB, byte_tokenizer()))
     other = byte_tokenizer()
     other.add_tokens(["one more"])
     # the target does not know it: never drafted
@@ -215,7 +217,7 @@ def test_a_whole_model_is_recognised(tmp_path: Path) -> None:
         assert llm.method == "small_model"
         request = Request((3, 4, 5), 8)
         assert run(Decoder(llm.target, llm.drafter), [request])[0] == [plain_decode(model, request)]
-    assert Method.from_pretrained(tmp_path / "ours", target).target_fingerprint == target.fingerprint()
+    assert Method.from_pretrained(tmp_path / "ours", target).target_fingerprint == fingerprint(target)
     with pytest.warns(UserWarning, match="trained for another target"):
         load(zoo.tiny("llama", seed=9), draft=tmp_path / "ours")
     with pytest.raises(CheckpointError, match="not of EAGLE"):

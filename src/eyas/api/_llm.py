@@ -26,7 +26,6 @@ from eyas.arguments import (
     with_generate_keywords,
     with_objects,
 )
-from eyas.core.adapters import BASE
 from eyas.core.constraints import Constraint
 from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
@@ -37,6 +36,7 @@ from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
 from eyas.grammar import Grammars, structure_of
+from eyas.targets.adapters import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
 
 __all__ = ["LLM", "Chat"]

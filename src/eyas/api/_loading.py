@@ -16,17 +16,20 @@ from eyas import checkpoints, drafters, named, runners, tiny
 from eyas.adaptive import make_controller, mode_of
 from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
-from eyas.core.adapters import is_peft_model
 from eyas.core.drafter import Drafter
-from eyas.core.gguf_files import as_folder
 from eyas.core.options import build_options, option_defaults
 from eyas.core.placement import is_tensor_parallel
-from eyas.core.pretrained import DeviceMap, check_config, has_tokenizer, read_tokenizer, split_gguf
-from eyas.core.target import Target, pick_device, pick_dtype
+from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
 from eyas.hardware import release_threads
+from eyas.targets.adapters import is_peft_model
+from eyas.targets.fingerprints import base_has_fingerprint, has_fingerprint
+from eyas.targets.gguf_files import as_folder
+from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
+from eyas.targets.pretrained import DeviceMap, check_config, has_tokenizer, read_tokenizer, split_gguf
+from eyas.targets.quantised import library_of
 
 __all__ = ["LOAD_KEYWORDS", "load"]
 
@@ -169,7 +172,7 @@ def _load_target(
         kind = pick_dtype(dtype, place)
         embedded: torch.nn.Module = tiny.model()
         embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
-        made = Target.of(embedded, named.EMBEDDED, adapters)
+        made = target_of(embedded, named.EMBEDDED, adapters)
         return made, tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
     if isinstance(source, PreTrainedModel) or is_peft_model(source):
         if adapters:
@@ -178,7 +181,7 @@ def _load_target(
             )
         name = (source.get_base_model() if is_peft_model(source) else source).name_or_path
         loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
-        return Target.of(source, name or type(source).__name__), loaded_tokenizer
+        return target_of(source, name or type(source).__name__), loaded_tokenizer
     if not isinstance(source, str | Path):
         raise ModelError(
             f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}"
@@ -209,7 +212,7 @@ def _load_folder(
     check_config(source, trust_remote_code)
     named = tokenizer is not None
     loaded_tokenizer = (_tokenizer if named else read_tokenizer)(tokenizer if named else source, trust_remote_code)
-    target = Target.load(source, dtype, device, trust_remote_code, adapters=adapters, device_map=device_map, name=name)
+    target = load_target(source, dtype, device, trust_remote_code, adapters=adapters, device_map=device_map, name=name)
     return target, loaded_tokenizer
 
 
@@ -322,14 +325,14 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
             f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
             stacklevel=4,
         )
-    if method.target_fingerprint and target.base_has_fingerprint(method.target_fingerprint):
+    if method.target_fingerprint and base_has_fingerprint(target, method.target_fingerprint):
         if method.needs_weights:
             warnings.warn(
                 f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted",
                 stacklevel=4,
             )
-    elif method.target_fingerprint and not target.has_fingerprint(method.target_fingerprint):
-        known = "other weights than these quantised ones" if target.quantised_by else "another target"
+    elif method.target_fingerprint and not has_fingerprint(target, method.target_fingerprint):
+        known = "other weights than these quantised ones" if library_of(target.model) else "another target"
         warnings.warn(
             f"{draft} was trained for {known}: the text stays the same, but less of it may be drafted",
             stacklevel=4,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.core.adapters import BASE
 from eyas.errors import OptionError
+from eyas.targets.adapters import BASE
 
 __all__ = ["adapters_of"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eyas.core.pretrained import DeviceMap
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
+from eyas.targets.pretrained import DeviceMap
 
 __all__ = ["placement_of"]
 

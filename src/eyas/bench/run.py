@@ -38,6 +38,7 @@ from eyas.errors import FitError, InputError, one_line
 from eyas.files import parse_json, write_text
 from eyas.hardware import cpu_name, versions
 from eyas.metrics import first_difference, margin
+from eyas.targets.fingerprints import fingerprint
 
 __all__ = ["Bench", "OnPrompt", "read_answers"]
 
@@ -91,7 +92,7 @@ class Bench:
         return {
             "format": FORMAT,
             "target": target.name,
-            "fingerprint": target.fingerprint(),
+            "fingerprint": fingerprint(target),
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
             "runs_by": target.runner.name,

@@ -110,7 +110,7 @@ def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Sett
 def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
     """The target's tokenizer, without the target."""
     from eyas import named, tiny
-    from eyas.core.pretrained import read_tokenizer
+    from eyas.targets.pretrained import read_tokenizer
 
     place = named.place_of(options.tokenizer or options.target or named.EMBEDDED)
     if not place:

@@ -157,6 +157,7 @@ def _planned(
 ) -> FeatureStore:
     """The store to be filled: begun here, or one that this command began earlier. Tells how much
     space it takes, and asks."""
+    from eyas.targets.fingerprints import has_fingerprint
     from eyas.train.feature_plan import chosen_layers, feature_settings, open_or_plan
 
     need_tokenizer(llm)
@@ -176,7 +177,7 @@ def _planned(
         _agree(manifest, folder, job, [i for i in missing if i % step == first])
 
     data = functools.partial(read_data, llm, job.data, job.max_length, job.heldout)
-    return open_or_plan(folder, settings, data, llm.target.has_fingerprint, agree)
+    return open_or_plan(folder, settings, data, functools.partial(has_fingerprint, llm.target), agree)
 
 
 def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequence[int]) -> None:

@@ -142,7 +142,9 @@ class _Run(FileRun):
             "drop_cut": job.drop_cut,
             **asdict(llm.target.runner.weight_format),
         }
-        self.target = {"target": llm.target.name, "fingerprint": llm.target.fingerprint()}
+        from eyas.targets.fingerprints import fingerprint
+
+        self.target = {"target": llm.target.name, "fingerprint": fingerprint(llm.target)}
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,10 +158,12 @@ class _Run(FileRun):
 
     def check_same(self) -> None:
         """OptionError when the file holds answers of another target or with other settings."""
+        from eyas.targets.fingerprints import has_fingerprint
+
         there = self.results.first.get("by")
         other = differences(there, self.settings, OLD_FORMAT_DEFAULTS)
-        fingerprint = there.get("fingerprint", "") if isinstance(there, dict) else ""
-        if there and not self.llm.target.has_fingerprint(str(fingerprint)):
+        recorded = there.get("fingerprint", "") if isinstance(there, dict) else ""
+        if there and not has_fingerprint(self.llm.target, str(recorded)):
             name = there.get("target") if isinstance(there, dict) else there
             other.insert(0, f"target {name!r} there, {self.llm.target.name!r} now")
         self.refuse_others(other)

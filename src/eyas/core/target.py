@@ -24,28 +24,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from eyas.core import families, quantised
-from eyas.core.adapters import AdapterSet, add_adapter_layers, digest, is_peft_model, merge
+from eyas.core import families
 from eyas.core.cache import KVCache, Layout, additive_mask, devices_of, layout_of, slot_mask, slot_positions
-from eyas.core.fingerprints import fingerprint_of, same_weights
 from eyas.core.media import read_media, shifts_positions
 from eyas.core.ops import REFERENCE, Backend, Ops
 from eyas.core.placement import check_layers, device_of, has_several_devices
-from eyas.core.pretrained import DeviceMap, read_model
 from eyas.core.recurrent import RowStates
 from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
 from eyas.core.tree import TargetOutput, Tree, Verdict
-from eyas.errors import EyasError, FitError, ModelError, OptionError, first_line, one_line
+from eyas.errors import FitError, ModelError, OptionError
 from eyas.formats import EXACT, WeightFormat
 
-__all__ = ["ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession", "pick_device", "pick_dtype"]
+__all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
 # The same for models whose state modules cannot continue from a state with several tokens at once
@@ -53,7 +49,6 @@ PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
 FIRST_CHUNK_MAMBA1 = 8192  # at the beginning of a text
 LATER_CHUNK_MAMBA1 = 16  # later; each of these tokens has a state of its own in memory
 
-Adapters = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
 
 
@@ -128,6 +123,21 @@ class Runner(Protocol):
         ...
 
 
+class Adapters(Protocol):
+    """Adapters (LoRA and the like) that requests choose from (`targets.adapters`)."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def check(self, name: str) -> None:
+        """Raise OptionError if there is no such adapter."""
+        ...
+
+    def use(self, name: str) -> None:
+        """Switch the model to this adapter; "": to none."""
+        ...
+
+
 class Target:
     """An unmodified model in eval mode.
 
@@ -156,9 +166,9 @@ class Target:
         self.draft_weights = "exact"
         self.shifts_positions = shifts_positions(model)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.adapters: AdapterSet | None = None  # adapters that requests choose from
+        self.adapters: Adapters | None = None  # adapters that requests choose from
         self.adapter = ""  # the adapter that this view of the target uses; "": none
-        # `core.adapters.digest` of the adapter that is always in use, merged into the weights or
+        # `targets.adapters.digest` of the adapter that is always in use, merged into the weights or
         # not; "": there is none
         self.merged_adapter_digest = ""
         self.base_fingerprint = ""  # the weights' fingerprint before an adapter was added; "": there is none
@@ -166,65 +176,6 @@ class Target:
         # the device of each layer's keys and values; (): all are on `device`
         self.layer_devices: tuple[torch.device | None, ...] = ()
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
-        self.quantised_by = quantised.library_of(model)  # the library that keeps its layers quantised; "": none does
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        dtype: str = "auto",
-        device: str = "auto",
-        trust_remote_code: bool = False,
-        role: str = "target",
-        adapters: Adapters = None,
-        device_map: DeviceMap | None = None,
-        name: str = "",
-    ) -> Target:
-        """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own
-        on an accelerator or if it is quantised.
-
-        `role`: the name of the model in error messages. `adapters`: see `of`. `device_map`: where
-        the weights go, instead of one device. `name`: the target's name, if it is not the path.
-        """
-        place = torch.device(pick_device(device))
-        own_dtype = dtype == "auto"
-        model: Any = read_model(
-            path, pick_dtype(dtype, place), trust_remote_code, role, device_map, device=place, own_dtype=own_dtype
-        )
-        try:
-            return cls.of(model, name or str(path), adapters)
-        except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # the model's own code, with the values of a configuration that may be broken
-            reason = one_line(error, 200)
-            raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
-
-    @classmethod
-    def of(cls, model: Any, name: str = "", adapters: Adapters = None) -> Target:
-        """A target from a model or a PeftModel.
-
-        `adapters` change the model: a single one, by its folder, is merged into the weights, or
-        added in layers of its own if they are quantised; several, by name, are switched between.
-        """
-        if is_peft_model(model):
-            found = AdapterSet(model)
-            target = cls(model.get_base_model(), name)
-            target.adapters, target.adapter = found, found.active
-            return target
-        target = cls(model, name)
-        if not adapters:
-            return target
-        base = fingerprint_of(model)
-        if isinstance(adapters, Mapping):
-            found = AdapterSet.load(model, adapters)
-            found.use("")
-            target = cls(model, name)
-            target.adapters = found
-        else:
-            target = cls((add_adapter_layers if target.quantised_by else merge)(model, adapters), name)
-            target.merged_adapter_digest = digest(adapters)
-        target.base_fingerprint = base
-        return target
 
     def with_adapter(self, name: str) -> Target:
         """A view of the target with this adapter; "": without one. The model is shared. OptionError
@@ -340,25 +291,6 @@ class Target:
         with self.tap(feature_layers) as features:
             self.family.base(input_ids=tokens_RT, use_cache=False)
             return features()
-
-    def fingerprint(self) -> str:
-        """A short identification of the weights, which is saved with draft heads. If adapters are
-        switched between, that of the base model."""
-        if self.adapters is not None and self.base_fingerprint:
-            return self.base_fingerprint
-        return (
-            f"{self.merged_adapter_digest}+{fingerprint_of(self.model)}"
-            if self.merged_adapter_digest
-            else fingerprint_of(self.model)
-        )
-
-    def has_fingerprint(self, fingerprint: str) -> bool:
-        """Whether `fingerprint` is that of these weights, up to the rounding of dtypes."""
-        return same_weights(fingerprint, self.fingerprint())
-
-    def base_has_fingerprint(self, fingerprint: str) -> bool:
-        """Whether `fingerprint` is that of the weights before an adapter was added."""
-        return bool(self.base_fingerprint) and same_weights(fingerprint, self.base_fingerprint)
 
     @torch.no_grad()
     def first_bad_layer(self, ids: Sequence[int]) -> str:
@@ -758,24 +690,3 @@ def _weight(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
-
-
-def pick_device(device: str) -> str:
-    """auto: CUDA if available, else the CPU."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"device {device!r} cannot be used here: {first_line(error)}") from error
-    return device
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """auto: float32 on a CPU, else the checkpoint's own."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in known:
-        raise OptionError(f"unknown dtype {dtype!r}; known: auto, {', '.join(known)}")
-    return known[dtype]

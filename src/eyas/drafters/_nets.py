@@ -18,6 +18,7 @@ from eyas.checkpoints import Weights
 from eyas.core.target import Target
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import LayerShape
+from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
     "EMBEDDING", "MARGIN", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
@@ -157,7 +158,7 @@ def saved_head(
     tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
     if embed_tokens is not None:
         tensors[EMBEDDING] = embed_tokens
-    record = {"target_fingerprint": target.fingerprint()}
+    record = {"target_fingerprint": fingerprint(target)}
     return Weights(method, {**config, "eyas": record}, tensors, "memory")
 
 

@@ -31,6 +31,7 @@ from eyas.drafters import small_model
 from eyas.drafters._skip import TEXT_LENGTH, TEXT_ROWS, Found, own_text, parse_parts, search, without
 from eyas.errors import OptionError
 from eyas.files import parse_json, user_cache, write_atomically
+from eyas.targets.fingerprints import fingerprint
 
 __all__ = ["Method", "Options", "remembered_search"]
 
@@ -101,7 +102,7 @@ class Method(small_model.Method):
 def remembered_search(target: Target) -> Found:
     """The result of `search` on the target's own text, computed once per target and kept in the
     user's cache folder."""
-    key = hashlib.sha256(f"{target.fingerprint()} {SEARCHED}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{fingerprint(target)} {SEARCHED}".encode()).hexdigest()[:16]
     path = user_cache() / f"skip-{key}.json"
     with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
         return Found(**parse_json(path.read_bytes()))

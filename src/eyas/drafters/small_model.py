@@ -46,6 +46,8 @@ from eyas.drafters._options import check_choice, check_whole, current_noise
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
 from eyas.errors import CheckpointError, OptionError
 from eyas.losses import soft_cross_entropy
+from eyas.targets.fingerprints import fingerprint
+from eyas.targets.loading import load_target
 
 __all__ = ["DraftOptions", "LanguageModelSession", "Method", "Options", "check_vocabulary"]
 
@@ -225,7 +227,7 @@ class Method(DraftMethod):
     def _open(cls, name: str, target: Target, options: Any) -> DraftMethod:
         folder = Path(name).expanduser()
         dtype = str(target.dtype).removeprefix("torch.")
-        draft = Target.load(folder if folder.exists() else name, dtype, str(target.device), role="draft model")
+        draft = load_target(folder if folder.exists() else name, dtype, str(target.device), role="draft model")
         check_vocabulary(draft, target)
         drafter = cls(target, options, draft)
         drafter.target_fingerprint = (getattr(draft.model.config, "eyas", None) or {}).get("target_fingerprint")
@@ -265,7 +267,7 @@ class Method(DraftMethod):
             if value.data_ptr() not in written:
                 written.add(value.data_ptr())
                 tensors[name] = value.detach().clone()
-        made_for = {"eyas": {"target_fingerprint": self.target.fingerprint()}}
+        made_for = {"eyas": {"target_fingerprint": fingerprint(self.target)}}
         config = {**model.config.to_dict(), "architectures": [type(model).__name__], **made_for}
         return Weights("small_model", config, tensors, "memory")
 

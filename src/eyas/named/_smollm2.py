@@ -21,10 +21,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-from eyas.core.gguf_files import kept_folder
-from eyas.core.pretrained import check_gguf_packages
 from eyas.errors import ModelError, one_line
 from eyas.files import kept_sha256, user_cache, write_atomically, write_errors
+from eyas.targets.gguf_files import kept_folder
+from eyas.targets.pretrained import check_gguf_packages
 
 __all__ = ["HUB", "QUANTISED", "place"]
 

@@ -19,7 +19,6 @@ from copy import copy
 
 import torch
 
-from eyas.core import quantised
 from eyas.core.ops import Ops
 from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
 from eyas.core.target import ModelRunner, Target
@@ -35,6 +34,7 @@ from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.gpu_proof import fault_of_kernels, fault_of_runner
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.warm_up import warm_up
+from eyas.targets import quantised
 
 __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 
@@ -128,10 +128,11 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
     # CUDA graphs have not been tested with quantised layers
-    if target.device.type == "cuda" and target.quantised_by:
+    if target.device.type == "cuda" and quantised.library_of(target.model):
         if kernels != "auto":
             warnings.warn(
-                f"the model runs by its own forward: its layers are computed by {target.quantised_by}", stacklevel=4
+                f"the model runs by its own forward: its layers are computed by {quantised.library_of(target.model)}",
+                stacklevel=4,
             )
         return target
     if target.device.type == "cuda":
@@ -148,14 +149,15 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
 
 def _warn_about_mixing(target: Target) -> None:
     """Warn of quantised layers that treat a pass over a tree otherwise than single tokens."""
-    if target.quantised_by and (layer := quantised.mixing_layer(target.model)):
+    library = quantised.library_of(target.model)
+    if library and (layer := quantised.mixing_layer(target.model)):
         way_out = (
             "load with llm_int8_threshold=0.0"
-            if target.quantised_by == "bitsandbytes"
+            if library == "bitsandbytes"
             else "choose scales by token, or weights only"
         )
         warnings.warn(
-            f"{target.quantised_by} rounds the inputs of {layer} by all tokens of a pass together, so a tree's tokens get other numbers "
+            f"{library} rounds the inputs of {layer} by all tokens of a pass together, so a tree's tokens get other numbers "
             f"than single ones and the text may differ from plain decoding's: {way_out}",
             stacklevel=4,
         )

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from eyas import kernels
-from eyas.core.adapters import has_adapter_layers
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
 from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
@@ -33,6 +32,8 @@ from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._proofs import Proof
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import CpuOps
+from eyas.targets.adapters import has_adapter_layers
+from eyas.targets.quantised import library_of
 
 __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
 
@@ -296,8 +297,8 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError("the kernels run whole models on one device, and a device_map puts its layers on several")
     if has_offloaded_weights(target.model):
         raise UnsuitedError("the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere")
-    if target.quantised_by:
-        raise UnsuitedError(f"its layers are kept quantised and are computed by {target.quantised_by}")
+    if library_of(target.model):
+        raise UnsuitedError(f"its layers are kept quantised and are computed by {library_of(target.model)}")
     if has_adapter_layers(target.model):
         raise UnsuitedError(
             "the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))"

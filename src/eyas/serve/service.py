@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from eyas import runners
 from eyas.api import LLM
 from eyas.arguments import MediaIds
-from eyas.core.adapters import BASE
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
@@ -26,6 +25,7 @@ from eyas.serve.memory import Memory
 from eyas.serve.metrics import Metrics
 from eyas.serve.records import Job
 from eyas.serve.settings import Settings
+from eyas.targets.adapters import BASE
 from eyas.text import encode, encode_part, render
 
 __all__ = ["Service"]

@@ -12,6 +12,7 @@ from eyas.core.target import Target
 from eyas.errors import InputError, OptionError
 from eyas.files import locked_output, prepare_folder
 from eyas.hardware import versions
+from eyas.targets.fingerprints import fingerprint
 from eyas.train.data import Data, data_hash
 from eyas.train.features import layers_for_training
 from eyas.train.store import MANIFEST_FILE, FeatureSettings, FeatureStore, Manifest, plan_store, tokenizer_identity
@@ -73,7 +74,7 @@ def feature_settings(
     target_dtype = str(target.dtype).removeprefix("torch.")
     hashes = [{"name": Path(path).name, "sha256": data_hash(path)} for path in files]
     return FeatureSettings(
-        target={"name": target.name, "fingerprint": target.fingerprint(), "dtype": target_dtype},
+        target={"name": target.name, "fingerprint": fingerprint(target), "dtype": target_dtype},
         tokenizer=tokenizer_identity(tokenizer),
         layers=layers,
         hidden_size=target.hidden_size,

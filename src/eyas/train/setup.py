@@ -14,6 +14,7 @@ from torch import nn
 
 from eyas.drafters import DraftMethod
 from eyas.errors import InputError, OptionError
+from eyas.targets.fingerprints import fingerprint
 from eyas.train._identity import examples_hash, untrained_hash
 from eyas.train._process import has_bf16
 from eyas.train.config import TrainConfig
@@ -104,7 +105,7 @@ def set_up(
         use_bf16=config.precision != "float32" and has_bf16(drafter.target.device),
         identity={
             "method": method,
-            "target": drafter.target.fingerprint(),
+            "target": fingerprint(drafter.target),
             "examples": examples_hash(examples, heldout),
             "options": repr(drafter.options),
             "untrained_tensors": untrained_hash(drafter),

@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas.errors import InputError, one_line
+from eyas.targets.fingerprints import has_fingerprint
 from eyas.train._manifest import (
     DTYPES,
     EXAMPLES_FILE,
@@ -191,7 +192,7 @@ class FeatureStore:
     def check(self, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """InputError when these are features of another target or tokenizer."""
         settings = self.settings
-        if not target.has_fingerprint(settings.target["fingerprint"]):
+        if not has_fingerprint(target, settings.target["fingerprint"]):
             raise InputError(
                 f"{self.folder} holds features of another target: {settings.target['name']!r}, not {target.name!r}"
             )

@@ -102,7 +102,7 @@ def read_model(
         role: how messages call the model: "target", "draft model".
         device_map: where its weights go, instead of the CPU.
         gguf_file: a file in GGUF format in that folder; its weights become plain ones
-            (`core.gguf_files` does it faster, once for each file).
+            (`targets.gguf_files` does it faster, once for each file).
         device: the device of the model. A quantised model is loaded there, as its library may not
             be able to move it.
         own_dtype: a quantised checkpoint keeps its own dtype, in which its scales are stored.
@@ -213,6 +213,10 @@ def read_tokenizer(
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
         raise ModelError(
             f"the tokenizer in {str(source)!r} has a chat template that is no text: repair tokenizer_config.json"
+        )
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ModelError(
+            f"the tokenizer in {str(source)!r} has a model_max_length that is not a number: repair tokenizer_config.json"
         )
     if empty and required:
         raise _no_tokenizer(source)

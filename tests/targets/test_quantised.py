@@ -16,10 +16,13 @@ from transformers import PreTrainedModel
 import eyas
 import zoo
 from eyas import checkpoints, drafters, runners
-from eyas.core import quantised
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.errors import ModelError, OptionError
+from eyas.targets import quantised
+from eyas.targets.fingerprints import base_has_fingerprint, fingerprint, has_fingerprint
+from eyas.targets.loading import load_target
+from eyas.targets.quantised import library_of
 from quantised_models import KINDS, SIZES, _bitsandbytes, load, write_compressed, write_gguf, write_packed
 from reference import SAMPLINGS, plain_decode, run
 from test_lossless import DRAWN, make
@@ -82,7 +85,7 @@ def test_every_kind_by_every_method(kind: str, method: str, models: Any) -> None
     tokens, greedily and seeded."""
     model, requests = models(kind)
     target = runners.with_fastest_runner(Target(model))
-    assert target.quantised_by, "the layers are plain: this test proves nothing"
+    assert library_of(target.model), "the layers are plain: this test proves nothing"
     check(method, target, requests)
 
 
@@ -142,7 +145,7 @@ def test_the_probe_of_mixing_layers() -> None:
     for layer in model.values():
         layer.quantization_scheme = "some"  # type: ignore[assignment]
     assert quantised.mixing_layer(model) == "mixing (ByTensor)"
-    assert Target(zoo.FAMILIES["llama"]()).quantised_by == ""
+    assert library_of(Target(zoo.FAMILIES["llama"]()).model) == ""
 
 
 @pytest.mark.slow
@@ -170,10 +173,10 @@ def test_fingerprints(kinds: tuple[str, str], models: Any) -> None:
     plain = Target(zoo.tiny("llama", **SIZES))
     found = {kind: Target(models(kind)[0]) for kind in kinds}
     for kind, target in found.items():
-        assert target.has_fingerprint(target.fingerprint())
-        assert not target.has_fingerprint(plain.fingerprint())
-        assert not plain.has_fingerprint(target.fingerprint())
-        assert not any(target.has_fingerprint(other.fingerprint()) for name, other in found.items() if name != kind)
+        assert has_fingerprint(target, fingerprint(target))
+        assert not has_fingerprint(target, fingerprint(plain))
+        assert not has_fingerprint(plain, fingerprint(target))
+        assert not any(has_fingerprint(target, fingerprint(other)) for name, other in found.items() if name != kind)
 
 
 def test_a_folder_just_works(tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_a_folder_just_works(tmp_path: Path) -> None:
     model = KINDS["torchao int8"](tmp_path / "plain").bfloat16()
     model.save_pretrained(tmp_path / "saved")
     llm = eyas.load(tmp_path / "saved", "suffix")
-    assert (llm.target.quantised_by, llm.target.dtype) == ("torchao", torch.bfloat16)
+    assert (library_of(llm.target.model), llm.target.dtype) == ("torchao", torch.bfloat16)
     exact = eyas.load(tmp_path / "saved", "suffix", dtype="float32")
     expected = plain_decode(exact.target.model, Request(PROMPTS[0], 20))
     assert list(exact.generate(list(PROMPTS[0]), max_new_tokens=20, ignore_eos=True).token_ids) == expected
@@ -197,7 +200,7 @@ def test_a_packed_folder_just_works(method: str, tmp_path: Path) -> None:
     pytest.importorskip("optimum", reason="transformers reads GPTQ with optimum")
     write_packed(tmp_path, method)
     llm = eyas.load(tmp_path, "suffix")
-    assert (llm.target.quantised_by, llm.target.dtype) == (method, torch.float16)
+    assert (library_of(llm.target.model), llm.target.dtype) == (method, torch.float16)
     assert len(llm.generate(list(PROMPTS[0]), max_new_tokens=20, ignore_eos=True).token_ids) == 20
     exact = eyas.load(tmp_path, "suffix", dtype="float32")
     expected = plain_decode(load(tmp_path), Request(PROMPTS[0], 20))
@@ -217,7 +220,7 @@ def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) 
         peft.get_peft_model(zoo.tiny("llama", **SIZES), config).save_pretrained(
             tmp_path / "adapter", save_embedding_layers=False
         )
-    target = Target.load(tmp_path / "model", adapters=str(tmp_path / "adapter"))
+    target = load_target(tmp_path / "model", adapters=str(tmp_path / "adapter"))
     assert any("lora" in name for name, _ in target.model.named_parameters())
     base = load(tmp_path / "model")
     base(torch.tensor([[1]]))  # compressed-tensors unpacks its weights when they are first used
@@ -228,8 +231,8 @@ def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) 
     )
     check("eagle2", runners.with_fastest_runner(target), requests)
     base_target = Target(models("compressed-tensors W4A16")[0])
-    assert target.base_has_fingerprint(base_target.fingerprint())
-    assert not target.has_fingerprint(base_target.fingerprint())
+    assert base_has_fingerprint(target, fingerprint(base_target))
+    assert not has_fingerprint(target, fingerprint(base_target))
 
 
 @pytest.mark.slow
@@ -258,9 +261,9 @@ def test_gguf(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf")
     with pytest.warns(UserWarning, match="no tokenizer in model.gguf"):
         llm = eyas.load(tmp_path / "model.gguf", "suffix")
-    assert llm.target.quantised_by == ""
+    assert library_of(llm.target.model) == ""
     by_name = eyas.load(tmp_path, "suffix", gguf_file="model.gguf", tokenizer=False)
-    assert by_name.target.has_fingerprint(llm.target.fingerprint())
+    assert has_fingerprint(by_name.target, fingerprint(llm.target))
     for method in QUICK_METHODS:
         check(method, runners.with_fastest_runner(by_name.target), answered(by_name.target.model))
 

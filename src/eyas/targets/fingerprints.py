@@ -9,10 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.core import quantised
 from eyas.core.placement import value_of
+from eyas.core.target import Target
+from eyas.targets import quantised
 
-__all__ = ["fingerprint_of", "same_weights"]
+__all__ = ["base_has_fingerprint", "fingerprint", "fingerprint_of", "has_fingerprint", "same_weights"]
+
+
+def fingerprint(target: Target) -> str:
+    """A short identification of the weights, which is saved with draft heads. If adapters are
+    switched between, that of the base model."""
+    if target.adapters is not None and target.base_fingerprint:
+        return target.base_fingerprint
+    return (
+        f"{target.merged_adapter_digest}+{fingerprint_of(target.model)}"
+        if target.merged_adapter_digest
+        else fingerprint_of(target.model)
+    )
+
+
+def has_fingerprint(target: Target, recorded: str) -> bool:
+    """Whether `recorded` is that of these weights, up to the rounding of dtypes."""
+    return same_weights(recorded, fingerprint(target))
+
+
+def base_has_fingerprint(target: Target, recorded: str) -> bool:
+    """Whether `recorded` is that of the weights before an adapter was added."""
+    return bool(target.base_fingerprint) and same_weights(recorded, target.base_fingerprint)
 
 
 def fingerprint_of(model: nn.Module) -> str:

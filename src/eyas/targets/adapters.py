@@ -29,8 +29,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from eyas.core.pretrained import REASON_LENGTH, is_missing_path
 from eyas.errors import EyasError, ModelError, OptionError, near, one_line
+from eyas.targets.pretrained import REASON_LENGTH, is_missing_path
 
 __all__ = ["BASE", "AdapterSet", "add_adapter_layers", "digest", "has_adapter_layers", "is_peft_model", "merge"]
 

@@ -15,8 +15,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eyas
-from eyas.core import gguf_files
-from eyas.core.pretrained import _gguf_options
+from eyas.targets import gguf_files
+from eyas.targets.pretrained import _gguf_options
 from quantised_models import quiet, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")

@@ -34,9 +34,9 @@ from rich.progress import track
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers.utils import logging as transformers_logging
 
-from eyas.core.pretrained import check_gguf, read_gguf_tokenizer, read_model
 from eyas.errors import InputError, ModelError, one_line
 from eyas.files import CHECKSUMS, kept_sha256, prepare_folder, sha256_of_folder, user_cache, write_errors, write_text
+from eyas.targets.pretrained import check_gguf, read_gguf_tokenizer, read_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

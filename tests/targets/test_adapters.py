@@ -19,6 +19,8 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.errors import ModelError, OptionError
 from eyas.runners.cpu import UnsuitedError
+from eyas.targets.fingerprints import base_has_fingerprint, fingerprint, has_fingerprint
+from eyas.targets.loading import target_of
 from reference import plain_decode, run
 from test_lossless import DRAWN, SAMPLINGS, make, requests
 
@@ -56,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def target(folders: dict[str, str]) -> Target:
     """The small llama with all adapters."""
-    return Target.of(zoo.FAMILIES["llama"](), adapters=folders)
+    return target_of(zoo.FAMILIES["llama"](), adapters=folders)
 
 
 @cache
@@ -109,7 +111,7 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged(kind: str, folders: dict[str, str]) -> None:
     """Guards merging: kernels run the merged weights, and the text is PEFT's own."""
-    merged = runners.with_fastest_runner(Target.of(zoo.FAMILIES["llama"](), adapters=folders[kind]), kernels="off")
+    merged = runners.with_fastest_runner(target_of(zoo.FAMILIES["llama"](), adapters=folders[kind]), kernels="off")
     assert not any("lora" in name for name, _ in merged.model.named_parameters())
     drafter = make("eagle2", merged)
     tokens, _ = run(Decoder(merged, drafter, 2), [request for request, _ in answered(folders[kind])])
@@ -165,14 +167,14 @@ def test_kept_text_of_another_adapter_is_not_used(target: Target, folders: dict[
 def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, str], tmp_path: Path) -> None:
     """Guards the fingerprint: it is the base model's where adapters are switched, and remembered
     where one is merged."""
-    plain, merged = Target(zoo.FAMILIES["llama"]()), Target.of(zoo.FAMILIES["llama"](), adapters=folders["lora"])
-    assert target.fingerprint() == plain.fingerprint() != merged.fingerprint()
-    assert merged.base_has_fingerprint(plain.fingerprint())
-    assert not merged.has_fingerprint(plain.fingerprint())
+    plain, merged = Target(zoo.FAMILIES["llama"]()), target_of(zoo.FAMILIES["llama"](), adapters=folders["lora"])
+    assert fingerprint(target) == fingerprint(plain) != fingerprint(merged)
+    assert base_has_fingerprint(merged, fingerprint(plain))
+    assert not has_fingerprint(merged, fingerprint(plain))
     checkpoints.save(make("eagle1", merged).weights(), tmp_path)  # bug: its fingerprint was not read again
-    assert merged.has_fingerprint(str(drafters.find("eagle1").from_pretrained(tmp_path, merged).target_fingerprint))
-    assert target.base_has_fingerprint(plain.fingerprint())
-    assert not plain.base_has_fingerprint(plain.fingerprint())
+    assert has_fingerprint(merged, str(drafters.find("eagle1").from_pretrained(tmp_path, merged).target_fingerprint))
+    assert base_has_fingerprint(target, fingerprint(plain))
+    assert not base_has_fingerprint(plain, fingerprint(plain))
 
 
 @pytest.mark.slow
@@ -185,13 +187,13 @@ def test_an_adapter_on_other_weights_than_the_fingerprints(
     monkeypatch.setattr("eyas.core.target.fingerprint_of", lambda model: "shapes:0.1,0.2,0.3")
     plain = Target(zoo.FAMILIES["llama"]())
     merged, again, other = (
-        Target.of(zoo.FAMILIES["llama"](), adapters=folders[name]) for name in ("lora", "lora", "dora")
+        target_of(zoo.FAMILIES["llama"](), adapters=folders[name]) for name in ("lora", "lora", "dora")
     )
-    assert merged.has_fingerprint(again.fingerprint())
-    assert not merged.has_fingerprint(other.fingerprint())
-    assert not merged.has_fingerprint(plain.fingerprint())
-    assert merged.base_has_fingerprint(plain.fingerprint())
-    assert not merged.base_has_fingerprint(again.fingerprint())
+    assert has_fingerprint(merged, fingerprint(again))
+    assert not has_fingerprint(merged, fingerprint(other))
+    assert not has_fingerprint(merged, fingerprint(plain))
+    assert base_has_fingerprint(merged, fingerprint(plain))
+    assert not base_has_fingerprint(merged, fingerprint(again))
 
 
 def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
@@ -201,19 +203,19 @@ def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
         return zoo.tiny("llama", **options)
 
     with pytest.raises(ModelError, match="does not exist"):
-        Target.of(llama(), adapters=str(tmp_path / "absent"))
+        target_of(llama(), adapters=str(tmp_path / "absent"))
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
-        Target.of(llama(), adapters=str(tmp_path))
+        target_of(llama(), adapters=str(tmp_path))
     with pytest.raises(ModelError, match="another model"):
-        Target.of(llama(num_hidden_layers=2), adapters=folders["lora"])
+        target_of(llama(num_hidden_layers=2), adapters=folders["lora"])
     with pytest.raises(ModelError, match="cannot be loaded"):
-        Target.of(llama(intermediate_size=96), adapters=folders["lora"])
+        target_of(llama(intermediate_size=96), adapters=folders["lora"])
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     peft.get_peft_model(llama(), prompts).save_pretrained(tmp_path / "prompts")
     with pytest.raises(ModelError, match="PROMPT_TUNING"):
-        Target.of(llama(), adapters=str(tmp_path / "prompts"))
+        target_of(llama(), adapters=str(tmp_path / "prompts"))
     with pytest.raises(OptionError, match="known"):
-        Target.of(llama(), adapters={"a": folders["lora"]}).with_adapter("zzz")
+        target_of(llama(), adapters={"a": folders["lora"]}).with_adapter("zzz")
     with pytest.raises(OptionError, match="by name"):
         Target(llama()).with_adapter("a")
     with pytest.raises(OptionError, match="PeftModel"):

@@ -1,0 +1,98 @@
+"""Make a `Target` of a checkpoint, of a loaded model, or of either with adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.core.target import Target
+from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
+from eyas.targets.adapters import AdapterSet, add_adapter_layers, digest, is_peft_model, merge
+from eyas.targets.fingerprints import fingerprint_of
+from eyas.targets.pretrained import DeviceMap, read_model
+from eyas.targets.quantised import library_of
+
+__all__ = ["AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of"]
+
+AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
+
+
+def load_target(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    role: str = "target",
+    adapters: AdapterFolders = None,
+    device_map: DeviceMap | None = None,
+    name: str = "",
+) -> Target:
+    """Load from a local folder or the hub. dtype auto: float32 on a CPU, the checkpoint's own
+    on an accelerator or if it is quantised.
+
+    `role`: the name of the model in error messages. `adapters`: see `target_of`. `device_map`: where
+    the weights go, instead of one device. `name`: the target's name, if it is not the path.
+    """
+    place = torch.device(pick_device(device))
+    own_dtype = dtype == "auto"
+    model: Any = read_model(
+        path, pick_dtype(dtype, place), trust_remote_code, role, device_map, device=place, own_dtype=own_dtype
+    )
+    try:
+        return target_of(model, name or str(path), adapters)
+    except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the model's own code, with the values of a configuration that may be broken
+        reason = one_line(error, 200)
+        raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
+
+
+def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Target:
+    """A target from a model or a PeftModel.
+
+    `adapters` change the model: a single one, by its folder, is merged into the weights, or
+    added in layers of its own if they are quantised; several, by name, are switched between.
+    """
+    if is_peft_model(model):
+        found = AdapterSet(model)
+        target = Target(model.get_base_model(), name)
+        target.adapters, target.adapter = found, found.active
+        return target
+    target = Target(model, name)
+    if not adapters:
+        return target
+    base = fingerprint_of(model)
+    if isinstance(adapters, Mapping):
+        found = AdapterSet.load(model, adapters)
+        found.use("")
+        target = Target(model, name)
+        target.adapters = found
+    else:
+        target = Target((add_adapter_layers if library_of(model) else merge)(model, adapters), name)
+        target.merged_adapter_digest = digest(adapters)
+    target.base_fingerprint = base
+    return target
+
+
+def pick_device(device: str) -> str:
+    """auto: CUDA if available, else the CPU."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {device!r} cannot be used here: {first_line(error)}") from error
+    return device
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """auto: float32 on a CPU, else the checkpoint's own."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in known:
+        raise OptionError(f"unknown dtype {dtype!r}; known: auto, {', '.join(known)}")
+    return known[dtype]

@@ -92,6 +92,32 @@ def test_parts_and_developers_are_read_as_the_server_reads_them(tmp_path: Path) 
     assert "Read this.\nWhat is it?" in tokenizer.decode(served)
 
 
+def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
+    """Guards against a system text beside the turns that is dropped, and lines with calls that are
+    refused: files for other trainers have both."""
+    tokenizer = tokenizer_with(TOOLED)
+    sharegpt = [
+        {"from": "human", "value": "the time?"},
+        {"from": "function_call", "value": '{"name": "now", "arguments": {"zone": "Oslo"}}'},
+        {"from": "observation", "value": "12:00"},
+        {"from": "gpt", "value": "Noon."},
+    ]
+    data = read_line(tmp_path, tokenizer, conversations=sharegpt, system="Be brief.", tools=json.dumps(TOOLS))
+    call = {"function": {"name": "now", "arguments": '{"zone": "Oslo"}'}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        *turns("the time?"),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "12:00"},
+        {"role": "assistant", "content": "Noon."},
+    ]
+    assert data.train[0] == read_line(tmp_path, tokenizer, messages=chat, tools=TOOLS).train[0]
+    served = render(tokenizer, chat[:-1], tools=TOOLS)
+    assert data.train[0].ids[: len(served)] == served
+    with pytest.raises(InputError, match="the call of message 1 is not JSON"):
+        read(write(tmp_path, {"conversations": [{"from": "function_call", "value": "now()"}]}), tokenizer)
+
+
 # --- reasoning -----------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,7 @@ def write_chat(
     chat = check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    own = inspect.signature(tokenizer.apply_chat_template).parameters if chat_template_kwargs else {}
     if reserved := sorted(own.keys() & dict(chat_template_kwargs or {}).keys()):
         raise InputError(f"{reserved[0]} is not a variable of a chat template")
     listed: Any = [dict(tool) for tool in tools] if tools else None

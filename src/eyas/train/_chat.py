@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError
+from eyas.files import parse_json
 from eyas.text import Span, check_messages, has_place_for_tools, template_keywords, write_chat
 from eyas.train._replies import find_replies, is_trained
 
@@ -32,6 +33,7 @@ SHAREGPT_ROLES = {
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
+    "observation": "tool",
 }
 
 
@@ -71,12 +73,29 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
         raise InputError(
             'no list "messages" or "conversations"; write {"messages": [{"role": "user", "content": "..."}, ...]}'
         )
-    return check_messages([_in_openai_form(turn) for turn in turns]) if turns else []
+    messages = [_in_openai_form(turn, number) for number, turn in enumerate(turns, start=1)]
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and not _is_system(messages[:1]):
+        messages = [{"role": "system", "content": system}, *messages]
+    return check_messages(messages) if turns else []
 
 
-def _in_openai_form(turn: Any) -> Any:
+def _is_system(messages: Sequence[Any]) -> bool:
+    return any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages)
+
+
+def _in_openai_form(turn: Any, number: int) -> Any:
+    """A turn with OpenAI's keys and roles. ShareGPT's turn "function_call" holds a call, or a list
+    of them, as JSON.
+    """
     if not isinstance(turn, Mapping):
         return turn
+    if turn.get("from") == "function_call":
+        try:
+            calls = parse_json(str(turn.get("value")))
+        except InputError as error:
+            raise InputError(f"the call of message {number} is {error}; repair or drop the line") from error
+        turn = {"from": "gpt", "tool_calls": calls if isinstance(calls, list) else [calls]}
     renamed = {"role": turn.get("from"), "content": turn.get("value")}
     message = {**{name: value for name, value in renamed.items() if value is not None}, **turn}
     if isinstance(name := message.get("role"), str):

@@ -122,11 +122,11 @@ def _between_prefixes(write: Write, messages: Messages, whole: str, ends: Mappin
     last = len(messages) - 1
     prompts = {k: write(messages[:k])[0] for k in (*ends, last) if k > 0}
     begins = {k: len(prompt) for k, prompt in prompts.items()}
-    if (first := _first_begin(write, messages, whole)) is not None:
+    if 0 in (*ends, last) and (first := _first_begin(write, messages, whole)) is not None:
         begins[0] = first
     if last > 0:
         begins[last] = _last_begin(write, messages, whole, prompts[last])
-    elif first is None:
+    elif not begins:
         raise InputError("the chat template does not write a reply to nothing; put a user's turn before it")
     spans = [(begins[k], ends.get(k, len(whole))) for k in sorted({*ends, last} & begins.keys())]
     return spans, not all(whole.startswith(prompt) for k, prompt in prompts.items() if k != last)

@@ -185,6 +185,30 @@ def test_words_that_cannot_be_learnt_are_reported(tmp_path: Path, template: str,
     assert "in 1 the template leaves out a part of a reply, such as its reasoning" in str(report)
 
 
+def test_calls_that_the_template_leaves_out(tmp_path: Path) -> None:
+    """Guards against a call that is learnt as its end token alone, or as the words before it, without
+    a word in the report."""
+    tokenizer, calls = tokenizer_with(CHATML), [{"function": {"name": "now"}}]
+    spoken = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
+    assert read_line(tmp_path, tokenizer, messages=[*turns("the time?"), spoken]).report.left_out == 1
+    later = [*turns("the time?"), {**spoken, "content": None}, {"role": "tool", "content": "12"}, *TWO]
+    data = read_line(tmp_path, tokenizer, messages=later)
+    assert counted_texts(tokenizer, data.train[0]) == ["how are you<|im_end|>"]
+    assert data.report.last_only == 1
+    with pytest.raises(InputError, match="leaves out all that the assistant says last"):
+        one(tmp_path, tokenizer, [*turns("the time?"), {**spoken, "content": None}])
+
+
+def test_the_template_for_tools(tmp_path: Path) -> None:
+    """Guards a tokenizer of several templates: with tools, the marks of its template for tools count."""
+    tokenizer = tokenizer_with(None)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools | tojson }}" + MARKED}
+    example = read_line(tmp_path, tokenizer, messages=TWO, tools=TOOLS).train[0]
+    assert counted_texts(tokenizer, example) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
+    served = render(tokenizer, TWO[:3], tools=TOOLS)
+    assert example.ids[: len(served)] == served
+
+
 def test_a_first_reply_that_the_template_leaves_out_is_reported(tmp_path: Path) -> None:
     """A template that begins with the first question drops a greeting; the other replies count."""
     dropping = CHATML.replace("in messages", "in messages[(messages[0].role == 'assistant')|int:]")

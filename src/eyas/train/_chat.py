@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eyas.errors import InputError
+from eyas.errors import InputError, first_line
 from eyas.files import parse_json
 from eyas.text import Span, check_messages, has_place_for_tools, template_keywords, write_chat
 from eyas.train._replies import find_replies, is_trained
@@ -108,7 +108,6 @@ class ChatReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
         self._takes_tools: bool | None = None  # whether the template has a place for them
@@ -117,10 +116,14 @@ class ChatReader:
         """The conversation of one line of data. InputError, without the line's place, when it
         cannot be used.
         """
-        if not self.template:
+        if not getattr(self.tokenizer, "chat_template", None):
             raise InputError("the tokenizer has no chat template; give the target folder one, or train on plain text")
         messages, keywords = messages_to_learn(record), template_keywords(record)
-        found = find_replies(partial(write_chat, self.tokenizer, **keywords), messages, self.template)
+        try:
+            template = self.tokenizer.get_chat_template(tools=keywords.get("tools"))
+        except ValueError as error:  # several templates, and none of them is the default
+            raise InputError(f"the tokenizer has no chat template for this line: {first_line(error, 200)}") from error
+        found = find_replies(partial(write_chat, self.tokenizer, **keywords), messages, template)
         ids, offsets = self._tokenize(found.whole)
         counted = [False] * len(ids)
         for span in found.spans:

@@ -80,14 +80,15 @@ def find_replies(write: Write, messages: Messages, template: str) -> Found:
     """Return the text of a conversation that ends with a reply that counts, and where the replies are.
 
     Raises:
-        InputError: the template does not write the conversation as a prompt with a reply after it.
+        InputError: the template does not write the conversation as a prompt with a reply after it, or
+            leaves that reply out.
     """
     has_marks = bool(GENERATION_TAG.search(template))
     whole, marks = write(messages, add_generation_prompt=False, marks=has_marks)
     earlier = [k for k, message in enumerate(messages[:-1]) if is_trained(message, k + 1)]
     texts = {k: _text(write, messages[: k + 1]) for k in earlier}
-    kept = [k for k in earlier if _holds(texts[k], messages[k])]
-    left_out = earlier[:1] == [0] != kept[:1]  # the template begins with the first question
+    kept = [k for k in earlier if _holds(texts[k], messages[k], template)]
+    left_out = 0 in earlier and 0 not in kept  # by a template that begins with the first question
     rewritten = not all(whole.startswith(text) for text in texts.values()) or len(earlier) - left_out > len(kept)
     if has_marks:
         spans = _without_untrained(write, messages, marks)
@@ -95,9 +96,11 @@ def find_replies(write: Write, messages: Messages, template: str) -> Found:
         spans, changed = _between_prefixes(write, messages, whole, {k: len(texts[k]) for k in kept})
         rewritten |= changed
     spans = spans[-1:] if rewritten else spans
-    if not _holds(whole, messages[-1]):
-        served = _as_served(write, messages, "</think>" in template)
+    if not _holds(whole, messages[-1], template):
+        served = _as_served(write, messages, template)
         left_out |= served is None
+        if served is None and not (messages[-1]["content"].strip() or "tool_calls" in template):
+            raise InputError("the chat template leaves out all that the assistant says last; drop the line")
         if served is not None:
             prompt, reply = served
             spans = [span for span in spans[:-1] if prompt.startswith(whole[: span[1]])]
@@ -155,7 +158,7 @@ def _last_begin(write: Write, messages: Messages, whole: str, prompt: str) -> in
     return common
 
 
-def _as_served(write: Write, messages: Messages, names_reasoning: bool) -> tuple[str, str] | None:
+def _as_served(write: Write, messages: Messages, template: str) -> tuple[str, str] | None:
     """The prompt of the last reply, and the reply as the model generated it; None where nothing
     tells how that was written.
     """
@@ -165,8 +168,8 @@ def _as_served(write: Write, messages: Messages, names_reasoning: bool) -> tuple
     prompt = write(before)[0]
     header, found, end = _text(write, [*before, _with_place(reply)]).rpartition(PLACE)
     reasoning = _reasoning(reply).strip()
-    writes_calls_first = bool(reply.get("tool_calls")) and not prompt.startswith(header)
-    if not found or writes_calls_first or (reasoning and not names_reasoning):
+    calls_stay = not reply.get("tool_calls") or ("tool_calls" in template and prompt.startswith(header))
+    if not found or not calls_stay or (reasoning and "</think>" not in template):
         return None
     said = f"<think>\n{reasoning}\n</think>\n\n{reply['content']}" if reasoning else reply["content"]
     tag = LAST_TAG.search(prompt)
@@ -188,7 +191,10 @@ def _reasoning(message: Mapping[str, Any]) -> str:
     return next((value for name in REASONING if isinstance(value := message.get(name), str)), "")
 
 
-def _holds(text: str, message: Mapping[str, Any]) -> bool:
-    """Whether a text holds the words of a message, whatever the spaces between them."""
+def _holds(text: str, message: Mapping[str, Any], template: str) -> bool:
+    """Whether a template's text holds the words of a message, whatever the spaces between them, and
+    its calls."""
+    if message.get("tool_calls") and "tool_calls" not in template:
+        return False
     squeezed = "".join(text.split())
     return all("".join(words.split()) in squeezed for words in (message["content"], _reasoning(message)))

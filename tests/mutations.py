@@ -327,7 +327,7 @@ MUTATIONS = (
         "target positions off by one",
         ids("vanilla"),
         patch(
-            "core.ops:Ops.draw",
+            "core.verify:Rule.draw",
             on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B - 1, noise)),
         ),
         words=OTHER_IDS,
@@ -336,7 +336,7 @@ MUTATIONS = (
         "noise of the next depth",
         chosen("chain"),
         patch(
-            "core.ops:Ops.draw",
+            "core.verify:Rule.draw",
             on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B + 1, noise)),
         ),
         words=OTHER_POSITION,
@@ -344,7 +344,7 @@ MUTATIONS = (
     mutation(
         "the bonus of the node before the last",
         chosen("chain"),
-        patch("core.ops:accepted_nodes", bonus_of_the_node_before),
+        patch("core.verify:accepted_nodes", bonus_of_the_node_before),
         words=LAW,
     ),
     # which nodes are tried and accepted
@@ -352,7 +352,7 @@ MUTATIONS = (
         "children under the wrong parent, chosen",
         chosen("binary"),
         patch(
-            "core.ops:accepted_nodes",
+            "core.verify:accepted_nodes",
             with_other_tree(lambda tree, *_: {"parents_BN": tree.parents_BN - (tree.depth_BN > 1).long()}),
         ),
         words=LAW,
@@ -376,7 +376,7 @@ MUTATIONS = (
         "scouts are accepted",
         chosen("scouts"),
         patch(
-            "core.ops:accepted_nodes",
+            "core.verify:accepted_nodes",
             with_other_tree(lambda tree, *_: {"acceptable_BN": torch.ones_like(tree.acceptable_BN)}),
         ),
         words=LAW,
@@ -384,7 +384,7 @@ MUTATIONS = (
     mutation(
         "duplicate siblings followed to the longest",
         ("core.test_verify", "test_siblings_must_differ", (False,)),
-        patch("core.ops:check_siblings", lambda check: lambda *arguments: None),
+        patch("core.verify:check_siblings", lambda check: lambda *arguments: None),
         words="two siblings with one token were verified",
     ),
     # sampling
@@ -418,7 +418,7 @@ MUTATIONS = (
         "another row's noise for the draws",
         ids("eagle2"),
         patch(
-            "core.ops:Ops.draw",
+            "core.verify:Rule.draw",
             on_other_arguments(
                 lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B, of_the_row_before(noise))
             ),

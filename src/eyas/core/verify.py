@@ -6,7 +6,8 @@ distribution p. The path descends as long as the drawn token is one of the node'
 first drawn token that is no child is the bonus. For distinct siblings this equals recursive
 rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise):
 the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
-greedy verification. `core.ops` has the draw and the descent (`Ops.verify_deterministic`).
+greedy verification. `Rule` has the draw and the descent; faster implementations override its methods
+(`core.ops`).
 
 **Sampled trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled
 without replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
@@ -38,14 +39,57 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eyas.core.ops import REFERENCE, Ops, accepted_nodes, check_siblings, verdict_of
 from eyas.core.sampling import GumbelNoise
 from eyas.core.tree import Draft, Tree, Verdict
 
-__all__ = ["verify"]
+__all__ = ["Rule", "verify"]
 
 
-def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Ops = REFERENCE) -> Verdict:
+class Rule:
+    """Verification of deterministic trees, in torch: what every faster implementation must return too."""
+
+    def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
+        """Verify a deterministic tree: `draw` at every node, then `accept_path`."""
+        draw_BN, has_nan_B = self.draw(scores_BNV, draft.tree, position_B, noise)
+        if draft.tree.nodes == 1:  # plain decoding
+            return Verdict(
+                torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], has_nan_B
+            )
+        return replace(self.accept_path(draft, draw_BN), has_nan_B=has_nan_B)
+
+    def draw(
+        self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score
+        in greedy rows.
+
+        The noise is that of the position after the node, so nodes of one depth share it.
+
+        Args:
+            position_B: int64; absolute position of the root.
+
+        Returns:
+            int64 [B, N] tokens; bool [B], rows with NaN among their scores, or None if the
+            implementation does not check.
+        """
+        if noise.all_greedy:
+            return scores_BNV.argmax(-1), None
+        position_BP = position_B[:, None] + torch.arange(1, tree.max_depth + 2, device=position_B.device)
+        logp_BNV = torch.where(noise.greedy_B[:, None, None], scores_BNV, scores_BNV.log_softmax(-1))
+        gumbel_BPV = noise.gumbel(position_BP, scores_BNV.shape[-1])
+        depth_BNV = tree.depth_BN[..., None].expand_as(scores_BNV)
+        return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
+
+    def accept_path(self, draft: Draft, draw_BN: Tensor) -> Verdict:
+        """The path from the root on which each node is the token that was drawn at its parent.
+        Siblings have distinct tokens."""
+        check_siblings(draft.tree, draft.tokens_BN)
+        return verdict_of(draft.tree, draft.tokens_BN, *accepted_nodes(draft.tree, draft.tokens_BN, draw_BN))
+
+
+def verify(
+    draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Rule | None = None
+) -> Verdict:
     """The longest path of the tree that the target accepts, and its bonus token.
 
     Args:
@@ -54,8 +98,9 @@ def verify(draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNo
         position_B: int64; absolute position of the root. The token after a node at depth d is drawn
             with the noise of position + d + 1.
         noise: the random numbers of the rows.
-        ops: the implementation of draws and paths: torch or compiled kernels.
+        ops: the implementation of draws and paths; None: `Rule`, in torch.
     """
+    ops = ops or Rule()
     if draft.q_BNV is None:
         return ops.verify_deterministic(draft, scores_BNV, position_B, noise)
     tree = draft.tree
@@ -170,3 +215,32 @@ def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
     rest_BV = q_BV.scatter(1, token_B[:, None], 0.0)
     mass_B1 = rest_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0.0)
+
+
+def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its
+    ancestors were drawn at their parents."""
+    drawn_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.acceptable_BN
+    drawn_BN = drawn_BN | (tree.parents_BN < 0)
+    accepted_BN = (drawn_BN[:, None] | ~tree.mask_BNN).all(-1)
+    last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
+    return accepted_BN, draw_BN.gather(1, last_B1)[:, 0]
+
+
+def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tensor) -> Verdict:
+    """The verdict with the accepted nodes as path: they have depths 0, 1, 2, ..."""
+    depth_P = torch.arange(tree.max_depth + 1, device=tokens_BN.device)
+    on_path_BPN = accepted_BN[:, None] & (tree.depth_BN[:, None] == depth_P[:, None])
+    length_B = accepted_BN.sum(-1)
+    path_BP = torch.where(depth_P < length_B[:, None], on_path_BPN.int().argmax(-1), -1)
+    tokens_BP = torch.where(path_BP >= 0, tokens_BN.gather(1, path_BP.clamp(min=0)), 0)
+    return Verdict(path_BP, tokens_BP, length_B, bonus_B)
+
+
+def check_siblings(tree: Tree, tokens_BN: Tensor) -> None:
+    """Assert that no two acceptable nodes have the same parent and the same token. On a GPU the
+    error appears later, as nothing waits for it."""
+    same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
+    both_BNN = tree.acceptable_BN[:, :, None] & tree.acceptable_BN[:, None]
+    duplicate = (same_BNN & both_BNN).triu(1).any()
+    torch._assert_async(~duplicate, "siblings with the same token; unite them before verification")

@@ -89,6 +89,29 @@ def test_the_text_is_the_target_s(skip: str, family: str) -> None:
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
 
+@pytest.mark.quick("jamba", "zamba2")
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+def test_hybrids_without_an_inner_layer(family: str) -> None:
+    """Guards kinds of layers that a configuration computes (Jamba, Bamba: a crash while decoding) and
+    layers that are told their number (Zamba 2: a KeyError): the view says what the model says whose
+    layer passes its input on, and the text is the target's."""
+    target, ids = Target(zoo.HYBRIDS[family]()), torch.arange(3, 20)[None]
+    for skipped in (0, 1, 2):
+
+        def passes_on(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            return args[: len(output)] if isinstance(output, tuple) else hidden
+
+        hook = target.family.layers[skipped].register_forward_hook(passes_on, with_kwargs=True)
+        expected = target.model(ids, use_cache=False).logits
+        hook.remove()
+        view = without(target, parse_parts(str(skipped), target.num_layers))
+        torch.testing.assert_close(view.model(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+        requests = [Request(tuple(range(3, 8 + 4 * i)), 6, Sampling()) for i in range(2)]
+        tokens, _ = run(Decoder(target, make(target, skip=str(skipped), depth=3), 2), requests)
+        assert tokens == [plain_decode(target.model, request) for request in requests]
+
+
 def test_layers_that_do_nothing_are_not_missed() -> None:
     """Guards cycles in which everything is accepted: without idle layers the draft is the target."""
     target = idle(1, 4)

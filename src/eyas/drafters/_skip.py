@@ -21,6 +21,7 @@ This module knows no drafter. Letters: L layers, R sequences of T tokens, V voca
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
         parent._modules[name] = _shallow(parent._modules[name], configs)
         parent = parent._modules[name]
     parent._modules[path[-1]] = nn.ModuleList(
-        [_layer(layers[k], [p for p in output_kinds if p[0] == k], output_kinds) for k in kept]
+        [_layer(layers[k], k, [part for part in output_kinds if part[0] == k], output_kinds) for k in kept]
     )
     made = Target(view, f"{target.name} without {format_parts(skipped)}")
     made.adapters, made.adapter = target.adapters, target.adapter
@@ -147,6 +148,13 @@ def _configs(config: Any, kept: Sequence[int], layers: int) -> dict[int, Any]:
         if isinstance(value, list) and len(value) == layers:  # one entry a layer, like layer_types
             setattr(fewer, name, [value[k] for k in kept])
     fewer.num_hidden_layers = len(kept)
+    computed = {
+        name: [value[k] for k in kept]
+        for name, member in inspect.getmembers(type(text), lambda member: isinstance(member, property))
+        if isinstance(value := getattr(text, name, None), list) and len(value) == layers
+    }
+    if computed:  # Jamba and Bamba compute the kinds of layers from their numbers
+        fewer.__class__ = type(type(text).__name__, (type(text),), computed)
     found = {id(text): fewer}
     if config is not text:
         whole = copy.copy(config)
@@ -157,12 +165,25 @@ def _configs(config: Any, kept: Sequence[int], layers: int) -> dict[int, Any]:
     return found
 
 
-def _layer(layer: nn.Module, parts: Sequence[Part], output_kinds: dict[Part, int | None]) -> nn.Module:
-    if not parts:
+def _layer(layer: nn.Module, number: int, parts: Sequence[Part], output_kinds: dict[Part, int | None]) -> nn.Module:
+    arguments = list(inspect.signature(layer.forward).parameters)
+    told_number = "layer_idx" in arguments  # Zamba's layers are told their place among those that are there
+    if not parts and not told_number:
         return layer
     twin: Any = _shallow(layer, {})
     for part in parts:
         twin._modules[_name_of(layer, part[1])] = _ZeroModule(output_kinds[part])
+    if told_number:
+        place = arguments.index("layer_idx")
+
+        def tell(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if place < len(args):
+                return (*args[:place], number, *args[place + 1 :]), kwargs
+            return args, {**kwargs, "layer_idx": number}
+
+        twin.register_forward_pre_hook(tell, with_kwargs=True)
     return twin  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 LINT  := src tests runs
 
 # Programs that others have written, for tests/clients and runs/serve_load.py; not needed by eyas, and apart from it.
-CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving]
+CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving] anthropic openai-agents litellm llm
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
@@ -70,7 +70,7 @@ arm: $(STAMP) ## the kernels' code for ARM in an emulator (Debian: g++-aarch64-l
 	@echo "==> pytest: tests/test_kernels_arm.py in $(JOBS) processes"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_arm.py -n $(JOBS) $(ARGS)
 
-clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have written: lm-eval, guidellm, LangChain (minutes; `make test` skips them)
+clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have written: docs/clients.md has the table (minutes; `make test` skips them)
 	@echo "==> pytest: tests/clients"
 	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients $(ARGS)
 
@@ -134,11 +134,13 @@ $(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
 	@.venv-docs/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -r constraints-docs.txt
 	@touch $@
 
-$(CLIENTS_STAMP): constraints-clients.txt
+$(CLIENTS_STAMP): constraints-clients.txt tests/clients/programs/package.json
 	@test -x $(CLIENTS_BIN)/pip || $(PYTHON) -m venv .venv-clients
 	@echo "==> installing the clients of constraints-clients.txt into .venv-clients (once; torch is by far the largest part)"
 	@$(CLIENTS_BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints-clients.txt $(foreach one,$(CLIENTS),'$(one)') || \
 	  { echo "the clients cannot be installed here, so tests/clients cannot run; eyas does not need them" >&2; exit 1; }
+	@mkdir -p .venv-clients/node && cp tests/clients/programs/package.json .venv-clients/node
+	@cd .venv-clients/node && npm install --no-audit --no-fund --silent || echo "==> without npm the AI SDK is left out"
 	@touch $@
 
 # speculators asks for libraries of sounds and pictures that nothing here uses, and with which vLLM's CPU build does not start.

@@ -66,6 +66,7 @@ def run(programs: Path, tmp_path: Path) -> Run:
         "HF_HOME": str(tmp_path / "huggingface"),
         "HF_DATASETS_OFFLINE": "1",
         "LANGSMITH_TRACING": "false",
+        "LLM_USER_PATH": str(tmp_path),
         "COLUMNS": "200",
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import httpx2
 import pytest
 import torch
@@ -12,6 +14,7 @@ from eyas.serve.completions import Completion
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.records import Delta, Job
 from serving import PROMPTS, Running
+from test_text import TOKENIZERS
 from toy_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(None)
@@ -43,12 +46,54 @@ def test_a_completion() -> None:
     no value is infinite."""
     third = -1 / 3
     made = TEXTS.completion(
-        [A, B, A], [None, value(B, third, (B, third), (A, -2.0)), value(A, float("-inf"), (B, -0.1))], offset=5
+        [A, B, A], [None, value(B, third, (B, third), (A, -2.0)), value(A, float("-inf"), (B, -0.1))], [5, 6, 7]
     )
     assert made["tokens"] == ["a", "b", "a"]
     assert made["text_offset"] == [5, 6, 7]
     assert made["token_logprobs"] == [None, third, -9999.0]
     assert made["top_logprobs"] == [None, {"b": third, "a": -2.0}, {"b": -0.1, "a": -9999.0}]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma", "metaspace_bytes", "unigram"])
+def test_offsets_are_places_in_the_text(kind: str) -> None:
+    """Guards offsets after characters of several tokens, in a run of byte tokens, after special tokens,
+    and where a decoder strips the text's first space: text[offset:] begins with each token that is
+    whole text, but for that space."""
+    tokenizer = TOKENIZERS[kind]
+    texts, rng = TokenTexts(tokenizer, len(tokenizer)), random.Random(1)
+    words = ["the cat", "日本語", "😀😀", " é", "<s>", "</s>", "ab", "\n", " sat"]
+    for _ in range(30):
+        prompt = "".join(rng.choices(words[:4] + words[6:] if kind != "unigram" else words[6:], k=6))
+        ids = [
+            token
+            for part in rng.choices(words, k=7)
+            for token in tokenizer(part, add_special_tokens=False)["input_ids"]
+        ]
+        for tokens, text, begin in (
+            (
+                tokenizer(prompt)["input_ids"],
+                tokenizer.decode(tokenizer(prompt)["input_ids"], skip_special_tokens=True),
+                0,
+            ),
+            (ids, prompt + tokenizer.decode(ids, skip_special_tokens=True), len(prompt)),
+        ):
+            read = texts.offsets(prompt if begin else text, begin).read
+            offsets = [read(token) for token in tokens]
+            assert offsets == sorted(offsets)
+            for token, offset in zip(tokens, offsets, strict=True):
+                own = texts.text_of(token)
+                if texts.has_text(token) and "\ufffd" not in own:
+                    assert text.startswith((own, own.lstrip()), offset), (text, own, offset)
+            assert begin <= offsets[0]
+            assert offsets[-1] <= len(text)
+
+
+def test_special_tokens_that_a_prompt_spells_out() -> None:
+    """Guards an echo that shows the special tokens of its prompt, and a leading one that it does not show."""
+    tokenizer = TOKENIZERS["byte_level"]
+    texts, text = TokenTexts(tokenizer, len(tokenizer)), "a</s>b"
+    tokens = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert list(map(texts.offsets(text).read, tokens)) == [0, 0, 1, 5]
 
 
 def test_prompts_in_the_form_of_vllm() -> None:

@@ -16,7 +16,7 @@ from eyas.core.requests import TokenLogprobs
 from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
-from eyas.serve.logprobs import TokenTexts
+from eyas.serve.logprobs import TextOffsets, TokenTexts
 from eyas.serve.middle import Middle, middle_of
 from eyas.serve.protocol.completions import CompletionBody
 from eyas.serve.records import Delta, Job, Totals
@@ -88,7 +88,7 @@ class Completion(Dialect):
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
     hides_answer: bool = False
     prompt_logprobs: bool = False  # in the form of vLLM, in addition to OpenAI's
-    _sent: dict[int, int] = field(default_factory=dict)  # characters of tokens that a stream has sent, by sequence
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict)  # in the answer of each sequence
 
     prefix = "cmpl"
     object = chunk_object = "text_completion"
@@ -125,9 +125,12 @@ class Completion(Dialect):
     def _logprobs(self, delta: Delta, begins: bool) -> dict[str, Any]:
         tokens = () if self.hides_answer else delta.token_ids
         values: tuple[TokenLogprobs | None, ...] = () if self.hides_answer else delta.logprobs
+        echo = self.echoes[delta.index // self.job.n] if self.echoes else ""
+        if delta.index not in self._offsets:
+            self._offsets[delta.index] = self.texts.offsets(echo, len(echo))
+        offsets = list(map(self._offsets[delta.index].read, tokens))
         if begins:
-            tokens, values = self.job.prompts[delta.index // self.job.n] + tokens, delta.prompt_logprobs + values
-        offset = self._sent.get(delta.index, 0)
-        made = self.texts.completion(tokens, values, offset)
-        self._sent[delta.index] = offset + sum(map(len, made["tokens"]))
-        return made
+            prompt = self.job.prompts[delta.index // self.job.n]
+            offsets = [*map(self.texts.offsets(echo).read, prompt), *offsets]
+            tokens, values = prompt + tokens, delta.prompt_logprobs + values
+        return self.texts.completion(tokens, values, offsets)

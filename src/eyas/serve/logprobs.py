@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.core.requests import TokenLogprobs
 from eyas.errors import ModelError
-from eyas.text import token_bytes
+from eyas.text import Detokeniser, token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenTexts"]
+__all__ = ["TextOffsets", "TokenTexts"]
 
 LEAST = -9999.0  # JSON has no infinity
 
@@ -35,21 +35,28 @@ class TokenTexts:
         self._vocab = vocab
 
     @cached_property
-    def _bytes(self) -> list[bytes]:
-        """By id. A special token has its name, an id without a token its number; so has every id
-        where there is no tokenizer."""
-        numbers = [str(token).encode() for token in range(self._vocab)]
+    def _in_text(self) -> list[bytes | None]:
+        """By id, what a token adds to a text; None for special tokens and ids without a token."""
         if self._tokenizer is None:
-            return numbers
-        names = self._tokenizer.convert_ids_to_tokens(list(range(self._vocab)))
+            return [str(token).encode() for token in range(self._vocab)]
         try:
-            texts = token_bytes(self._tokenizer, self._vocab)
+            return token_bytes(self._tokenizer, self._vocab)
         except ModelError:  # a tokenizer written in Python
-            texts = [str(self._tokenizer.decode([token])).encode() for token in range(self._vocab)]
-        named = (
-            name.encode() if isinstance(name, str) else number for name, number in zip(names, numbers, strict=True)
-        )
-        return [other if text is None else text for text, other in zip(texts, named, strict=True)]
+            special = {*self._tokenizer.all_special_ids}
+            texts = map(self._tokenizer.decode, ([token] for token in range(self._vocab)))
+            return [None if token in special else str(text).encode() for token, text in enumerate(texts)]
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """By id. A special token has its name, an id without a token its number."""
+        ids = range(self._vocab)
+        names = [None] * self._vocab if self._tokenizer is None else self._tokenizer.convert_ids_to_tokens(list(ids))
+        named = (name if isinstance(name, str) else str(token) for token, name in zip(ids, names, strict=True))
+        return [other.encode() if text is None else text for text, other in zip(self._in_text, named, strict=True)]
+
+    def has_text(self, token: int) -> bool:
+        """Whether the token adds to a text; special tokens do not."""
+        return self._in_text[token] is not None
 
     def bytes_of(self, token: int) -> bytes:
         """The token's bytes, which may be part of a character."""
@@ -62,25 +69,30 @@ class TokenTexts:
     # --- completions ---
 
     def completion(
-        self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offset: int = 0
+        self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offsets: Sequence[int]
     ) -> dict[str, Any]:
         """The `logprobs` of a completion.
 
         Args:
             tokens: those of the prompt (echo) and the answer.
             values: None for the first token of a prompt.
-            offset: characters of the text before the first of these tokens.
+            offsets: where each token begins, as `TextOffsets` counts.
         """
-        texts = [self.text_of(token) for token in tokens]
-        offsets = [offset]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
         return {
-            "tokens": texts,
+            "tokens": [self.text_of(token) for token in tokens],
             "token_logprobs": [None if value is None else _finite(value.logprob) for value in values],
             "top_logprobs": [None if value is None else self._top(value) for value in values],
-            "text_offset": offsets[:-1],
+            "text_offset": list(offsets),
         }
+
+    def offsets(self, text: str, begin: int = 0) -> TextOffsets:
+        """Offsets of the tokens of what comes after the first `begin` characters of a text.
+
+        Args:
+            text: as far as it is known; special tokens that a prompt spells out have a place in it.
+        """
+        detokeniser = None if self._tokenizer is None else Detokeniser(self._tokenizer)
+        return TextOffsets(self, detokeniser, text, begin)
 
     def _top(self, value: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens and the token itself, by text; of two with the same text, the
@@ -121,6 +133,38 @@ class TokenTexts:
 
     def _rank(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(token)}
+
+
+class TextOffsets:
+    """Counts where tokens begin in the text, in characters. A token that begins within a character
+    begins where the character does; a special token has no text."""
+
+    def __init__(self, texts: TokenTexts, detokeniser: Detokeniser | None, text: str, begin: int) -> None:
+        self._texts, self._detokeniser, self._text = texts, detokeniser, text
+        self._certain = begin  # characters that are certain
+        self._held = b""  # bytes of the tokens since then
+        self._offset = begin
+
+    def read(self, token: int) -> int:
+        """Read the next token; returns its offset."""
+        offset, piece = self._offset, self._texts.bytes_of(token)
+        if self._detokeniser is None:
+            self._offset += len(piece.decode())
+            return offset
+        if not self._texts.has_text(token):
+            spelled = len(piece.decode()) if self._text.startswith(piece.decode(), offset) else 0
+            self._certain, self._offset = self._certain + spelled, offset + spelled
+            return offset
+        text = self._detokeniser.feed(token)
+        self._certain += len(text)
+        if text.endswith(own := piece.decode("utf-8", "replace")):  # what was held before is not whole, and certain now
+            offset = self._certain - len(own)
+        self._held = b"" if text else self._held + piece
+        tail = self._detokeniser.tail()
+        # the whole characters of an open run of bytes, which reads as replacement characters until it is whole
+        held = self._held.decode("utf-8", "ignore") if "\ufffd" in tail else tail
+        self._offset = self._certain + len(held)
+        return offset
 
 
 def _finite(logprob: float) -> float:

@@ -130,3 +130,23 @@ def test_a_port_that_is_taken() -> None:
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"eyas: error: cannot listen on 127.0.0.1 port {port} (")
+
+
+def test_three_signals_and_a_start_on_the_same_port(tmp_path: Path) -> None:
+    """A third signal ends a server at once with status 1, without a traceback; after kill -9, too, another
+    server gets the port at once."""
+    with ThreadPoolExecutor(1) as pool:
+        with served(tmp_path) as server:
+            port = int(server.url.rpartition(":")[2])
+            lost = pool.submit(ask, server.url, max_tokens=3000)
+            processes.wait_until(lambda: arrived(server.url) == 1, server.process)
+            for _ in range(3):
+                server.process.send_signal(signal.SIGINT)
+            assert server.ended() in (0, 1)  # 0: all three came before the first was handled, and are one
+            assert "Traceback" not in server.log.read_text()
+            assert lost.exception() is not None or lost.result().status_code >= 500
+        with served(tmp_path, "--port", port) as server:
+            server.process.kill()
+            server.process.wait()
+        with served(tmp_path, "--port", port) as server:
+            assert httpx2.get(f"{server.url}/health").status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import time
@@ -68,7 +69,7 @@ class Server(uvicorn.Server):
         elif self._signals == 2:
             self._ends_at = now
         else:
-            self.should_exit = self.force_exit = True
+            os._exit(1)  # uvicorn's own way out logs tracebacks, and waits for the engine's thread
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True ends the server."""

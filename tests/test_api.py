@@ -256,6 +256,26 @@ def test_a_head_of_another_target_warns(folders: tuple[Path, Path]) -> None:
         eyas.load(*folders)
 
 
+def test_a_head_with_another_models_embeddings_warns(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Guards heads that do not say whom they were trained for: one of another model loaded without a
+    word, and tau fell from 7.67 to 1.44. The target's own table, trained further, is no such table."""
+    weights = checkpoints.load(folders[1])
+    config = {name: value for name, value in weights.config.items() if name != "eyas"}
+    table = (
+        Target(zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, eos_token_id=1))
+        .model.get_input_embeddings()
+        .weight.detach()
+    )
+    for other, warns in ((torch.randn_like(table), True), (table + 0.1 * table.std() * torch.randn_like(table), False)):
+        tensors = {**weights.tensors, "embed.weight": other}
+        checkpoints.save(checkpoints.Weights(weights.method, config, tensors, "memory"), tmp_path / f"{warns}")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            eyas.load(folders[0], tmp_path / f"{warns}")
+        assert [one for one in said if "embeddings" in str(one.message)] != [] or not warns
+        assert warns or not said
+
+
 def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
     """Guards both numbers in the message."""
     with pytest.raises(CheckpointError, match="hidden size is 48, the target's 32"):

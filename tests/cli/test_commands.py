@@ -105,7 +105,7 @@ def test_help_of_generate(run: Run) -> None:
     for name in drafters.names():
         for option in list_options(drafters.find(name).Options):
             flag = f"--{option.name.replace('_', '-')} "
-            assert (flag in everything) == (not option.use and not option.deprecated), option
+            assert (flag in everything) == (not option.use), option
     one = " ".join(run("generate", "--method", "eagle3", "--help").output.replace("│", " ").split())
     assert "verified per cycle, the root included. [default: 60]" in one.lower()
     assert "--tree.choices" not in one

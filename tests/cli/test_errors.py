@@ -43,10 +43,6 @@ BAD = {
         (*GENERATE, "x", "--draft", "head", "--tree.choices", "chain"),
         ["--tree.choices is an option of eagle1, ", ", not of the method in use"],
     ),
-    "a mistyped option, and an old name nearby": (
-        (*GENERATE, "x", "--tree.sharpnes", 2),
-        ["unknown option --tree.sharpnes; did you mean"],
-    ),
     "an option where a command is expected": (
         ("--bogus",),
         ["unknown option '--bogus'; known: accelerate", "tune (see eyas --help)"],

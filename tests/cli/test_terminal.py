@@ -268,10 +268,3 @@ def test_an_output_that_cannot_be(refused: Run, tmp_path: Path) -> None:
     assert "output file '/proc/x' cannot be created there" in refused(
         *GENERATE, "--input", tmp_path / "in.jsonl", "--output", "/proc/x"
     )
-
-
-def test_an_old_option_name_works_with_a_notice(run: Run) -> None:
-    """The notice of a renamed option was hidden among the warnings of libraries."""
-    result = run(*GENERATE, "hi", "--draft", "head", "--tree.sharpness", 4)
-    assert result.exit_code == 0
-    assert "write tree.confidence_temperature 0.25" in result.stderr

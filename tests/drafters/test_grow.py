@@ -7,7 +7,6 @@ import itertools
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -229,20 +228,3 @@ def test_descriptions() -> None:
     assert DynamicTree().describe() == {"kind": "dynamic", "nodes": 60, "depth": 8, "branch": 10, "noise": "coupled"}
     unusual = {"rerank": False, "stop": 0.1, "confidence_temperature": 1}
     assert DynamicTree(**unusual).describe().items() >= unusual.items()
-
-
-@pytest.mark.parametrize(("group", "value", "field", "expected"), [
-    ({"sharpness": 4.0}, "confidence_temperature 0.25", "confidence_temperature", 0.25),
-    ({"noise": "shared"}, "'coupled'", "noise", "coupled"),
-])  # fmt: skip
-def test_old_names_work_with_a_notice(group: dict[str, Any], value: str, field: str, expected: Any) -> None:
-    """Guards the promise of one release: yesterday's options do what they did, and say what to write."""
-    with pytest.warns(FutureWarning, match=value):
-        tree = DynamicTree(**group)
-    assert getattr(tree, field) == expected
-    assert "sharpness" not in tree.describe()
-
-
-def test_an_old_name_of_a_static_tree() -> None:
-    with pytest.warns(FutureWarning, match="'sampled'"):
-        assert StaticTree(noise="drawn").noise == "sampled"

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import heads
-from eyas import checkpoints, drafters
+from eyas import checkpoints
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
-from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters.medusa import REFERENCE_TREE, Method, Options
@@ -245,14 +244,6 @@ def test_heads_of_another_model(target: Target) -> None:
 
 
 # --- training --------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
-def test_the_old_name_of_the_objective_works_with_a_notice(method: str) -> None:
-    """Guards commands that say `--objective law`."""
-    with pytest.warns(FutureWarning, match='write "distribution"'):
-        options = build_options(drafters.find(method).Options, {"objective": "law"})
-    assert options.objective == "distribution"
 
 
 @pytest.mark.parametrize("objective", ["tokens", "distribution"])

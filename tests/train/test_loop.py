@@ -23,6 +23,7 @@ import eyas
 from eyas import checkpoints
 from eyas.drafters.vanilla import Method as Vanilla
 from eyas.errors import EyasError, FitError, InputError, OptionError
+from eyas.targets.fingerprints import fingerprint
 from eyas.train import loop, setup
 from eyas.train.config import TrainConfig
 from eyas.train.data import Batches
@@ -577,7 +578,7 @@ def test_the_record_beside_the_weights(tmp_path: Path) -> None:
     train(Toy(), toy.examples(), toy.examples(6, 1), config, tmp_path, about={"data_sha256": "abc"})
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["data_sha256"] == "abc"
-    assert record["target"] == {"name": "toy", "fingerprint": "toy0"}
+    assert record["target"] == {"name": "toy", "fingerprint": fingerprint(toy.ToyTarget())}
     assert record["config"]["lr"] == 1e-2
     assert record["seed"] == 0
     assert record["steps"] == record["step"] == 12

@@ -20,7 +20,7 @@ from eyas.errors import EyasError, InputError
 from eyas.files import locked_output
 from eyas.train.data import Batches
 from eyas.train.log import TrainLog, read_log
-from eyas.train.state import load_state, save_state
+from eyas.train.state import load_state
 from train import toy
 
 
@@ -129,21 +129,6 @@ def test_a_state_is_read_without_running_code(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"state\.pt is damaged"):
         load_state(tmp_path / "state.pt")
     assert not (tmp_path / "owned").exists()
-
-
-def test_a_state_of_an_earlier_version_goes_on(tmp_path: Path, trained: Path) -> None:
-    """Its keys had other names."""
-    names = {
-        "optimizers": "optimisers",
-        "evaluated_step": "evaluated",
-        "log_sums": "sums",
-        "untrained_tensors": "beside",
-    }
-    names["evaluations_without_improvement"] = "stale"
-    saved = torch.load(trained / "state.pt", weights_only=True)
-    save_state(tmp_path / "state.pt", {names.get(key, key): value for key, value in saved.items()})
-    assert is_same(load_state(tmp_path / "state.pt"), saved)
-    assert toy.run(tmp_path, steps=4, save_every=2).step == 4
 
 
 def test_the_next_batches_across_epochs() -> None:

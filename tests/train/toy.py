@@ -38,6 +38,10 @@ class ToyTarget:
             64,
         )
 
+        # what a fingerprint is made of
+        self.model = nn.ParameterDict({"table": nn.Parameter(self.table), "weight": nn.Parameter(self.weight)})
+        self.adapters, self.merged_adapter_digest, self.base_fingerprint = None, "", ""
+
     def encode(self, tokens_RT: Tensor, feature_layers: Any) -> Tensor:
         assert feature_layers == (1,)
         with torch.no_grad():
@@ -45,9 +49,6 @@ class ToyTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         return hidden @ self.weight.T
-
-    def fingerprint(self) -> str:
-        return f"toy{self.seed}"
 
 
 class ToyNet(nn.Module):

@@ -297,7 +297,7 @@ def _listed_drafter(
 def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
     for name in options:
         if not _has(kind, name):
-            known = [*option_defaults(kind.Options, deprecated=False), *LOAD_KEYWORDS]
+            known = [*option_defaults(kind.Options), *LOAD_KEYWORDS]
             raise UnknownOptionError(name, near(name, known))
     return kind.from_pretrained(source, target, build_options(kind.Options, options))
 
@@ -337,6 +337,23 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
             f"{draft} was trained for {known}: the text stays the same, but less of it may be drafted",
             stacklevel=4,
         )
+    elif not method.target_fingerprint and _knows_other_tokens(method, target):
+        warnings.warn(
+            f"the token embeddings in {draft} are not those of {target.name}: the head was made for another model, so little of "
+            "the text may be drafted; the text stays the same",
+            stacklevel=4,
+        )
+
+
+def _knows_other_tokens(method: DraftMethod, target: Target) -> bool:
+    """Whether a head brings an embedding table of the target's width that is another model's. Training
+    and rounding leave most of a table's directions as they were; those of two models are unrelated."""
+    table = getattr(method, "embed_tokens", None)
+    if table is None or table.shape[1] != target.hidden_size:
+        return False
+    ids = torch.arange(len(table), device=table.device)[:: max(1, len(table) // 4096)]
+    own, theirs = table[ids].float(), target.embed(ids).float()
+    return bool(torch.nn.functional.cosine_similarity(own, theirs, dim=-1).mean() < 0.5)
 
 
 LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))

@@ -301,18 +301,11 @@ class FileRun:
         print(json.dumps({**self.counts, "tau": self.tau, **figures, "output": self.results.path}))
 
 
-OLD_FORMAT_DEFAULTS = {
-    "weights": "exact",
-    "activations": "exact",
-}  # values of settings that earlier versions did not write
-
-
-def differences(there: Any, now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+def differences(there: Any, now: Mapping[str, Any]) -> list[str]:
     """The differences between the settings in a file and those of this run, in words.
 
-    there: an object that was read, or nothing; `defaults` are the values of what earlier versions
-    did not write. A setting that is in neither is not compared.
+    there: an object that was read, or nothing. A setting that is not in it is not compared.
     """
-    recorded = {**defaults, **there} if there and isinstance(there, Mapping) else {}
+    recorded = there if isinstance(there, Mapping) else {}
     pairs = [(name, recorded[name], json.loads(json.dumps(value))) for name, value in now.items() if name in recorded]
     return [f"{name} {old} there, {new} now" for name, old, new in pairs if old != new]

@@ -324,9 +324,7 @@ def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> t
     declared = []
     for option in options:
         flag = flags and option.annotation is bool
-        name = Parameter(
-            name=f"--{option.name.replace('_', '-')}", n_tokens=None if flag else 1, show=not option.deprecated
-        )
+        name = Parameter(name=f"--{option.name.replace('_', '-')}", n_tokens=None if flag else 1)
         kind: Any = Annotated[_value_type(option) | None, panel, name]
         annotation = annotated(kind, help=escape(option.help), show_default=False)
         default = field(default=None, metadata={"option": option.name})

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
-from eyas.cli._files import OLD_FORMAT_DEFAULTS, FileRun, InvalidLine, Results, Task, differences, read_tasks
+from eyas.cli._files import FileRun, InvalidLine, Results, Task, differences, read_tasks
 from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of, text_of
 from eyas.cli._options import (
     AS_JSON,
@@ -46,15 +46,6 @@ NOTES = (
     'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id" and "tools".',
     'Lines of --output: the object of --json, and the "id" or else "line". Results that are there are not made again.',
 )
-OLD_KEYWORD_DEFAULTS = {  # values of keywords that earlier versions did not write
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": [],
-    "min_tokens": 0,
-    "stop_token_ids": [],
-    "logprobs": None,
-    "prompt_logprobs": None,
-}
 
 
 @option_group
@@ -261,10 +252,7 @@ class _Run(FileRun):
             "dtype": dtype_name(target.dtype),
             **asdict(target.runner.weight_format),
         }
-        self.refuse_others(
-            differences(first, settings, OLD_FORMAT_DEFAULTS)
-            + differences(first.get("settings"), self.keywords, OLD_KEYWORD_DEFAULTS)
-        )
+        self.refuse_others(differences(first, settings) + differences(first.get("settings"), self.keywords))
         tasks = []
         for item in items:
             if isinstance(item, InvalidLine):

@@ -46,7 +46,7 @@ def _describe(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "summary": method.summary,
-        "options": option_defaults(method.Options, deprecated=False),
+        "options": option_defaults(method.Options),
         "needs_head": method.needs_weights,
         "trainable": method.trainable,
     }
@@ -60,7 +60,7 @@ def _text(method: dict[str, Any], in_full: bool) -> str:
     kind = "needs a draft head" if method["needs_head"] else "no draft head"
     trainable = "; trainable" if method["trainable"] else ""
     lines = [f"{method['name']}  ({kind}{trainable})", _folded(method["summary"], "    ")]
-    options = [o for o in list_options(drafters.find(method["name"]).Options) if not o.deprecated]
+    options = list(list_options(drafters.find(method["name"]).Options))
     names = {o.name: f"--{o.name.replace('_', '-')} {o.shown_default}".replace(" ", "\0") for o in options}
     if in_full:
         for option in options:

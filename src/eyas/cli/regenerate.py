@@ -13,7 +13,7 @@ from cyclopts.types import PositiveFloat, PositiveInt
 
 from eyas.cli._data import check_files
 from eyas.cli._errors import UsageError, interruptible, note
-from eyas.cli._files import OLD_FORMAT_DEFAULTS, FileRun, Results, differences
+from eyas.cli._files import FileRun, Results, differences
 from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
 from eyas.cli._options import AS_JSON, DraftOptions, MethodOptions, SamplingOptions, TargetOptions, option_group
 from eyas.cli._show import progress_bar
@@ -161,7 +161,7 @@ class _Run(FileRun):
         from eyas.targets.fingerprints import has_fingerprint
 
         there = self.results.first.get("by")
-        other = differences(there, self.settings, OLD_FORMAT_DEFAULTS)
+        other = differences(there, self.settings)
         recorded = there.get("fingerprint", "") if isinstance(there, dict) else ""
         if there and not has_fingerprint(self.llm.target, str(recorded)):
             name = there.get("target") if isinstance(there, dict) else there

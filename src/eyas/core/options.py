@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from eyas.errors import OptionError, UnknownOptionError, near
 
 __all__ = [
-    "DEPRECATED",
     "NEW_HEADS",
     "TRAINING",
     "Option",
@@ -29,7 +28,6 @@ __all__ = [
 
 TRAINING = "training only"
 NEW_HEADS = "new heads only"
-DEPRECATED = {"deprecated": True}  # metadata of a field that is an old name: it is read, and no list or hint shows it
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Option:
     help: str
     use: str
     """Where the option has an effect: TRAINING, NEW_HEADS or "" (everywhere)."""
-    deprecated: bool = False
-    """Whether this is an old name, which still works."""
 
     @property
     def shown_default(self) -> str:
@@ -68,12 +64,10 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if head not in known or (rest and not is_dataclass(getattr(defaults, head))):
-            raise UnknownOptionError(
-                prefix + name, near(prefix + name, option_defaults(kind, prefix, deprecated=False))
-            )
+            raise UnknownOptionError(prefix + name, near(prefix + name, option_defaults(kind, prefix)))
         if is_dataclass(getattr(defaults, head)) and not is_dataclass(value):
             if not rest and not isinstance(value, Mapping):
-                inner_names = option_defaults(type(getattr(defaults, head)), name + ".", deprecated=False)
+                inner_names = option_defaults(type(getattr(defaults, head)), name + ".")
                 raise OptionError(f"option {prefix + name!r} is a group; give {', '.join(inner_names)}")
             groups.setdefault(head, {}).update({rest: value} if rest else value)
         else:
@@ -83,14 +77,12 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
     return replace(defaults, **changes)
 
 
-def option_defaults(kind: type, prefix: str = "", deprecated: bool = True) -> dict[str, Any]:
-    """All dotted option names of a dataclass with their default values; `deprecated`: whether old
-    names are included."""
+def option_defaults(kind: type, prefix: str = "") -> dict[str, Any]:
+    """Return all dotted option names of a dataclass with their default values."""
     found: dict[str, Any] = {}
     for field in fields(kind):
         name, value = prefix + field.name, getattr(kind(), field.name)
-        if deprecated or "deprecated" not in field.metadata:
-            found.update(option_defaults(type(value), f"{name}.", deprecated) if is_dataclass(value) else {name: value})
+        found.update(option_defaults(type(value), f"{name}.") if is_dataclass(value) else {name: value})
     return found
 
 
@@ -109,9 +101,7 @@ def list_options(kind: type, prefix: str = "", described: bool = True) -> Iterat
             get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
         )
         use = next((mark for mark in marks if mark in (TRAINING, NEW_HEADS)), "")
-        yield Option(
-            prefix + field.name, default, annotation, helps.get(field.name, ""), use, "deprecated" in field.metadata
-        )
+        yield Option(prefix + field.name, default, annotation, helps.get(field.name, ""), use)
 
 
 def plain_type(annotation: Any) -> Any:

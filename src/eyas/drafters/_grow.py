@@ -27,10 +27,9 @@ draft.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,11 +38,10 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput, TreeSize
-from eyas.core.options import DEPRECATED
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
 from eyas.drafters._allowed import PartialTree, only_allowed
-from eyas.drafters._options import check_choice, check_whole, current_noise
+from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 from eyas.nn import DraftKVCache
 
@@ -75,33 +73,19 @@ class DynamicTree:
     """A node gets no children when its path is not more probable than this."""
     confidence_temperature: float = 0.5
     """A child's chance is softmax(log q / this), greedily or with coupled noise; 1: as in the paper."""
-    sharpness: float | None = field(default=None, metadata=DEPRECATED)
-    """Old name: 1 / confidence_temperature."""
 
     def __post_init__(self) -> None:
         check_whole("tree", 1, nodes=self.nodes, depth=self.depth, branch=self.branch)
-        object.__setattr__(self, "noise", current_noise(self.noise))
         check_choice("tree.noise", self.noise, NOISES)
         check_choice("tree.expand", self.expand, EXPANSIONS)
         if not isinstance(self.rerank, bool):
             raise OptionError(f"tree.rerank must be true or false, got {self.rerank!r}")
         if not _is_number(self.stop) or not 0 <= self.stop < 1:
             raise OptionError(f"tree.stop must be a probability, 0 or more and below 1, got {self.stop!r}")
-        if self.sharpness is not None:
-            self._take_sharpness(self.sharpness)
         if not _is_number(self.confidence_temperature) or not 0.001 <= self.confidence_temperature < math.inf:
             raise OptionError(
                 f"tree.confidence_temperature must be a number, 0.001 or more, got {self.confidence_temperature!r}"
             )
-
-    def _take_sharpness(self, sharpness: float) -> None:
-        if not _is_number(sharpness) or not 0 < sharpness <= 1000:
-            raise OptionError(f"tree.sharpness must be a number above 0 and at most 1000, got {sharpness!r}")
-        temperature = 1 / sharpness
-        notice = f"tree.sharpness goes with the next release: write tree.confidence_temperature {temperature:g}, its reciprocal"
-        warnings.warn(notice, FutureWarning, stacklevel=4)
-        object.__setattr__(self, "confidence_temperature", temperature)
-        object.__setattr__(self, "sharpness", None)
 
     @property
     def size(self) -> TreeSize:

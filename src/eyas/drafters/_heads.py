@@ -7,7 +7,6 @@ training N tokens, M that count.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -23,12 +22,12 @@ from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Tree, Verdict
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._method import Batch, Loss
-from eyas.drafters._options import check_choice, check_whole
+from eyas.drafters._options import check_whole
 from eyas.errors import OptionError
 from eyas.losses import draft_losses
 
 __all__ = [
-    "FeatureSession", "HeadCount", "HeadsTree", "RankTree", "best_children", "current_objective", "heads_loss", "lm_head_like"
+    "FeatureSession", "HeadCount", "HeadsTree", "RankTree", "best_children", "heads_loss", "lm_head_like"
 ]  # fmt: skip
 
 OBJECTIVES = ("tokens", "distribution")
@@ -167,15 +166,6 @@ class FeatureSession(DraftSession):
 
 
 # --- training
-
-
-def current_objective(objective: str) -> str:
-    """The objective; of an old name the new one, with a notice. OptionError for an unknown one."""
-    if objective == "law":
-        warnings.warn('objective "law" goes with the next release: write "distribution"', FutureWarning, stacklevel=4)
-        objective = "distribution"
-    check_choice("objective", objective, OBJECTIVES)
-    return objective
 
 
 def heads_loss(

@@ -1,16 +1,13 @@
-"""Checks of option values, and old names of options that are still understood."""
+"""Checks of option values."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection
 
 from eyas.errors import OptionError, near
 
-__all__ = ["check_choice", "check_decay", "check_number", "check_weight", "check_whole", "current_noise"]
-
-OLD_NOISES = {"shared": "coupled", "drawn": "sampled"}
+__all__ = ["check_choice", "check_decay", "check_number", "check_weight", "check_whole"]
 
 
 def check_whole(group: str, least: int, **values: object) -> None:
@@ -41,16 +38,3 @@ def check_choice(option: str, value: object, known: Collection[object]) -> None:
     """OptionError, with the nearest names, for a value that is not one of `known`."""
     if value not in known:
         raise OptionError(f"unknown {option} {value!r}; {near(str(value), list(map(str, known)))}")
-
-
-def current_noise(noise: str) -> str:
-    """The name of a kind of noise today. The names until version 0.1 work with a notice."""
-    if noise not in OLD_NOISES:
-        return noise
-    current = OLD_NOISES[noise]
-    warnings.warn(
-        f"noise {noise!r} is called {current!r} now; the old name goes with the next release",
-        FutureWarning,
-        stacklevel=4,
-    )
-    return current

@@ -46,7 +46,7 @@ from eyas.drafters._nets import (
     target_layer_shape,
     target_sizes,
 )
-from eyas.drafters._options import check_choice, current_noise
+from eyas.drafters._options import check_choice
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
@@ -75,7 +75,6 @@ class StaticTree:
     noise (coupled)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise", current_noise(self.noise))
         check_choice("tree.noise", self.noise, NOISES)
 
     def resolve(self) -> Choices:

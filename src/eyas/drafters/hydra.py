@@ -33,11 +33,11 @@ from eyas.core.tree import Choices, Draft
 from eyas.drafters._eagle import EagleMethod, Window
 from eyas.drafters._grow import DraftNetSteps, grow_dynamic
 from eyas.drafters._heads import (
+    OBJECTIVES,
     FeatureSession,
     HeadCount,
     HeadsTree,
     best_children,
-    current_objective,
     heads_loss,
     lm_head_like,
 )
@@ -87,7 +87,7 @@ class Options:
     (distribution)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "objective", current_objective(self.objective))
+        check_choice("objective", self.objective, OBJECTIVES)
 
 
 # --- the net

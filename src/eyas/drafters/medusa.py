@@ -33,17 +33,17 @@ from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, chain_choices, check_choices
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._heads import (
+    OBJECTIVES,
     FeatureSession,
     HeadCount,
     HeadsTree,
     best_children,
-    current_objective,
     heads_loss,
     lm_head_like,
 )
 from eyas.drafters._method import Batch, DraftMethod, Loss
 from eyas.drafters._nets import check_head, load_tensors, placed, saved_head, seeded, target_sizes
-from eyas.drafters._options import check_choice, current_noise
+from eyas.drafters._options import check_choice
 from eyas.drafters.eagle1 import StaticTree
 from eyas.errors import OptionError
 
@@ -82,7 +82,6 @@ class HeadTreeOptions(StaticTree):
             raise OptionError(
                 "tree.nodes is for --tree.choices dynamic; another tree has as many nodes as it has choices"
             )
-        object.__setattr__(self, "noise", current_noise(self.noise))
         check_choice("tree.noise", self.noise, NOISES)
 
     def dynamic(self, depth: int) -> DynamicTree | None:
@@ -132,7 +131,7 @@ class Options:
     (distribution)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "objective", current_objective(self.objective))
+        check_choice("objective", self.objective, OBJECTIVES)
 
 
 # --- the net

@@ -42,7 +42,7 @@ from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_s
 from eyas.drafters._merge import Merged
 from eyas.drafters._method import Batch, DraftMethod, Loss
 from eyas.drafters._nets import placed, seeded
-from eyas.drafters._options import check_choice, check_whole, current_noise
+from eyas.drafters._options import check_choice, check_whole
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
 from eyas.errors import CheckpointError, OptionError
 from eyas.losses import soft_cross_entropy
@@ -76,9 +76,6 @@ class Dynamic:
     noise: str = "coupled"
     """Sampling with the dynamic tree: rank children with the target's own noise (coupled), or by q
     alone (none)."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise", current_noise(self.noise))
 
     @property
     def is_used(self) -> bool:

@@ -24,13 +24,6 @@ from eyas.files import write_atomically, write_errors
 __all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "save_state"]
 
 STATE_FILE = "state.pt"
-OLD_KEYS = {  # names in earlier versions; read for one more release
-    "optimisers": "optimizers",
-    "evaluated": "evaluated_step",
-    "stale": "evaluations_without_improvement",
-    "sums": "log_sums",
-    "beside": "untrained_tensors",
-}
 KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "position": (list, tuple),
@@ -170,7 +163,6 @@ def load_state(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is damaged (checksum of {damaged_record}); delete it to start the training again")
     if not isinstance(saved, dict) or "step" not in saved:
         raise InputError(f"{path} is no state of a training; delete it or choose another folder")
-    saved = {OLD_KEYS.get(key, key): value for key, value in saved.items()}
     for key, types in KEY_TYPES.items():
         if key not in saved:
             raise InputError(f"{path} has no {key!r}, so it is no whole state of a training; delete it to start again")

@@ -24,7 +24,6 @@ from eyas.arguments import (
     generate_keywords,
     whole_number,
     with_generate_keywords,
-    with_objects,
 )
 from eyas.core.constraints import Constraint
 from eyas.core.cycle import is_worth_keeping
@@ -170,9 +169,6 @@ class LLM:
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
-            sampling_params: `SamplingParams` of vLLM, or SGLang's dict (docs/names.md); a keyword
-                overrides the same field.
-            generation_config: `GenerationConfig` of transformers, instead.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: None: 256, or as many as fit the context.
             temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the
@@ -210,9 +206,7 @@ class LLM:
             InputError, FitError, OptionError: before anything is decoded.
         """
         prompts, single = as_prompts(prompt)
-        keywords = with_objects(keywords)
-        n = whole_number("n", keywords.pop("n", 1) if n == 1 else n)
-        keywords.pop("n", None)
+        n = whole_number("n", n)
         params = generate_keywords(keywords)
         variants = [{**keywords, "seed": (int(params["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
         answers = [Answer(*self.request(one, system=system, **each)) for one in prompts for each in variants]

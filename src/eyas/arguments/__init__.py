@@ -2,7 +2,7 @@
 
 Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts,
 numpy numbers, one value where a list is expected, and names of transformers and OpenAI that mean
-exactly the same here, also in one object (`_objects`). Everything else is an EyasError of one line
+exactly the same here. Everything else is an EyasError of one line
 that says what to write instead. This module knows no model, no tokenizer and no decoding.
 """
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from eyas.arguments._adapters import adapters_of
-from eyas.arguments._objects import SYNONYMS, with_objects
 from eyas.arguments._placement import placement_of
 from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
@@ -43,7 +42,6 @@ __all__ = [
     "plain_number",
     "whole_number",
     "with_generate_keywords",
-    "with_objects",
 ]
 
 Messages = Sequence[Mapping[str, Any]]
@@ -105,8 +103,6 @@ class GenerateKeywords(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choice: Sequence[str] | None
-    generation_config: Any  # `GenerationConfig` of transformers
-    sampling_params: Any  # `SamplingParams` of vLLM, or the dict of SGLang
 
 
 DEFAULTS: dict[str, Any] = {
@@ -127,7 +123,16 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, True),
     "return_dict_in_generate": (None, False),
 }
+# Keywords of other libraries that mean the same as one of ours.
+SYNONYMS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
 INSTEAD = {
+    "sampling_params": "give its fields as keywords (docs/names.md): llm.generate(prompt, temperature=...)",
+    "generation_config": "give its fields as keywords (docs/names.md): llm.generate(prompt, temperature=...)",
     "num_return_sequences": "write llm.generate(prompt, n=...)",
     "n": "several answers to a prompt are what llm.generate(prompt, n=...) returns",
     "num_beams": "eyas decodes greedily or samples, without beams",
@@ -273,7 +278,6 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
         OptionError: a value that cannot be, or a keyword of another library that has no equivalent here.
         InputError: an unknown keyword.
     """
-    given = with_objects(given)
     keywords = {name: value for name, value in given.items() if value is not None or name not in DEFAULTS}
     for name, ours in SYNONYMS.items():
         if name in keywords:

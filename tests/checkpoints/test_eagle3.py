@@ -310,7 +310,7 @@ def test_the_reference_has_a_head_of_its_own(tmp_path: Path) -> None:
     never trained with."""
     config, held = safeailab(draft_vocab_size=V)
     refused(tmp_path, (config, without(held, "d2t", "t2d", "lm_head.weight")), r"missing lm_head\.weight \[20, 8\]")
-    refused(tmp_path, safeailab(), r"missing t2d \[20\]", t2d=None)
+    assert read(tmp_path, safeailab(), t2d=None).tensors["draft_ids"].tolist() == IDS
 
 
 # --- settings --------------------------------------------------------------------------------------------------------------------------
@@ -439,6 +439,16 @@ def test_a_wider_target(tmp_path: Path) -> None:
     assert wide.tensors["fc_norm.1.weight"].shape == (10,)
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+SHORT_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 512.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "theta", "scaling"),
     [
@@ -448,6 +458,9 @@ def test_a_wider_target(tmp_path: Path) -> None:
         ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}, 1e6, None),
         ({"rope_scaling": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
         ({"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}, 5e6, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 10000.0, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_theta": 150000, "rope_parameters": {**YARN, "truncate": False}}, 150000.0, {**YARN, "truncate": False}),
+        ({"rope_scaling": {"type": "yarn", "factor": 32}, "max_position_embeddings": 512}, 10000.0, SHORT_YARN),
     ],
 )
 def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: Any) -> None:
@@ -459,19 +472,34 @@ def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: An
         assert config["rope_scaling"] == scaling
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_buffers_and_a_prefix(tmp_path: Path, form: str) -> None:
+    """Guards files that hold RoPE's frequencies, and those saved from within a model: neither is part
+    of a head."""
+    config, held = FORMS[form]()
+    saved = {name if name.startswith(("lm_head", "d2t", "t2d")) else f"model.{name}": x for name, x in held.items()}
+    layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
+    buffers = {
+        "model.rotary_emb.inv_freq": torch.ones(4),
+        f"model.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    plain = read(tmp_path, (config, held))
+    for tensors_ in (saved, saved | buffers, held | buffers, held | {"rotary_emb.inv_freq": torch.ones(4)}):
+        made = read(tmp_path, (config, tensors_))
+        assert same(made.tensors, plain.tensors)
+        assert made.config == plain.config
+
+
 REFUSED: dict[str, tuple[Head, str]] = {
     "two_bases": (
         specforge(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}),
         "more than one rope_theta, 10000.0 and 1000000.0",
     ),
     "two_scalings": (vllm(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "contradict each other"),
-    "yarn": (
-        modelopt(rope_scaling={"type": "yarn", "factor": 32}),
-        'ModelOpt writes it by default .* set "rope_scaling" to null',
-    ),
-    "yarn_elsewhere": (
-        vllm(rope_scaling={"rope_type": "yarn", "factor": 32}),
-        "type 'yarn'; known here: default, llama3",
+    "yarn": (modelopt(rope_scaling={"type": "yarn"}), "has no factor"),
+    "longrope": (
+        vllm(rope_scaling={"rope_type": "longrope", "factor": 32}),
+        "type 'longrope'; known here: default, linear, llama3, yarn",
     ),
     "mtp_norms": (
         modelopt(**inner([1, 5, 9], use_mtp_layernorm=True)),

@@ -257,7 +257,7 @@ def assemble(
     Args:
         layers: the names that the first layer may have.
         record: the "eyas" object of config.json.
-        strict: lm_head and t2d must be there, as in SafeAILab's heads, and a bias exists only where its
+        strict: lm_head must be there, as in SafeAILab's heads, and a bias exists only where its
             tensor does, whatever config.json says.
         several: whether there may be layers after the first.
     """
@@ -275,8 +275,8 @@ def assemble(
     optional = {"embed_tokens.weight"} if same_width else set()
     if not reduced:
         optional |= {"d2t", "t2d"}
-    elif not strict:
-        optional |= {"t2d"}
+    else:
+        optional |= {"t2d"}  # d2t says the same
     faults = differences(tensors, expected, optional)
     if faults:
         raise CheckpointError(f"the tensors of this EAGLE-3 head are not what config.json says: {faults}")

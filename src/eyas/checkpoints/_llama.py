@@ -19,7 +19,15 @@ __all__ = [
 Shape = tuple[int, ...]
 
 LARGEST_COUNT = 2**31
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# kinds of RoPE, with the numbers that they must and may have
+_SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ),
+}
 
 
 # --- a layer's tensors -------------------------------------------------------------------------------
@@ -103,7 +111,8 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"config.json has more than one rope_theta, {' and '.join(map(str, sorted(thetas)))}: remove the wrong one"
         )
-    scalings = [_read_scaling(rope) for rope in objects]
+    positions = config.get("max_position_embeddings")
+    scalings = [_read_scaling(rope, positions) for rope in objects]
     if any(scaling != scalings[0] for scaling in scalings):
         raise CheckpointError(
             "config.json has a rope_scaling and rope_parameters that contradict each other: remove the wrong one"
@@ -111,14 +120,24 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": thetas.pop() if thetas else 10000.0, "rope_scaling": scalings[0] if scalings else None}
 
 
-def _read_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE."""
+def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | None:
+    """The scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE.
+
+    Args:
+        positions: the original length of a YaRN that names none.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind != "llama3":
-        raise CheckpointError(f"config.json has a RoPE of type {_short(kind)}; known here: default, llama3")
-    return {"rope_type": "llama3", **{key: number(rope, key) for key in _LLAMA3}}
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        known = ", ".join(["default", *_SCALINGS])
+        raise CheckpointError(f"config.json has a RoPE of type {_short(kind)}; known here: {known}")
+    needed, optional = _SCALINGS[kind]
+    if kind == "yarn" and rope.get("original_max_position_embeddings") is None and positions is not None:
+        rope = {**rope, "original_max_position_embeddings": positions}
+    numbers = {key: number(rope, key) for key in (*needed, *(key for key in optional if rope.get(key) is not None))}
+    truncates = {"truncate": flag(rope, "truncate", True)} if kind == "yarn" and "truncate" in rope else {}
+    return {"rope_type": kind, **numbers, **truncates}
 
 
 def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:

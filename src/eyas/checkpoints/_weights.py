@@ -130,11 +130,20 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
     try:
         config = read_config(folder)
         _check_fingerprint(mapping(config, "eyas").get("target_fingerprint"))
-        tensors = read_tensors(folder)
+        tensors = _without_buffers(read_tensors(folder))
         method, our_config, our_tensors = _recognise(config, tensors).read(config, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"draft head {source}: {error}") from error
     return Weights(method, our_config, our_tensors, source)
+
+
+def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without the frequencies of RoPE, which config.json gives, and without the prefix
+    "model." of a head that was saved from within a model (a whole model has no fc)."""
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if "model.fc.weight" not in kept or any(f"model.{name}" in kept for name in kept):
+        return kept
+    return {name.removeprefix("model."): tensor for name, tensor in kept.items()}
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:

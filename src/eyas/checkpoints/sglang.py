@@ -134,12 +134,6 @@ def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
             "its pull request 879), SGLang and vLLM carry the normed one; say which by adding "
             '"eyas": {"carries": "raw"} or {"carries": "normed"}'
         )
-    scaling = mapping(config, "rope_scaling")
-    if scaling.get("rope_type", scaling.get("type")) == "yarn":
-        raise CheckpointError(
-            "config.json has a RoPE of type 'yarn', which is not served; ModelOpt writes it by default on export, over a head that was "
-            'trained with plain RoPE: if so, set "rope_scaling" to null'
-        )
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

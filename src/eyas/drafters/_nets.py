@@ -17,7 +17,7 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.target import Target
 from eyas.errors import CheckpointError, OptionError
-from eyas.nn import LayerShape
+from eyas.nn import Attention, LayerShape, rope_factor
 from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
@@ -147,7 +147,22 @@ def load_tensors(
     shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
     checkpoints.expect(weights, {**shapes, **(others or {})}, set(optional))
     net.load_state_dict({name: value for name, value in weights.tensors.items() if name in shapes})
+    parameters = dict(net.named_parameters())
+    for name, factor in _query_factors(net).items():
+        parameters[name].data.mul_(factor)
     return placed(net, target)
+
+
+def _query_factors(net: nn.Module) -> dict[str, float]:
+    """Parameters of queries, and what they are multiplied by when a net is loaded: YaRN's attention
+    factor, of queries and keys. So whatever computes the layer, kernels too, knows frequencies only."""
+    found = dict[str, float]()
+    for path, module in net.named_modules():
+        if isinstance(module, Attention) and (factor := rope_factor(module.shape)) != 1.0:
+            last = "q_norm" if hasattr(module, "q_norm") else "q"
+            parameters = module.get_submodule(last).named_parameters()
+            found |= {f"{path}.{last}.{name}": factor**2 for name, _ in parameters}
+    return found
 
 
 def saved_head(
@@ -156,6 +171,8 @@ def saved_head(
     """A head to save: its config with the target's fingerprint, the net's tensors, and the head's
     own embedding table where it has one."""
     tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    for name, factor in _query_factors(net).items():
+        tensors[name] /= factor
     if embed_tokens is not None:
         tensors[EMBEDDING] = embed_tokens
     record = {"target_fingerprint": fingerprint(target)}

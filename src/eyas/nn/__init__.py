@@ -20,6 +20,7 @@ from eyas.nn._layers import (
     grouped_attention,
     join_normed,
     rope,
+    rope_factor,
     rope_frequencies,
 )  # fmt: skip
 from eyas.nn._packed import Documents, QueryRows, packed_attention
@@ -43,5 +44,6 @@ __all__ = [
     "join_normed",
     "packed_attention",
     "rope",
+    "rope_factor",
     "rope_frequencies",
 ]

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eyas.errors import CheckpointError
 from eyas.nn._packed import QueryRows, packed_attention
@@ -33,6 +35,7 @@ __all__ = [
     "grouped_attention",
     "join_normed",
     "rope",
+    "rope_factor",
     "rope_frequencies",
 ]  # fmt: skip
 
@@ -128,20 +131,41 @@ def join_normed(a_norm: RMSNorm, a: Tensor, b_norm: RMSNorm, b: Tensor) -> Tenso
     return torch.cat([a_norm(a), b_norm(b)], dim=-1)
 
 
+_ROPE_KINDS = ("linear", "llama3", "yarn")  # scalings that a head may have; transformers computes them
+
+
 def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> Tensor:
-    """float32 [h/2]: radians per position. `rope_scaling` of type llama3 slows the low frequencies
-    down as Llama 3.1 does."""
+    """float32 [h/2]: radians per position, with the slower ones of `rope_scaling`."""
+    if shape.rope_scaling is not None:
+        return _scaled_rope(shape, device)[0]
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
     frequency: Tensor = shape.rope_theta**-exponent
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return frequency
-    if scaling.get("rope_type", scaling.get("type")) != "llama3":
-        raise CheckpointError(f"rope_scaling {dict(scaling)} of the draft head is not supported; known: llama3")
-    turns = scaling["original_max_position_embeddings"] * frequency / (2 * torch.pi)  # within the original context
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share: Tensor = ((turns - low) / (high - low)).clamp(0, 1)  # 0: low frequency, slowed down; 1: high, unchanged
-    return frequency * (share + (1 - share) / float(scaling["factor"]))
+    return frequency
+
+
+def rope_factor(shape: LayerShape) -> float:
+    """By how much RoPE lengthens queries and keys: YaRN's attention factor (Peng et al. 2023), else 1."""
+    return 1.0 if shape.rope_scaling is None else float(_scaled_rope(shape)[1])
+
+
+def _scaled_rope(shape: LayerShape, device: torch.device | None = None) -> tuple[Tensor, float]:
+    """transformers' frequencies, and its factor of sines and cosines."""
+    scaling = dict(shape.rope_scaling or {})
+    kind = scaling.pop("type", None)
+    kind = scaling.pop("rope_type", kind)
+    if kind not in _ROPE_KINDS:
+        raise CheckpointError(
+            f"rope_scaling {dict(shape.rope_scaling or {})} of the draft head is not supported; known: {', '.join(_ROPE_KINDS)}"
+        )
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=int(scaling.get("original_max_position_embeddings", 1) * scaling["factor"]),
+        rope_parameters={**scaling, "rope_type": kind, "rope_theta": shape.rope_theta},
+    )
+    frequency, factor = ROPE_INIT_FUNCTIONS[kind](config, device)
+    return frequency.float(), factor
 
 
 def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""The datastore: order of suffixes, looking up, building, appending, merging, and what it refuses."""
+"""The datastore: order of suffixes, looking up, building, and what it refuses."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,12 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eyas import datastore
-from eyas.datastore import Datastore, Manifest, Settings, Source, build
-from eyas.datastore._manifest import DEPTH, MANIFEST_FILE
-from eyas.datastore._suffixes import order_of
+from eyas.datastore import DEPTH, Datastore, Manifest, Settings, Source, build, order_of
 from eyas.errors import InputError
-from eyas.files import locked_output
 
 Documents = list[list[int]]
 
@@ -97,23 +92,6 @@ def test_look_up_is_what_looking_everywhere_finds(vocab: int, shift: int) -> Non
     assert len(lengths) > 3, "matches of many lengths must be among them"
 
 
-def test_segments_are_one_store() -> None:
-    """Guards the look-up over several segments: the longest match of all, and every continuation of
-    it, in order."""
-    documents, dice = made_of(1, 6, 60), random.Random(1)
-    whole = Datastore.of(documents, VOCAB)
-    divided = Datastore(
-        [Datastore.of(documents[a:b], VOCAB).segments[0] for a, b in ((0, 7), (7, 40), (40, 60))], VOCAB
-    )
-    for _ in range(200):
-        context = dice.choices(IDS[:6], k=8)
-        one, several = whole.look_up(context, 1, 8, 4, 10_000), divided.look_up(context, 1, 8, 4, 10_000)
-        assert one is not None
-        assert several is not None
-        assert (one.length, one.count) == (several.length, several.count)
-        assert ended(whole, one.following_SD.tolist()) == ended(whole, several.following_SD.tolist())
-
-
 def test_tokens_too_large_for_the_datastore_match_nothing() -> None:
     """Bug: a target whose vocabulary is padded beyond its tokenizer's, and so beyond 2^16, ended in
     an OverflowError as soon as such a token was in the text."""
@@ -164,204 +142,112 @@ def files() -> list[File]:
     return [File(name, made_of(seed, 9)) for seed, name in enumerate(("a.txt", "b.txt", "c.txt"))]
 
 
-def make(
-    folder: Path, *files: File, settings: Settings = SETTINGS, append: bool = False, merge: bool = False
-) -> Manifest:
-    return build(folder, settings, [file.source for file in files], {"eyas": "0"}, append=append, merge=merge)
+def make(folder: Path, *files: File, settings: Settings = SETTINGS) -> Manifest:
+    return build(folder, settings, [file.source for file in files], {"eyas": "0"})
 
 
-def same(folder: Path, documents: Documents) -> None:
-    """The folder answers as a store of these documents in memory does, and holds nothing else than
-    its manifest names."""
-    manifest, expected, dice = Manifest.read(folder), Datastore.of(documents, VOCAB), random.Random(5)
-    manifest.check(folder, lambda _: None)
-    store = Datastore.open(folder)
+def test_a_folder_answers_as_a_store_in_memory(tmp_path: Path, files: list[File]) -> None:
+    """Guards files, their dtypes and the manifest; nothing else stays in the folder or beside it."""
+    manifest = make(tmp_path / "s", *files, files[0])  # a file that is named twice counts once
+    documents = [document for file in files for document in file.documents]
+    store, expected, dice = Datastore.open(tmp_path / "s"), Datastore.of(documents, VOCAB), random.Random(5)
     for _ in range(60):
         context = dice.choices(IDS[:9], k=6)
         mine, theirs = store.look_up(context, 1, 6, 3, 10_000), expected.look_up(context, 1, 6, 3, 10_000)
         assert mine is not None
         assert theirs is not None
         assert (mine.length, mine.count) == (theirs.length, theirs.count)
-    assert sum(source.tokens for source in manifest.sources) == sum(map(len, documents)) == manifest.tokens
-    assert len(list(folder.glob("[!.]*"))) == 1 + 2 * len(manifest.segments)
-
-
-def test_built_appended_merged(tmp_path: Path, files: list[File]) -> None:
-    """The life of a datastore: each step holds what it should, and no file is left of the step before."""
-    a, b, c = files
-    assert len(make(tmp_path / "s", a).segments) == 1
-    same(tmp_path / "s", a.documents)
-    assert len(make(tmp_path / "s", b, c, append=True).segments) == 2
-    same(tmp_path / "s", [*a.documents, *b.documents, *c.documents])
-    merged = make(tmp_path / "s", merge=True)
-    assert len(merged.segments) == 1
-    same(tmp_path / "s", [*a.documents, *b.documents, *c.documents])
-    assert merged.segments == make(tmp_path / "t", a, b, c).segments  # files are named by what is in them
-    assert [file.times for file in files] == [2, 2, 2]
+        assert mine.following_SD.tolist() == theirs.following_SD.tolist()
+    assert sum(source["tokens"] for source in manifest.sources) == sum(map(len, documents))
+    assert manifest.tokens == sum(map(len, documents)) + len(documents)
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["manifest.json", "suffixes.npy", "tokens.npy"]
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
 def test_the_same_again_does_nothing(tmp_path: Path, files: list[File]) -> None:
-    """Guards against reading everything again, and against the same data standing there twice."""
+    """Guards against reading everything again, in whatever order the files are named."""
     first = make(tmp_path / "s", *files)
-    assert make(tmp_path / "s", *files) == first
-    assert make(tmp_path / "s", files[1], append=True) == first
-    assert make(tmp_path / "s", merge=True) == first
-    assert make(tmp_path / "t", files[0], files[0]).tokens == sum(map(len, files[0].documents))
-    assert files[1].times == 1
+    assert make(tmp_path / "s", *reversed(files)) == Manifest.read(tmp_path / "s")
+    assert first.largest_token == max(IDS[:9])
+    assert [file.times for file in files] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("where", ["reading", "sorting"])
-def test_an_interrupted_build_goes_on(
-    tmp_path: Path, files: list[File], where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards what was read before an interrupt; no manifest names what is not whole, and the old
-    store stays usable until the new is."""
-    a, b, c = files
-    make(tmp_path / "s", a)
-    if where == "reading":
-        c.error = KeyboardInterrupt()
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        if where == "sorting":
-            patch.setattr(datastore._build, "order_of", stop)
-        with pytest.raises(KeyboardInterrupt):
-            make(tmp_path / "s", b, c, append=True)
-    assert len(Manifest.read(tmp_path / "s").sources) == 1
-    assert Datastore.open(tmp_path / "s").look_up(a.documents[0], 1, 4, 2, 10) is not None
-    c.error = None
-    make(tmp_path / "s", b, c, append=True)
-    assert (b.times, c.times) == (1, 2 if where == "reading" else 1)
-    same(tmp_path / "s", [*a.documents, *b.documents, *c.documents])
-
-
-def test_segments_of_bounded_size(tmp_path: Path) -> None:
-    """Guards the bound of memory: documents are packed up to the limit, and one that alone is
-    longer is cut."""
-    file = File("a", [[1] * 10, [2] * 10, [3] * 70, [4] * 3])
-    manifest = make(tmp_path, file, settings=Settings({"vocabulary": "v"}, "words", VOCAB, segment_tokens=25))
-    assert [stored.tokens for stored in manifest.segments] == [22, 25, 25, 23, 4]
-    store = Datastore.open(tmp_path)
-    held = Counter(t for segment in store.segments for t in segment.tokens_T.tolist() if t != store.separator)
-    assert held == {1: 10, 2: 10, 3: 70, 4: 3}
-    assert make(tmp_path, file, settings=Settings({"vocabulary": "v"}, "words", VOCAB)) == manifest
+def test_an_interrupted_build_leaves_nothing(tmp_path: Path, files: list[File]) -> None:
+    """Half a datastore must never be opened."""
+    files[1].error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "s", *files)
+    assert not list(tmp_path.iterdir())
+    files[1].error = None
+    (tmp_path / "s").mkdir()  # an empty folder may be there
+    assert make(tmp_path / "s", *files).tokens
 
 
 def test_refusals(tmp_path: Path, files: list[File]) -> None:
     """Guards against mixing what does not belong together, with a sentence that says what to do."""
     a, b, _ = files
-    with pytest.raises(InputError, match="holds no datastore to append to"):
-        make(tmp_path / "s", merge=True)
     with pytest.raises(InputError, match=r"a.txt has token \d+, the vocabulary is 0..7"):
         make(tmp_path / "t", a, settings=Settings({}, "words", 8))
     with pytest.raises(InputError, match="empty has no tokens"):
         make(tmp_path / "t", File("empty", []))
     make(tmp_path / "s", a)
-    with pytest.raises(InputError, match=r"holds other data \(a.txt\): append to it"):
-        make(tmp_path / "s", b)
     other = Settings({"vocabulary": "w", "chat template": "c"}, "others", VOCAB)
-    with pytest.raises(InputError, match=r"another tokenizer \('words'; its vocabulary differs\)"):
-        make(tmp_path / "s", b, settings=other, append=True)
+    for settings, file in ((SETTINGS, b), (other, a)):
+        with pytest.raises(InputError, match=r"holds a datastore of a.txt \(words\): name another folder"):
+            make(tmp_path / "s", file, settings=settings)
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be made"):
+    with pytest.raises(InputError, match="cannot write"):
         make(tmp_path / "file" / "s", a)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="holds no datastore"):
+        make(tmp_path / "mine", a)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
 def test_damage_is_seen(tmp_path: Path, files: list[File]) -> None:
-    """Guards against drafting from half a file: sizes are compared when it is opened, checksums
-    when asked."""
+    """Guards against drafting from half a file."""
     with pytest.raises(InputError, match="make one with `eyas datastore build`"):
         Datastore.open(tmp_path)
-    manifest = make(tmp_path, files[0])
-    suffixes = manifest.segments[0].paths(tmp_path)[1]
+    make(tmp_path / "s", files[0])
+    suffixes = tmp_path / "s" / "suffixes.npy"
     whole = suffixes.read_bytes()
-    suffixes.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    Datastore.open(tmp_path)
-    with pytest.raises(InputError, match="its checksum is another"):
-        manifest.check(tmp_path, lambda _: None)
     suffixes.write_bytes(whole[:-4])
-    with pytest.raises(InputError, match=r"is damaged \(.* bytes instead of"):
-        Datastore.open(tmp_path)
+    with pytest.raises(InputError, match=r"is damaged \(no whole array\)"):
+        Datastore.open(tmp_path / "s")
+    np.save(suffixes, np.zeros(5, "<u4"))
+    with pytest.raises(InputError, match=r"is damaged \(it holds something else\)"):
+        Datastore.open(tmp_path / "s")
     suffixes.unlink()
     with pytest.raises(InputError, match=r"is damaged \(missing\)"):
-        Datastore.open(tmp_path)
+        Datastore.open(tmp_path / "s")
 
 
 def test_a_manifest_that_was_changed(tmp_path: Path, files: list[File]) -> None:
-    """Guards against believing a manifest that is damaged, edited, newer, or names files elsewhere."""
-    make(tmp_path, files[0])
-    held = json.loads((tmp_path / MANIFEST_FILE).read_text())
+    """Guards against believing a manifest that is damaged, older or newer."""
+    make(tmp_path / "s", files[0])
+    path = tmp_path / "s" / "manifest.json"
+    held = json.loads(path.read_text())
     assert held["sorted_to"] == DEPTH
     broken = [
-        ({**held, "largest_token": 3}, "changed after it was written"),
-        ({**held, "version": 99}, "a newer eyas may read it"),
-        ({key: value for key, value in held.items() if key != "segments"}, "KeyError"),
-        ([], "TypeError"),
+        (json.dumps({**held, "version": 99}), "a newer eyas may read it"),
+        (json.dumps({key: value for key, value in held.items() if key != "tokens"}), "KeyError"),
+        ("[]", "TypeError"),
+        ("{", "is damaged"),
+        ("[" * 60_000, "is damaged"),
     ]
     for content, said in broken:
-        (tmp_path / MANIFEST_FILE).write_text(json.dumps(content))
+        path.write_text(content)
         with pytest.raises(InputError, match=said):
-            Datastore.open(tmp_path)
-    (tmp_path / MANIFEST_FILE).write_text("{")
-    with pytest.raises(InputError, match="is damaged"):
-        Datastore.open(tmp_path)
-    (tmp_path / MANIFEST_FILE).write_text("[" * 60_000)
-    with pytest.raises(InputError, match="is damaged"):
-        Datastore.open(tmp_path)
-
-
-@pytest.mark.parametrize("suffix", ["*.npy", "*.json"])
-def test_a_part_that_was_damaged_is_made_again(
-    tmp_path: Path, files: list[File], suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens that an interrupted build left were used again without a look at them: one bit, and
-    another text was looked up for ever."""
-    with monkeypatch.context() as patch:
-        patch.setattr(datastore._build, "order_of", stop)
-        with pytest.raises(KeyboardInterrupt):
-            make(tmp_path / "s", files[0])
-    (part,) = (tmp_path / "s" / "parts").glob(suffix)
-    content = part.read_bytes()
-    part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    make(tmp_path / "s", files[0])
-    assert files[0].times == 2
-    same(tmp_path / "s", files[0].documents)
-
-
-def stop(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_damage_is_not_merged(tmp_path: Path, files: list[File]) -> None:
-    """Sorted together with others, a damaged segment would get a right checksum."""
-    make(tmp_path, files[0])
-    manifest = make(tmp_path, files[1], append=True)
-    tokens = manifest.segments[1].paths(tmp_path)[0]
-    content = tokens.read_bytes()
-    tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(InputError, match="its checksum is another"):
-        make(tmp_path, merge=True)
-    assert Manifest.read(tmp_path) == manifest
+            Datastore.open(tmp_path / "s")
 
 
 def test_a_damaged_token_is_never_drafted(tmp_path: Path) -> None:
-    """Checksums of large files are compared on request only. A token that no vocabulary has would
-    be a crash in the target: it counts as the end of its document."""
-    make(tmp_path, File("a", [[1, 2, 3]] * 20))
-    (tokens,) = tmp_path.glob("*.tokens.npy")
-    content = tokens.read_bytes()
-    tokens.write_bytes(content.replace(b"\x00\x03", b"\x80\x03"))
-    found = Datastore.open(tmp_path).look_up([1, 2], 1, 2, 1, 100)
+    """A token that no vocabulary has would be a crash in the target: it counts as the end of its
+    document."""
+    make(tmp_path / "s", File("a", [[1, 2, 3]] * 20))
+    tokens = tmp_path / "s" / "tokens.npy"
+    tokens.write_bytes(tokens.read_bytes().replace(b"\x00\x03", b"\x80\x03"))
+    found = Datastore.open(tmp_path / "s").look_up([1, 2], 1, 2, 1, 100)
     assert found is not None
     assert set(found.following_SD.ravel().tolist()) == {65535}
-
-
-def test_a_second_build_is_refused(tmp_path: Path, files: list[File]) -> None:
-    """It removed the parts of the first one."""
-    make(tmp_path, files[0])
-    with locked_output(tmp_path), pytest.raises(InputError, match=f"process {os.getpid()} "):
-        make(tmp_path, files[1], append=True)
-    assert make(tmp_path, files[0]).tokens  # nothing to write, so nothing to wait for
-    assert len(make(tmp_path, files[1], append=True).sources) == 2

@@ -6,19 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
 from eyas.cli._data import check_files, note_problems, reading
 from eyas.cli._errors import UsageError, interruptible, note
 from eyas.cli._load import quiet
 from eyas.cli._options import VERBOSE, option_group
-from eyas.cli._show import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eyas.datastore import Manifest, Settings, Source
+    from eyas.datastore import Settings, Source
 
 __all__ = ["COMMANDS"]
 
@@ -28,11 +24,8 @@ HELP = "Make a datastore for the method rest."
 EXAMPLES = """
 eyas datastore build --target MODEL --data chat.jsonl --output DATASTORE  # a file of chats or of plain text
 eyas generate --target MODEL --method rest --datastore DATASTORE "Why ..."  # draft from it
-eyas datastore build --target MODEL --data more.txt --output DATASTORE --append  # a further segment
-eyas datastore build --target MODEL --output DATASTORE --merge  # all segments into one: faster to look up
-eyas datastore verify DATASTORE  # compare every checksum
 """
-NOTES = ("Whatever ends a build, the same command continues it; the old datastore stays usable until it is done.",)
+NOTES = ("Sorting needs about 60 bytes of memory for each token. Nothing is written before all is sorted.",)
 
 
 @option_group
@@ -43,18 +36,12 @@ class BuildOptions:
     """Chats (JSONL) or plain text, .gz too; may be given several times."""
     output: Annotated[str, "Data", "FOLDER"]
     """The folder of the datastore."""
-    append: Annotated[bool, "Data"] = False
-    """Add --data to the datastore, as further segments."""
-    merge: Annotated[bool, "Data"] = False
-    """Sort everything together, in as few segments as --segment-tokens allows."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The model whose tokenizer is used. Default: the embedded model."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the tokenizer."""
-    segment_tokens: Annotated[int, "Machine", Parameter(validator=Number(gte=1, lt=2**32))] = 1 << 24
-    """Tokens that are sorted together, at about 60 bytes of memory each."""
     verbose: VERBOSE = False
 
 
@@ -62,39 +49,19 @@ def build(*, options: BuildOptions) -> None:
     """Turn data into tokens, and sort them."""
     from eyas import datastore, hardware
 
-    if not options.data and not options.merge:
+    if not options.data:
         raise UsageError("option --data is missing")
     check_files(options.data)
     folder = Path(options.output).expanduser()
     tokenizer = _tokenizer(options)
     sources = [_source(path, tokenizer) for path in options.data]
-    with interruptible(lambda: f"what was read is kept in {folder}; the same command goes on"):
-        settings, made_by = _settings(tokenizer, options), hardware.versions()
-        more = {"append": options.append, "merge": options.merge}
-        manifest = datastore.build(folder, settings, sources, made_by, **more, on_stage=note)
-    note(_contents(folder, manifest))
+    with interruptible(lambda: "nothing was written"):
+        made = datastore.build(folder, _settings(tokenizer, options), sources, hardware.versions(), on_stage=note)
+    count = len(made.sources)
+    note(f"{folder} holds {made.tokens:,} tokens of {count} source{'s' * (count != 1)}")
 
 
-def verify(folder: Annotated[str, Parameter(help="The datastore.")], /) -> None:
-    """Compare every checksum of a datastore."""
-    from eyas.datastore import Manifest
-
-    path = Path(folder).expanduser()
-    manifest = Manifest.read(path)
-    with progress_bar("checking", manifest.bytes, "bytes") as bar:
-        manifest.check(path, bar.advance)
-    note(f"{_contents(path, manifest)}; every checksum is right")
-
-
-COMMANDS = {"build": build, "verify": verify}
-
-
-def _contents(folder: Path, manifest: Manifest) -> str:
-    segments, sources = len(manifest.segments), len(manifest.sources)
-    return (
-        f"{folder} holds {manifest.tokens:,} tokens of {sources} source{'s' * (sources != 1)}, "
-        f"{segments} segment{'s' * (segments != 1)}, {manifest.bytes / 2**20:,.1f} MiB"
-    )
+COMMANDS = {"build": build}
 
 
 def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Settings:
@@ -104,7 +71,7 @@ def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Sett
 
     name = options.tokenizer or options.target or named.EMBEDDED
     largest_id = max(tokenizer.get_vocab().values())
-    return Settings(tokenizer_identity(tokenizer), name, largest_id + 1, options.segment_tokens)
+    return Settings(tokenizer_identity(tokenizer), name, largest_id + 1)
 
 
 def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:

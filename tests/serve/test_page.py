@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,8 +101,12 @@ def test_settings_are_kept_and_the_key_is_not(open_page: Open, address: str) -> 
     page.get_by_label("Temperature").fill("0.7")
     page.get_by_label("API key").fill("secret")
     page.get_by_label("API key").press("Tab")
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Answers").select_option("as written")
     assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
     page.reload()
+    assert page.get_by_label("System prompt").input_value() == "Be brief."
+    assert page.get_by_label("Answers").input_value() == "text"
     assert page.get_by_label("Temperature").input_value() == "0.7"
 
 
@@ -136,32 +141,290 @@ def test_stop(open_page: Open, address: str, script: Script, how: str) -> None:
     assert len(script.bodies[-1]["messages"]) == 3
 
 
-def test_clear_stops_the_answer(open_page: Open, address: str, script: Script) -> None:
-    """Late chunks of the old conversation must not enter the new one."""
+def manage(page: Any, name: str) -> None:
+    """Choose from the menu over the conversation, and say yes if it asks."""
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_text("More", exact=True).click()
+    page.get_by_role("button", name=name).click()
+
+
+def contents(script: Script) -> list[str]:
+    """The messages of the last request."""
+    return [message["content"] for message in script.bodies[-1]["messages"]]
+
+
+def test_deleting_stops_the_answer(open_page: Open, address: str, script: Script) -> None:
+    """Late chunks of the old conversation must not enter the new one, and its end must not bring it back."""
     script.endless = True
     page = open_page(address)
     page.get_by_label("Message").fill("Count")
     page.keyboard.press("Enter")
     page.get_by_text("word word").wait_for()
-    page.get_by_role("button", name="Clear").click()
+    manage(page, "Delete this conversation")
     assert script.hung_up.wait(30)
     script.endless = False
     page.locator("#send:visible").wait_for()
     ask(page, "Hello")
-    assert [message["content"] for message in script.bodies[-1]["messages"]] == ["Hello"]
+    assert contents(script) == ["Hello"]
     assert page.locator(".turn").count() == 2
+    assert page.locator("#talks option").all_text_contents() == ["Hello"]
 
 
-def test_copy_and_clear(open_page: Open, address: str, script: Script) -> None:
+def test_deleting_asks_first(open_page: Open, address: str) -> None:
+    """A slip of the hand must not cost a conversation: what deletes asks, and is not beside what sends."""
+    page = open_page(address)
+    ask(page)
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+    for name in ("Delete this conversation", "Delete all conversations"):
+        page.get_by_text("More", exact=True).click()
+        page.get_by_role("button", name=name).click()
+    assert [message.split("?")[0] for message in asked] == [
+        "Delete this conversation",
+        "Delete all conversations that this browser keeps",
+    ]
+    assert page.locator(".turn").count() == 2
+    assert page.locator("#composer button:visible").all_text_contents() == ["Send"]
+
+
+def test_copy(open_page: Open, address: str) -> None:
+    """The copy is what the model wrote, without the page's own words and without Markdown's effects."""
     page = open_page(address, permissions=["clipboard-read", "clipboard-write"])
     ask(page)
-    page.get_by_role("button", name="Copy").click()
+    page.locator(".turn").last.get_by_role("button", name="Copy").click()
     page.get_by_text("Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "What time do you want?"
-    page.get_by_role("button", name="Clear").click()
-    assert page.locator(".turn").count() == 0
+    page.locator(".user").get_by_role("button", name="Copy").click()
+    page.locator(".user").get_by_text("Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "Hello"
+
+
+def test_regenerate(open_page: Open, address: str, script: Script) -> None:
+    """The question is asked again without the answer that it had; if that fails, the old answer is not lost."""
+    script.turns = [[prefill("one")], [prefill("two")]]
+    page = open_page(address)
     ask(page)
-    assert len(script.bodies[-1]["messages"]) == 1
+    script.refusal = 429, "too many"
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_text("too many").wait_for()
+    assert page.locator(".answer").first.text_content() == "one"
+    script.refusal = None
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_text("two", exact=True).wait_for()
+    page.locator("#send:visible").wait_for()
+    assert contents(script) == ["Hello"]
+    assert page.locator(".answer").all_text_contents() == ["two"]
+    ask(page, "On")
+    assert contents(script) == ["Hello", "two", "On"]
+    assert page.get_by_role("button", name="Regenerate").count() == 1, "only the last answer can be replaced"
+
+
+def test_edit(open_page: Open, address: str, script: Script) -> None:
+    """An edited question replaces its answer; what came later stays, in the conversation that it belongs to."""
+    page = open_page(address)
+    ask(page, "First")
+    ask(page, "Second")
+    edit = page.locator(".user").first.get_by_role("button", name="Edit")
+    edit.click()
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.textContent") == "Edit", "the focus is where it was"
+    edit.press("Enter")
+    page.get_by_label("Edited message").fill("Other")
+    page.keyboard.press("Enter")
+    page.locator("#send:visible").wait_for()
+    assert contents(script) == ["Other"]
+    assert page.locator(".user .text").all_text_contents() == ["Other"]
+    assert page.locator("#talks option").all_text_contents() == ["Other", "First"]
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edited message").fill("Again")
+    page.keyboard.press("Enter")
+    page.locator("#send:visible").wait_for()
+    assert page.locator("#talks option").all_text_contents() == ["Again", "First"]
+    page.get_by_label("Conversations").select_option("First")
+    assert page.locator(".user .text").all_text_contents() == ["First", "Second"]
+
+
+def test_conversations_are_kept(open_page: Open, address: str, script: Script) -> None:
+    """A conversation outlives a reload, and goes on with all its turns; a tab shows the one that it had."""
+    page = open_page(address)
+    ask(page, "First <b>")
+    page.get_by_role("button", name="New").click()
+    ask(page, "Second")
+    page.reload()
+    assert page.locator(".user .text").all_text_contents() == ["Second"]
+    page.get_by_label("Conversations").select_option("First <b>")
+    assert page.locator(".answer").text_content() == "What time do you want?"
+    assert page.locator(".figures").text_content().startswith("6 tokens")
+    ask(page, "On")
+    assert contents(script) == ["First <b>", "What time do you want?", "On"]
+    manage(page, "Delete all conversations")
+    assert page.locator(".turn").count() == 0
+    assert page.evaluate("Object.keys(localStorage).filter(name => name.startsWith('eyas.talk'))") == []
+
+
+def test_question_without_an_answer_is_not_lost(open_page: Open, address: str, script: Script) -> None:
+    """Leaving the page before the first token comes must not leave a question without an answer in the
+    conversation: many templates refuse two questions in a row."""
+    script.endless, script.turns = True, [[]]
+    page = open_page(address)
+    page.route("**/v1/chat/completions", lambda route: None)  # no answer ever
+    page.get_by_label("Message").fill("Hello")
+    page.keyboard.press("Enter")
+    page.locator("#stop:visible").wait_for()
+    page.reload()
+    assert page.get_by_label("Message").input_value() == "Hello"
+    assert page.locator(".turn").count() == 0
+
+
+def test_store_of_conversations_is_bounded(open_page: Open, address: str) -> None:
+    """The oldest conversations go, never the one that is written, and what is damaged counts as nothing."""
+    page = open_page(address)
+    kept = page.evaluate(
+        """async () => {
+            const { Talks, newTalk } = await import("./page/talks.js");
+            localStorage.setItem("eyas.talk.broken", "{");
+            localStorage.setItem("eyas.talk.odd", '{"messages": [{"role": "user"}]}');
+            const talk = (name, content) => ({ ...newTalk([{ role: "user", content }]), id: name });
+            const names = () => new Talks().list().map(({ id }) => id).sort();
+            const talks = new Talks();
+            for (let n = 0; n < 60; n++) talks.save({ ...talk(`n${n}`, "x") });
+            const many = names();
+            for (let n = 0; n < 4; n++) talks.save(talk(`big${n}`, "x".repeat(900_000)));
+            const big = names();
+            const huge = talks.save(talk("huge", "x".repeat(3_000_000)));
+            return [many.length, big, huge, names()];
+        }"""
+    )
+    many, big, huge, after = kept
+    assert many == 50
+    assert {"big2", "big3"} <= set(big)
+    assert not {"big0", "big1"} & set(big)
+    assert huge is False, "too large to be kept: the page says so, and nothing else goes for it"
+    assert after == big
+
+
+def test_files_of_a_conversation(open_page: Open, address: str) -> None:
+    """What is saved is the conversation: the prompt that was in force, the turns, nothing of the page."""
+    page = open_page(address)
+    page.get_by_text("Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    ask(page, "Hello/you")
+    saved = {}
+    for name in ("Markdown", "JSON"):
+        with page.expect_download() as download:
+            manage(page, f"Save as {name}")
+        saved[download.value.suggested_filename] = Path(download.value.path()).read_text(encoding="utf-8")
+    answer = "What time do you want?"
+    assert saved["Hello_you.md"] == (
+        f"# Hello/you\n\n## System\n\nBe brief.\n\n## You\n\nHello/you\n\n## {MODEL}\n\n{answer}\n"
+    )
+    assert [message["content"] for message in json.loads(saved["Hello_you.json"])["messages"]] == [
+        "Be brief.",
+        "Hello/you",
+        answer,
+    ]
+
+
+# --- Markdown ---------------------------------------------------------------------------------------
+
+MARKDOWN = """# A title
+
+Some *em*, **bold *both***, `a * b`, 2 * 3 * 4, snake_case_name, \\*not\\*, <b>text</b>.
+- one
+- two
+  1. inner
+
+     after a line
+- [good](https://example.org/a_(b)) and [bad](javascript:alert(1))
+
+1. first
+```python
+print("*a*")  # <b>
+```
+2. second
+
+> a quote
+> > in a quote
+
+| a | b |
+|---|--:|
+| 1 | `x` |
+
+---
+1986. A year"""
+
+
+def answer_of(page: Any, script: Script, text: str) -> Any:
+    """An answer of that text, a token for each three letters."""
+    starts = range(0, len(text), 6)
+    script.turns = [[cycle(n, "x", [text[at : at + 3]], text[at + 3 : at + 6]) for n, at in enumerate(starts, 1)]]
+    ask(page)
+    return page.locator(".answer").last
+
+
+def test_markdown(open_page: Open, address: str, script: Script) -> None:
+    """What models write is shown as they mean it, whatever way its tokens cut it, and its tokens stay what they are."""
+    page = open_page(address)
+    answer = answer_of(page, script, MARKDOWN)
+    shown = {
+        "h3": ["A title"],
+        "em": ["em", "both"],
+        "strong": ["bold both"],
+        ":not(pre) > code": ["a * b", "x"],
+        "ul > li": ["one", "twoinnerafter a line", "good and [bad](javascript:alert(1))"],
+        "ul ol > li > p": ["inner", "after a line"],
+        "pre": ['print("*a*")  # <b>\n'],
+        "figcaption span": ["python"],
+        "blockquote blockquote": ["in a quote"],
+        "td": ["1", "x"],
+    }
+    for selector, texts in shown.items():
+        assert answer.locator(selector).all_text_contents() == texts, selector
+    assert "2 * 3 * 4, snake_case_name, *not*, <b>text</b>." in answer.text_content()
+    assert answer.locator("> ol").evaluate_all("lists => lists.map(list => list.start)") == [1, 2, 1986]
+    links = answer.locator("a").evaluate_all("links => links.map(link => [link.href, link.rel])")
+    assert links == [["https://example.org/a_(b)", "noopener noreferrer"]]
+    assert answer.locator("b, img, hr").evaluate_all("all => all.map(one => one.tagName)") == ["HR"]
+    answer.locator("pre .token").first.click()
+    assert page.get_by_label("The selected cycle").get_by_role("heading").text_content().startswith("Cycle")
+    page.get_by_text("Settings").click()
+    page.get_by_label("Answers").select_option("as written")
+    assert answer.text_content() == MARKDOWN
+    assert answer.locator(".selected").count() > 0, "the cycle is still marked"
+
+
+def test_markdown_that_comes_in_parts(open_page: Open, address: str) -> None:
+    """Only the last blocks are drawn anew when text comes: the result is that of the whole text."""
+    page = open_page(address)
+    parts, whole = page.evaluate(
+        """async (text) => {
+            const { Answer } = await import("./page/answer.js");
+            const { markdown } = await import("./page/markdown.js");
+            const drawn = (pieces) => {
+                const answer = new Answer(() => {}, markdown);
+                for (const piece of pieces) { answer.add(piece, null); answer.draw(); }
+                answer.end();
+                answer.element.normalize();
+                return answer.element.outerHTML;
+            };
+            return [drawn([...text]), drawn([text])];
+        }""",
+        MARKDOWN,
+    )
+    assert parts == whole
+
+
+@pytest.mark.parametrize("part", ["**a ", "*a *b", "`a", "[a](", ">", "- ", "_a ", "|-", "https://", "a\n", "<b>"])
+def test_text_that_repeats_itself(open_page: Open, address: str, script: Script, part: str) -> None:
+    """A small model repeats one mark for ever: nothing of it may be lost, nor take the page with it."""
+    text = part * 2000
+    page = open_page(address)
+    page.get_by_text("Settings").click()
+    script.turns = [[chunk(text, None)]]
+    ask(page)
+    assert page.locator("#send").is_visible()
+    page.get_by_label("Answers").select_option("as written")
+    assert page.locator(".answer").text_content() == text
 
 
 def test_key_is_asked_for(open_page: Open, address: str, script: Script) -> None:
@@ -274,6 +537,7 @@ def test_keyboard_alone(open_page: Open, address: str) -> None:
     heading = page.get_by_label("The selected cycle").get_by_role("heading")
     focused = "document.activeElement.textContent"
     page.keyboard.press("Shift+Tab")  # settings
+    page.keyboard.press("Shift+Tab")  # regenerate
     page.keyboard.press("Shift+Tab")  # copy
     page.keyboard.press("Shift+Tab")
     assert page.evaluate(focused) == "What"
@@ -485,7 +749,7 @@ def test_narrow_screen(open_page: Open, address: str) -> None:
 
 def test_colour_scheme_can_be_chosen(open_page: Open, address: str) -> None:
     page = open_page(address, color_scheme="light")
-    page.get_by_label("Colour scheme").select_option("dark")
+    page.get_by_label("Theme").select_option("dark")
     page.reload()
     assert luminance(page.evaluate("getComputedStyle(document.documentElement).backgroundColor")) < 0.02
 

@@ -1,8 +1,13 @@
 // The conversation: turns are sent, answers come as streams, and each of them can be stopped.
 
 import { Answer } from "./answer.js";
-import { copy, el } from "./dom.js";
+import { Bar } from "./bar.js";
+import { el } from "./dom.js";
 import { count } from "./explain.js";
+import { markdown } from "./markdown.js";
+import { asWritten } from "./piece.js";
+import { newTalk } from "./talks.js";
+import { answerTurn, closeTurn, sendByEnter, userTurn } from "./turns.js";
 
 const EXAMPLES = [
   "I want to book a table for two in San Jose tonight.",
@@ -14,45 +19,90 @@ const FOLLOW_MS = 400; // how often the panel shows the newest cycle of an answe
 const NEAR = 80; // pixels from the end of the page: then it follows the answer
 
 export class Chat {
-  #messages = [];
+  #talk; // the conversation that is shown
   #running = null; // the AbortController of the answer that is being written
   #arrived = []; // chunks that are not shown yet
+  #left = false; // the page is being left, which ends answers like a lost connection
   #followed = null; // when the panel was last brought to the newest cycle of this answer; null: it is not
 
-  /** `parts`: the elements log, form, input, send, stop, clear and status. */
-  constructor(parts, server, settings, inspector, model) {
-    Object.assign(this, { ...parts, server, settings, inspector, model });
-    this.form.addEventListener("submit", (event) => {
+  /** `parts`: the elements log, composer, input, send, stop and status; `bar`: those of the Bar. */
+  constructor(parts, bar, server, settings, inspector, talks, model) {
+    Object.assign(this, { ...parts, server, settings, inspector, talks, model });
+    this.composer.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#send();
+      this.#say(this.input.value, this.#talk.messages.length);
     });
-    this.input.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      this.form.requestSubmit();
-    });
+    sendByEnter(this.input);
     this.input.addEventListener("input", () => this.#grow());
     this.stop.addEventListener("click", () => this.#running?.abort());
     document.addEventListener("keydown", (event) => this.#escape(event), { capture: true });
-    this.clear.addEventListener("click", () => this.#clear());
-    this.#clear();
+    settings.form.addEventListener("change", () => this.#format());
+    settings.form.addEventListener("reset", () => setTimeout(() => this.#format()));
+    addEventListener("pagehide", () => this.#leave());
+    addEventListener("pageshow", () => (this.#left = false));
+    this.bar = new Bar(bar, talks, (talk) => this.#open(talk));
+    this.#open(talks.last());
   }
 
-  #clear() {
+  #open(talk) {
     this.#running?.abort();
     this.inspector.close();
-    this.#messages = [];
-    const example = (text) => el("button", { type: "button", class: "example", onclick: () => ((this.input.value = text), this.#send()) }, text);
-    this.log.replaceChildren(
-      el("div", { class: "welcome" }, el("h2", {}, "Ask the model something"), el("div", {}, ...EXAMPLES.map(example))),
-    );
-    this.clear.disabled = true;
+    this.#talk = talk;
+    if (talk.messages.at(-1)?.role === "user") this.input.value = talk.messages.pop().content; // it was left before its answer came
+    this.#draw();
+    this.bar.show(talk);
+    this.#grow();
     this.input.focus();
   }
 
+  #leave() {
+    if (this.#running) this.talks.save(this.#talk);
+    this.#left = true;
+  }
+
+  #draw() {
+    const turns = this.#talk.messages.map((message, at) => {
+      if (message.role === "user") return userTurn(message.content, (text) => this.#say(text, at));
+      message.answer ??= this.#kept(message.content);
+      message.answer.format = this.#formatted();
+      const turn = answerTurn(message);
+      if (message.content) closeTurn(turn, message, () => this.#again());
+      return turn;
+    });
+    this.log.replaceChildren(...(turns.length ? turns : [this.#welcome()]));
+  }
+
+  #welcome() {
+    const example = (text) => el("button", { type: "button", class: "example", onclick: () => this.#say(text, 0) }, text);
+    return el("div", { class: "welcome" }, el("h2", {}, "Ask the model something"), el("div", {}, ...EXAMPLES.map(example)));
+  }
+
+  #answer() {
+    return new Answer((answer, at) => this.inspector.show(answer, at), this.#formatted());
+  }
+
+  /** An answer of an earlier visit: its cycles are gone. */
+  #kept(text) {
+    const answer = this.#answer();
+    answer.add(text, null);
+    answer.end();
+    return answer;
+  }
+
+  #formatted() {
+    return this.settings.markdown ? markdown : asWritten;
+  }
+
+  #format() {
+    for (const { answer } of this.#talk.messages) if (answer) answer.format = this.#formatted();
+  }
+
   #escape(event) {
-    if (event.key !== "Escape" || !this.#running) return;
-    this.#running.abort();
+    if (event.key !== "Escape") return;
+    if (!this.bar.close()) {
+      if (!this.#running) return;
+      this.#running.abort();
+    }
     event.preventDefault();
   }
 
@@ -61,31 +111,45 @@ export class Chat {
     this.input.style.height = `${Math.min(this.input.scrollHeight + 2, 200)}px`;
   }
 
-  #turn(title, ...children) {
-    const turn = el("div", { class: "turn" }, el("h2", {}, title), ...children);
-    this.log.append(turn);
-    return turn;
+  #again() {
+    const { messages } = this.#talk;
+    this.#say(messages.at(-2).content, messages.length - 2);
   }
 
-  async #send() {
-    const text = this.input.value;
+  /** Ask, after the first `kept` messages. What else follows them stays in a conversation of its own, but for one answer and its question. */
+  async #say(text, kept) {
     if (!text.trim() || this.#running) return;
     if (this.settings.invalid) return this.#refuse(this.settings.invalid);
-    if (!this.#messages.length) this.log.replaceChildren();
-    this.clear.disabled = false;
-    this.input.value = "";
+    if (kept + 2 < this.#talk.messages.length) this.#talk = newTalk(this.#talk.messages.slice(0, kept));
+    const talk = this.#talk;
+    const message = { role: "assistant", content: "", model: this.model(), answer: this.#answer() };
+    const replaced = talk.messages.splice(kept, 2, { role: "user", content: text }, message);
+    talk.system = this.settings.system;
+    this.#save(talk);
+    if (this.input.value === text) this.input.value = "";
     this.#grow();
-    this.#turn("You", el("div", { class: "text" }, text)).classList.add("user");
-    const messages = this.#messages; // others after Clear
-    messages.push({ role: "user", content: text });
-    const answer = new Answer((answer, at) => this.inspector.show(answer, at));
-    const turn = this.#turn(this.model() || "Answer", answer.element);
+    if (replaced.some(({ answer }) => answer && answer === this.inspector.answer)) this.inspector.close();
+    this.#draw();
+    const turn = this.log.lastElementChild;
     turn.scrollIntoView({ block: "nearest" });
     const wide = matchMedia("(min-width: 60.01rem) and (prefers-reduced-motion: no-preference)").matches;
     this.#followed = wide && (this.inspector.answer === null || this.inspector.following) ? 0 : null;
-    await this.#receive(answer, turn, text);
-    if (answer.text) messages.push({ role: "assistant", content: answer.text });
-    else messages.pop(); // no answer: the next turn does not repeat the question
+    const failed = await this.#receive(message, turn);
+    if (this.#left || !this.talks.knows(talk)) return; // or deleted
+    if (!message.content) talk.messages.splice(kept, 2, ...replaced); // no answer: the next turn does not repeat the question
+    this.#save(talk);
+    if (message.content || talk !== this.#talk) return;
+    if (replaced.length) {
+      this.#draw();
+      this.log.lastElementChild.append(...turn.querySelectorAll("[role=alert]"));
+    }
+    if (failed && !this.input.value && replaced[0]?.content !== text) this.input.value = text;
+    this.#grow();
+  }
+
+  #save(talk) {
+    const kept = this.talks.save(talk);
+    if (talk === this.#talk) this.bar.show(talk, kept);
   }
 
   #refuse(control) {
@@ -93,48 +157,52 @@ export class Chat {
     control.reportValidity();
   }
 
-  async #receive(answer, turn, question) {
+  /** Receive an answer; return whether it failed or was stopped. */
+  async #receive(message, turn) {
+    const { answer } = message;
     const running = (this.#running = new AbortController());
     this.#busy(true, answer);
     const began = performance.now();
-    const timer = setInterval(() => this.#show(answer), SHOW_MS);
-    let finish = "";
+    const timer = setInterval(() => this.#show(message), SHOW_MS);
+    let [finish, problem] = ["", null];
     try {
       for await (const chunk of this.server.chat(this.#body(), running.signal)) {
         const choice = chunk.choices[0];
         if (choice) this.#arrived.push({ text: choice.delta.content ?? "", cycle: chunk.eyas?.cycle ?? null });
         finish = choice?.finish_reason ?? finish;
       }
-      this.#finish(answer, timer);
-      this.#end(answer, turn, finish, performance.now() - began);
     } catch (error) {
-      this.#finish(answer, timer);
-      if (error.name === "AbortError") this.#end(answer, turn, "stopped", performance.now() - began);
-      else this.#fail(turn, error, question);
-    } finally {
-      this.#running = null;
-      this.#busy(false, answer);
+      if (error.name === "AbortError") finish = "stopped";
+      else problem = error;
     }
-  }
-
-  #finish(answer, timer) {
     clearInterval(timer);
-    this.#show(answer);
+    this.#show(message);
     answer.end();
+    if (problem) this.#fail(turn, problem);
+    else this.#end(message, turn, finish, performance.now() - began);
+    this.#running = null;
+    this.#busy(false, answer);
+    return problem !== null || finish === "stopped";
   }
 
   #body() {
-    const system = this.settings.system;
-    const messages = [...(system ? [{ role: "system", content: system }] : []), ...this.#messages];
-    return { model: this.model(), messages, stream: true, cycles: true, ...this.settings.body };
+    const { messages, system } = this.#talk;
+    const turns = messages.slice(0, -1).map(({ role, content }) => ({ role, content }));
+    const all = [...(system ? [{ role: "system", content: system }] : []), ...turns];
+    return { model: this.model(), messages: all, stream: true, cycles: true, ...this.settings.body };
   }
 
   /** Add what has come since the last time, at once: laying out a long answer takes a while. */
-  #show(answer) {
+  #show(message) {
+    const { answer } = message;
     const cycles = answer.cycles.length;
+    const arrived = this.#arrived.splice(0);
+    if (!arrived.length) return;
     const scroller = getComputedStyle(this.log).overflowY === "auto" ? this.log : document.scrollingElement;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
-    for (const { text, cycle } of this.#arrived.splice(0)) answer.add(text, cycle);
+    for (const { text, cycle } of arrived) answer.add(text, cycle);
+    answer.draw();
+    message.content = answer.text;
     if (atEnd) scroller.scrollTop = scroller.scrollHeight;
     if (answer.cycles.length > cycles) this.#follow(answer);
   }
@@ -147,7 +215,8 @@ export class Chat {
     if (!left) this.inspector.show(answer, answer.cycles.length - 1, true);
   }
 
-  #end(answer, turn, finish, ms) {
+  #end(message, turn, finish, ms) {
+    const { answer } = message;
     const cycles = answer.cycles.filter((cycle) => !cycle.prefill);
     const tokens = answer.cycles.reduce((sum, cycle) => sum + cycle.tokens.length, 0);
     const figures = [
@@ -156,26 +225,19 @@ export class Chat {
       `${(ms / 1000).toFixed(2)} s`,
       ...({ stopped: ["stopped"], length: ["cut at the length asked for"] }[finish] ?? []),
     ];
-    const copied = el("button", { type: "button", class: "plain", onclick: () => this.#copy(copied, answer) }, "Copy");
-    turn.append(el("p", { class: "quiet figures" }, el("span", {}, figures.join(" \u00b7 ")), copied));
-    if (this.inspector.answer === answer) this.inspector.show(answer, this.inspector.at, this.inspector.following); // of how many
+    message.figures = figures.join(" · ");
+    closeTurn(turn, message, () => this.#again());
+    const { at, following } = this.inspector;
+    if (this.inspector.answer === answer) this.inspector.show(answer, following ? answer.cycles.length - 1 : at, following);
     this.status.textContent = `${finish === "stopped" ? "Answer stopped" : "Answer complete"}: ${figures.slice(0, 2).join(", ")}.`;
   }
 
-  async #copy(button, answer) {
-    button.textContent = (await copy(answer.text)) ? "Copied" : "Not copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
-  }
-
-  #fail(turn, error, question) {
+  #fail(turn, error) {
     const where = error.status === 401 ? " Write the server's key into the field API key." : "";
     turn.append(el("p", { class: "bad", role: "alert" }, (error.message || String(error)) + where));
-    if (error.status === 401) {
-      this.settings.form.closest("details").open = true;
-      this.settings.form.elements.key.focus();
-    }
-    if (!this.input.value && !turn.querySelector(".answer").textContent) this.input.value = question;
-    this.#grow();
+    if (error.status !== 401) return;
+    this.settings.form.closest("details").open = true;
+    this.settings.form.elements.key.focus();
   }
 
   #busy(busy, answer) {

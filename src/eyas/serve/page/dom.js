@@ -1,6 +1,7 @@
 // Elements by hand. Whatever a model or a user wrote goes in as a text node, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
+const COPIED_MS = 1500;
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -40,7 +41,7 @@ export function chip(text) {
 }
 
 /** Copy text; resolves to whether that worked. Pages without TLS have no clipboard but this one. */
-export async function copy(text) {
+async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
@@ -53,4 +54,21 @@ export async function copy(text) {
     area.remove();
     return done;
   }
+}
+
+/** A button that copies `text()` and says so for a moment. */
+export function copyButton(name, text) {
+  const copied = async () => {
+    button.textContent = (await copy(text())) ? "Copied" : "Not copied";
+    setTimeout(() => (button.textContent = name), COPIED_MS);
+  };
+  const button = el("button", { type: "button", class: "plain", onclick: copied }, name);
+  return button;
+}
+
+/** Let the browser save a text as a file. */
+export function saveFile(name, type, text) {
+  const address = URL.createObjectURL(new Blob([text], { type: `${type};charset=utf-8` }));
+  el("a", { href: address, download: name.replace(/[\\/:*?"<>|\x00-\x1f]/g, "_") }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }

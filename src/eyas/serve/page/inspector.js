@@ -94,11 +94,12 @@ export class Inspector {
     this.rhythm.show(answer.cycles, at);
     this.facts.replaceChildren(...facts(cycle));
     this.reason.replaceChildren(reason(cycle));
-    this.tree.hidden = cycle.nodes.length === 0;
-    this.table.hidden = cycle.nodes.length < 2;
+    this.tree.hidden = cycle.nodes.length < 2; // nothing was drafted
     this.#drawTree();
     this.#fillTable();
-    if (!following) this.status.textContent = summary(cycle, answer.cycles);
+    if (following) return;
+    this.status.textContent = summary(cycle, answer.cycles);
+    answer.reveal(at);
   }
 
   /** Show no cycle. The focus goes back to the answer if it was in here. */
@@ -111,14 +112,13 @@ export class Inspector {
     this.empty.hidden = false;
     this.status.textContent = "";
     answer?.highlight(null);
-    if (inside) answer?.focus(this.#at, true);
+    if (inside) answer?.focus(this.#at);
   }
 
   #go(at) {
     if (!(at in this.#answer.cycles)) return;
     const focused = document.activeElement;
     this.show(this.#answer, at);
-    this.#answer.reveal(at);
     if (focused.disabled) this.rhythm.slider.focus(); // the button at an end, which some browsers take the focus from at once
   }
 
@@ -147,7 +147,7 @@ export class Inspector {
 
   #drawTree() {
     const cycle = this.#answer?.cycles[this.#at];
-    if (!cycle?.nodes.length) return;
+    if (!cycle || this.tree.hidden) return;
     const { paddingLeft, paddingRight } = getComputedStyle(this.drawing);
     const room = this.drawing.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
     this.drawing.replaceChildren(drawTree(cycle, this.#scale, room));

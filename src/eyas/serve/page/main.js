@@ -2,10 +2,12 @@
 
 import { Chat } from "./chat.js";
 import { Inspector } from "./inspector.js";
+import { keep, kept } from "./keep.js";
 import { introduction } from "./legend.js";
 import { LiveView } from "./live.js";
 import { Server } from "./server.js";
 import { Settings } from "./settings.js";
+import { Talks } from "./talks.js";
 
 const byId = (id) => document.getElementById(id);
 const THEME = "eyas.theme";
@@ -13,19 +15,11 @@ const THEME = "eyas.theme";
 function chooseTheme() {
   const select = byId("theme");
   const apply = () => (select.value ? (document.documentElement.dataset.theme = select.value) : delete document.documentElement.dataset.theme);
-  try {
-    select.value = localStorage.getItem(THEME) ?? "";
-  } catch {
-    // the browser keeps nothing for this page
-  }
+  select.value = kept("localStorage", THEME) ?? "";
   apply();
   select.addEventListener("change", () => {
     apply();
-    try {
-      localStorage.setItem(THEME, select.value);
-    } catch {
-      // likewise
-    }
+    keep("localStorage", THEME, select.value);
   });
 }
 
@@ -51,8 +45,10 @@ function start() {
   const server = new Server(() => settings.key);
   const inspector = new Inspector(byId("panel"), introduction());
   let model = "";
-  const parts = { log: byId("log"), form: byId("composer"), input: byId("input"), send: byId("send"), stop: byId("stop"), clear: byId("clear"), status: byId("status") };
-  new Chat(parts, server, settings, inspector, () => model);
+  const parts = (...ids) => Object.fromEntries(ids.map((id) => [id, byId(id)]));
+  const chat = parts("log", "composer", "input", "send", "stop", "status");
+  const bar = parts("talks", "new", "more", "markdown", "json", "delete", "empty", "unkept");
+  new Chat(chat, bar, server, settings, inspector, new Talks(), () => model);
   chooseView(new LiveView(byId("live-view"), server));
   const learn = async () => {
     try {

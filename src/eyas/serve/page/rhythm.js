@@ -1,4 +1,5 @@
-// All cycles of an answer at a glance: a column for each cycle, a square for each of its tokens; and a slider over them.
+// All cycles of an answer at a glance: a column for each cycle, a square for each of its tokens; and below them a slider of the same scale,
+// whose thumb (cycle.css) is as wide as a column.
 
 import { el, svg } from "./dom.js";
 import { kindOf, summary } from "./explain.js";
@@ -29,8 +30,7 @@ export class Rhythm {
       if (chosen) go(Number(chosen.getAttribute("data-cycle")));
     });
     this.slider = el("input", { type: "range", min: 0, step: 1, "aria-label": "Cycle", oninput: () => go(Number(this.slider.value)) });
-    this.strip = el("div", { class: "strip" }, this.picture);
-    this.element = el("div", { class: "rhythm" }, this.strip, this.slider);
+    this.element = el("div", { class: "rhythm", "--column": `${WIDTH}px` }, this.picture, this.slider);
   }
 
   /** Show these cycles, number `at` marked and in view. Of the same answer only new ones are drawn. */
@@ -41,7 +41,7 @@ export class Rhythm {
     this.slider.max = cycles.length - 1;
     this.slider.value = at;
     this.slider.setAttribute("aria-valuetext", summary(cycles[at], cycles));
-    const [left, strip] = [at * WIDTH, this.strip];
+    const [left, strip] = [at * WIDTH, this.element];
     if (left < strip.scrollLeft) strip.scrollLeft = left - WIDTH;
     else if (left + WIDTH > strip.scrollLeft + strip.clientWidth) strip.scrollLeft = left + 2 * WIDTH - strip.clientWidth;
   }
@@ -57,6 +57,7 @@ export class Rhythm {
     this.picture.append(...fresh.map((cycle, i) => column(cycle, drawn + i)));
     this.#tallest = Math.max(this.#tallest, ...fresh.map(shown));
     const [width, height] = [cycles.length * WIDTH, this.#tallest * STEP + 4];
+    this.slider.style.width = `${width}px`;
     for (const [name, value] of Object.entries({ width, height, viewBox: `0 ${-height} ${width} ${height}` })) this.picture.setAttribute(name, value);
   }
 }

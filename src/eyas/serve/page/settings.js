@@ -1,40 +1,20 @@
 // The form of sampling controls: what is asked of the server besides the messages. Values are kept for the next visit; the API key only
 // until the tab is closed.
 
+import { keep, kept, keptObject } from "./keep.js";
+
 const STORED = "eyas.settings";
 const KEY = "eyas.key";
-
-function stored(storage, name) {
-  try {
-    return storage.getItem(name);
-  } catch {
-    return null; // the browser keeps nothing for this page
-  }
-}
-
-function store(storage, name, value) {
-  try {
-    storage.setItem(name, value);
-  } catch {
-    // likewise
-  }
-}
 
 export class Settings {
   /** `form` holds the controls, by name; those of the class "number" are left out of a request while they are empty. */
   constructor(form) {
     this.form = form;
-    let values = {};
-    try {
-      values = JSON.parse(stored(localStorage, STORED) ?? "{}");
-    } catch {
-      // damaged: the defaults stand
-    }
-    for (const [name, value] of Object.entries(values)) {
+    for (const [name, value] of Object.entries(keptObject("localStorage", STORED) ?? {})) {
       const control = form.elements[name];
       if (control && name !== "key") control.value = value;
     }
-    form.elements.key.value = stored(sessionStorage, KEY) ?? "";
+    form.elements.key.value = kept("sessionStorage", KEY) ?? "";
     form.addEventListener("change", () => this.#store());
     form.addEventListener("reset", () => setTimeout(() => this.#store()));
     form.addEventListener("submit", (event) => event.preventDefault());
@@ -42,17 +22,18 @@ export class Settings {
 
   #store() {
     const { key, ...values } = Object.fromEntries(new FormData(this.form));
-    store(localStorage, STORED, JSON.stringify(values));
-    store(sessionStorage, KEY, key);
+    keep("localStorage", STORED, JSON.stringify(values));
+    keep("sessionStorage", KEY, key);
   }
 
   /** The methods that the server drafts by, as choices. */
   offerMethods(names) {
     const select = this.form.elements.speculation;
-    const chosen = select.value || JSON.parse(stored(localStorage, STORED) ?? "{}").speculation;
+    const chosen = select.value || keptObject("localStorage", STORED)?.speculation;
     const known = new Set([...select.options].map((option) => option.value));
     for (const name of names.filter((name) => !known.has(name))) select.add(new Option(name, name));
     if (chosen) select.value = chosen;
+    if (!select.value) select.value = "auto"; // a method of another server
   }
 
   get key() {
@@ -61,6 +42,11 @@ export class Settings {
 
   get system() {
     return this.form.elements.system.value.trim();
+  }
+
+  /** Whether answers are shown as Markdown. */
+  get markdown() {
+    return this.form.elements.shown.value === "markdown";
   }
 
   /** The first control whose value is impossible; null if all is well. */

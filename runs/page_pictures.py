@@ -90,7 +90,7 @@ def dark(camera: Camera) -> None:
 
 
 def narrow(camera: Camera) -> None:
-    page = camera.open(360, 740)
+    page = camera.open(390, 844)
     ask(page, PROMPTS[0])
     best_cycle(page)
     camera.take(page, "narrow")

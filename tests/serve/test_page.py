@@ -381,7 +381,8 @@ def test_markdown(open_page: Open, address: str, script: Script) -> None:
     for selector, texts in shown.items():
         assert answer.locator(selector).all_text_contents() == texts, selector
     assert "2 * 3 * 4, snake_case_name, *not*, <b>text</b>." in answer.text_content()
-    assert answer.locator("> ol").evaluate_all("lists => lists.map(list => list.start)") == [1, 2, 1986]
+    assert answer.locator("> ol").evaluate_all("lists => lists.map(list => list.start)") == [1, 2]
+    assert answer.locator("> p").last.text_content() == "1986. A year"
     links = answer.locator("a").evaluate_all("links => links.map(link => [link.href, link.rel])")
     assert links == [["https://example.org/a_(b)", "noopener noreferrer"]]
     assert answer.locator("b, img, hr").evaluate_all("all => all.map(one => one.tagName)") == ["HR"]
@@ -562,6 +563,42 @@ def test_keyboard_alone(open_page: Open, address: str) -> None:
     assert page.evaluate(focused) == "What"
 
 
+def test_panel_at_the_end_of_an_answer(open_page: Open, address: str, script: Script) -> None:
+    """The panel follows an answer from time to time, and must not stand at some cycle before the last one at its end."""
+    script.turns = [[FIRST, *(cycle(n, "a", [" b"], " c") for n in range(1, 40))]]
+    page = open_page(address)
+    ask(page)
+    heading = page.get_by_label("The selected cycle").get_by_role("heading")
+    assert heading.text_content() == "Cycle 39 of 39"
+
+
+def test_slider_stands_below_its_cycle(open_page: Open, address: str, script: Script) -> None:
+    """The columns of cycles and the slider below them have one scale: its thumb is as wide as a column, and a
+    click on it chooses the cycle above."""
+    script.turns = [[FIRST, *(cycle(n, "a", [" b"], " c") for n in range(1, 30))]]
+    page = open_page(address)
+    ask(page)
+    page.locator(".answer .token").first.click()
+    slider = page.get_by_label("Cycle", exact=True)
+    picture, below = page.locator(".rhythm svg").bounding_box(), slider.bounding_box()
+    assert (picture["x"], picture["width"]) == (below["x"], below["width"])
+    for at in (0, 13, 29):
+        column = page.locator(".rhythm [data-cycle]").nth(at).bounding_box()
+        page.mouse.click(column["x"] + column["width"] / 2, below["y"] + below["height"] / 2)
+        assert slider.input_value() == str(at)
+
+
+def test_nothing_drafted(open_page: Open, address: str, script: Script) -> None:
+    """A cycle without a draft has no tree: no legend and no frame around nothing."""
+    script.turns = [[FIRST, cycle(1, "What", [], " is", plan="plain")]]
+    page = open_page(address)
+    ask(page)
+    page.locator(".answer .token").last.click()
+    assert "Nothing was drafted" in page.locator(".reason").text_content()
+    assert page.locator(".legend").is_hidden()
+    assert page.locator(".drawing").is_hidden()
+
+
 def test_zoom(open_page: Open, address: str, script: Script) -> None:
     """A tree of 60 nodes is legible unasked, fits when asked, and stays at the chosen size from
     cycle to cycle."""
@@ -731,6 +768,7 @@ def test_narrow_screen(open_page: Open, address: str) -> None:
     """Nothing sticks out at 360 pixels, and the cycle leaves room for the answer that it belongs to."""
     page = open_page(address, width=360, height=740)
     assert fits(page)
+    page.locator("#model").get_by_text(MODEL).wait_for()
     page.get_by_text("Settings").click()
     assert fits(page)
     page.get_by_text("Settings").click()

@@ -198,13 +198,20 @@ export class Chat {
     const cycles = answer.cycles.length;
     const arrived = this.#arrived.splice(0);
     if (!arrived.length) return;
+    this.#atEnd(() => {
+      for (const { text, cycle } of arrived) answer.add(text, cycle);
+      answer.draw();
+    });
+    message.content = answer.text;
+    if (answer.cycles.length > cycles) this.#follow(answer);
+  }
+
+  /** Make the conversation longer; its end stays in view if it was. */
+  #atEnd(grow) {
     const scroller = getComputedStyle(this.log).overflowY === "auto" ? this.log : document.scrollingElement;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
-    for (const { text, cycle } of arrived) answer.add(text, cycle);
-    answer.draw();
-    message.content = answer.text;
+    grow();
     if (atEnd) scroller.scrollTop = scroller.scrollHeight;
-    if (answer.cycles.length > cycles) this.#follow(answer);
   }
 
   /** Show the newest cycle from time to time, until the reader chooses another one or closes the panel. */
@@ -226,7 +233,7 @@ export class Chat {
       ...({ stopped: ["stopped"], length: ["cut at the length asked for"] }[finish] ?? []),
     ];
     message.figures = figures.join(" · ");
-    closeTurn(turn, message, () => this.#again());
+    this.#atEnd(() => closeTurn(turn, message, () => this.#again()));
     const { at, following } = this.inspector;
     if (this.inspector.answer === answer) this.inspector.show(answer, following ? answer.cycles.length - 1 : at, following);
     this.status.textContent = `${finish === "stopped" ? "Answer stopped" : "Answer complete"}: ${figures.slice(0, 2).join(", ")}.`;

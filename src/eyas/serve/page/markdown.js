@@ -12,7 +12,7 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(?=\S)/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
-const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)]) {1,4}(?=\S)/;
+const ITEM = /^( *)(?:[-*+]|(\d{1,3})[.)]) {1,4}(?=\S)/; // four digits are rather a year
 const COLUMNS = /^\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?$/;
 
 const INLINE = new RegExp(

@@ -31,8 +31,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.bench.simulate import simulated
 from eyas.core.cycle import CycleRunner
+from eyas.core.ends import TextEnd
 from eyas.core.inputs import CycleInput
-from eyas.core.ops import REFERENCE
 from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
@@ -41,6 +41,7 @@ from eyas.drafters import Drafter, find
 from eyas.drafters._grow import _Static
 from eyas.files import write_text
 from eyas.gpu._ops import available
+from eyas.runners._fp8 import TORCH
 from eyas.runners.fused import GpuModelLayers
 from eyas.runners.graphs import GraphRunner
 from eyas.timing import StageTimer
@@ -142,7 +143,7 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
         base = ShapedTarget(model)
         base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
-        how: Any = {"fused": GpuModelLayers(base, join_weights=True)} if case.kernels else {"ops": REFERENCE}
+        how: Any = {"fused": GpuModelLayers(base, join_weights=True)} if case.kernels else {"ops": TORCH}
         runner = GraphRunner(base, capture, **how)
         target = base.run_with(runner)
         kind = find(case.method)
@@ -173,7 +174,7 @@ def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
     cycle_input = CycleInput(
         tokens_B=torch.zeros(rows, dtype=torch.long, device=CUDA), position_B=session.length_B,
         active_B=torch.ones(rows, dtype=torch.bool, device=CUDA), sampling=sampling, noise=noise, max_position=case.context,
-        active_rows=tuple(range(rows)), row_tokens=(text,) * rows, eos=(frozenset(),) * rows, remaining=(NEW,) * rows,
+        active_rows=tuple(range(rows)), row_tokens=(text,) * rows, ends=(TextEnd(remaining=NEW),) * rows,
     )  # fmt: skip
     # methods that read text see the result on the host, after the recording
     with suppress(DataDependentOutputException):

@@ -108,19 +108,25 @@ def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], 
 def check_isolation(
     drafter: Drafter, failing: Request, error: type[EyasError], message: str, answered: list[tuple[Request, list[int]]]
 ) -> None:
-    """The failing request comes between others, in two rows, twice; all others get their own texts."""
+    """The failing request comes between others, in two rows, twice; all others get their own texts,
+    and the failing one the tokens that it gets without drafts."""
     requests = [answered[0][0], failing, answered[1][0], failing, answered[2][0], answered[0][0]]
     expected = [answered[0][1], None, answered[1][1], None, answered[2][1], answered[0][1]]
     exact = type(drafter).__module__.rpartition(".")[2] not in DRAWN
+    is_poisoned = isinstance(drafter.target.runner, Poisoned)
+    before = [] if is_poisoned else run_all(Decoder(drafter.target, make("vanilla", drafter.target)), [failing])[0][0]
     for reuse in (False, True):
         decoder = Decoder(drafter.target, drafter, 2, reuse)
-        if isinstance(drafter.target.runner, Poisoned):
+        if is_poisoned:
             drafter.target.runner.decoder = decoder
         for (new, last), request, plain in zip(run_all(decoder, requests), requests, expected, strict=True):
             if plain is None:
                 assert (last.finish, type(last.error)) == ("error", error), last.error
                 assert message in str(last.error)
-                assert (last.tokens, last.accepted) == ((), 0)
+                if is_poisoned:
+                    assert (last.tokens, last.accepted) == ((), 0)
+                else:
+                    assert new == before or not (exact or request.sampling.greedy)
             else:
                 assert last.error is None
                 assert new == plain or not (exact or request.sampling.greedy)

@@ -26,7 +26,7 @@ from eyas.core.target import Target
 from eyas.drafters import CycleInput, Drafter, TreeSize
 from eyas.errors import OptionError
 from eyas.runners import with_fastest_runner
-from eyas.runners._fp8 import Fp8Linear
+from eyas.runners._fp8 import TORCH, Fp8Linear
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
@@ -267,7 +267,7 @@ def test_drafts_in_fp8(name: str) -> None:
     target, drafts, rounded = Target(model), [], 0
     for draft_weights in ("exact", "fp8"):
         target.draft_weights = draft_weights
-        drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu)))
+        drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu, ops=TORCH)))
         tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
         assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
         drafts.append([s.draft.log_q_BN for s in steps if s.draft is not None])

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner
-from eyas.core.ops import REFERENCE, Backend, Ops
+from eyas.core.ops import Backend, Ops
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.errors import first_line
 from eyas.gpu import available
 from eyas.kernels import EXACT
+from eyas.runners._fp8 import TORCH
 from eyas.runners.attention import grouped_attention_enabled
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.fused import GpuModelLayers, fused_layers
@@ -243,7 +244,7 @@ class GraphRunner:
         self.target, self.capture, self.model_runner = target, capture or CudaCapture(target.device), ModelRunner()
         self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
         self.fused = fused
-        self.ops: Ops = ops or (GpuOps() if available(target.device) else REFERENCE)
+        self.ops: Ops = ops or (GpuOps() if available(target.device) else TORCH)
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Buffers, TargetOutput, Callable[[], None]] | None] = (
             OrderedDict()
         )

@@ -169,12 +169,10 @@ def test_an_end_that_is_no_token(model: PreTrainedModel, eos: Any) -> None:
     assert (expected[0, 9:] == model.config.vocab_size - 1).all()
     assert torch.equal(model.generate(**batch, eos_token_id=eos, **asked, custom_generate=by_eyas()), expected)
     llm = eyas.load(model, method="suffix", tree="fixed")
-    config = GenerationConfig(eos_token_id=eos, max_new_tokens=9, min_new_tokens=7)
     bias = {model.config.vocab_size - 1: 100.0}
     prompt = batch["input_ids"][0][batch["attention_mask"][0].bool()]
-    for keywords in ({"generation_config": config}, {"max_new_tokens": 9, "min_tokens": 7, "stop_token_ids": [-1]}):
-        result = llm.generate(prompt, logit_bias=bias, **keywords)
-        assert result.token_ids == (model.config.vocab_size - 1,) * 9
+    result = llm.generate(prompt, logit_bias=bias, max_new_tokens=9, min_tokens=7, stop_token_ids=[-1])
+    assert result.token_ids == (model.config.vocab_size - 1,) * 9
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -81,7 +81,9 @@ def engine_cases() -> Iterator[tuple[str, Any]]:
         model = {**zoo.FAMILIES, **zoo.HYBRIDS}[family]()
         prompts = [PROMPT_IDS[:length] for length in (5, 23, 40, 3, 17, 31)]
         samplings = itertools.cycle(lossless.SAMPLINGS)
-        requests = [Request(prompt, lossless.NEW, sampling) for prompt, sampling in zip(prompts, samplings, strict=False)]
+        requests = [
+            Request(prompt, lossless.NEW, sampling) for prompt, sampling in zip(prompts, samplings, strict=False)
+        ]
         for name in drafters.names():
             for rows in (1, 4):
                 try:

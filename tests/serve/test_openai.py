@@ -176,7 +176,11 @@ def test_many_at_once(server: Running, llm: eyas.LLM) -> None:
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, openai.BadRequestError, "messages"),
         ({"extra_body": {"speculation": "no_such_method"}}, openai.BadRequestError, "speculation"),
         ({"extra_body": {"best_of": 4}}, openai.BadRequestError, "best_of"),
-        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, "chat_template_kwargs"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
+            openai.BadRequestError,
+            "chat_template_kwargs",
+        ),
         ({"store": True}, openai.BadRequestError, "store"),
         ({"modalities": ["text", "audio"]}, openai.BadRequestError, "modalities"),
     ],

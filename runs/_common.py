@@ -197,7 +197,7 @@ def tree_of(shape: str) -> Options:
     return tree(*(int(part) for part in shape.split("/")))
 
 
-def drafter(target: Target, method: str, options: Options | None = None, head: str | Path | None = None) -> Drafter:
+def drafter(target: Target, method: str, options: Options | None = None, head: str | Path | None = None) -> Any:
     """A method with these options; head: default: the embedded model's."""
     kind = find(method)
     head = head or tiny.HEADS.get(kind.head_format)
@@ -206,7 +206,7 @@ def drafter(target: Target, method: str, options: Options | None = None, head: s
 
 def drafters_of(
     target: Target, ways: Mapping[str, Way], shape: Options | None = None, head: str | Path | None = None
-) -> dict[str, Drafter]:
+) -> dict[str, Any]:
     """A drafter for each way, by its name.
 
     Args:
@@ -217,7 +217,7 @@ def drafters_of(
     }
 
 
-def eagle3_drafters(target: Target, ways: Mapping[str, Way], args: argparse.Namespace) -> dict[str, Drafter]:
+def eagle3_drafters(target: Target, ways: Mapping[str, Way], args: argparse.Namespace) -> dict[str, Any]:
     """Drafters of one head of EAGLE-3 by --draft, --nodes, --depth and --branch; --trained tells the
     length that it was trained on."""
     made = drafters_of(target, ways, tree(args.nodes, args.depth, args.branch), args.draft)

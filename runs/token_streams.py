@@ -12,6 +12,7 @@ Ids and log-probabilities are compared byte for byte. The tree is fixed, as `aut
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import sys
@@ -69,7 +70,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 def engine_cases() -> Iterator[tuple[str, Any]]:
     """Yield each method's ids on small random models, as in tests/test_lossless.py."""
-    import test_lossless as lossless
     import zoo
     from eyas import drafters
     from eyas.core.engine import Decoder, Request
@@ -77,6 +77,7 @@ def engine_cases() -> Iterator[tuple[str, Any]]:
     from eyas.errors import EyasError
     from reference import run as decode
 
+    lossless = importlib.import_module("test_lossless")
     for family in FAMILIES:
         model = {**zoo.FAMILIES, **zoo.HYBRIDS}[family]()
         prompts = [PROMPT_IDS[:length] for length in (5, 23, 40, 3, 17, 31)]

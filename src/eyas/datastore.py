@@ -247,7 +247,7 @@ def build(
 
 
 def _held(folder: Path) -> Manifest | None:
-    """The manifest of a folder with a datastore; None if there is no folder, or an empty one."""
+    """Return the manifest of a folder; None if the folder does not exist or is empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     return Manifest.read(folder)
@@ -292,7 +292,7 @@ def _dtype_for(vocab_size: int) -> np.dtype[Any]:
 
 
 def _separator_of(dtype: np.dtype[Any]) -> int:
-    """The value after every document: the largest one, which is no token."""
+    """Return the value that ends each document: the largest number of the dtype, which no token has."""
     return int(np.iinfo(dtype).max)
 
 

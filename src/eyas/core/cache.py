@@ -11,8 +11,8 @@ whatever its slot.
 `KVCache` is passed to Hugging Face models as `past_key_values`: `prepare` sets where the next
 forward writes, the model calls `update` once for each layer, `commit` moves the accepted nodes to
 the slots after the committed ones. Sliding windows of a target are a matter of masks, not of slots.
-The cache of a draft net is `nn.DraftKVCache`. Letters: B rows, R rows of this forward, H (or K) heads, S slots, N nodes, T nodes in
-slots, P path, W width of this forward (a number of slots), h head size, E layers x {key, value}.
+The cache of a draft net is `nn.DraftKVCache`. Letters: B rows, R rows of this forward, H (or K)
+heads, S slots, N nodes, T nodes in slots, P path, W width of this forward (a number of slots), h head size, E layers x {key, value}.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from eyas.core.inputs import CycleInput, TreeSize
-from eyas.core.options import build_options
+from eyas.core.options import build_options  # methods have options, so callers find both here
 from eyas.core.requests import DecisionLabel, Step
 from eyas.core.tree import Draft, TargetOutput, Verdict
 

@@ -2,7 +2,7 @@
 
 Plain decoding asks constraints and logits processors about a text only while the text goes on. A
 node of a tree is asked about under the same rule: neither the node nor one of its ancestors ends
-the text, which one of these does:
+the text. Each of these ends it:
 
     EOS, a stop token       the node's token is one
     a stop string           the node's token completes it
@@ -29,7 +29,7 @@ OpenNodes = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TextEnd:
-    """What ends the text of one row, whose newest token is the root of the tree.
+    """The conditions that end the text of one row. The row's newest token is the root of the tree.
 
     Attributes:
         eos: tokens that end the text, wherever `min_tokens` allows them.
@@ -45,7 +45,7 @@ class TextEnd:
     def open_nodes(
         self, parents: Sequence[int], tokens: Sequence[int], acceptable: Sequence[bool] | None = None
     ) -> OpenNodes:
-        """The nodes at which plain decoding could stand, each after its parent; the root always.
+        """Return the nodes at which plain decoding could stand, each after its parent; the root always.
 
         Args:
             parents: the parent of each node, which comes before it; -1 for node 0, the root.

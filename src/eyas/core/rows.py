@@ -63,7 +63,7 @@ class Row:
 
     @property
     def end(self) -> TextEnd:
-        """What ends the text from here on."""
+        """Return the conditions that end the text from here on."""
         return TextEnd(self.request.eos, self.remaining, self.request.stops_after)
 
     def adjustments(self) -> Adjustments | None:

@@ -130,7 +130,7 @@ class Adapters(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     def check(self, name: str) -> None:
-        """Raise OptionError if there is no such adapter."""
+        """Check that an adapter has this name. Raise OptionError if none has."""
         ...
 
     def use(self, name: str) -> None:

@@ -29,8 +29,8 @@ FORMATS = ("text", "json_object", "json_schema")
 TEXT_FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-"""What llguidance knows of JSON schema's `format`."""
-DATA = ("const", "default", "enum", "example", "examples")  # keys of a schema whose values are no schemas
+"""Values of `format` in a JSON schema that llguidance enforces."""
+DATA = ("const", "default", "enum", "example", "examples")  # keys of a schema that hold data, not schemas
 NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # keys over names of the user
 MAX_CHARACTERS = 128 * 1024  # limit for a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 1000

@@ -1,4 +1,4 @@
-"""What /v1/responses remembers: the last conversations, in memory only, each for the key that had it."""
+"""Keep the last conversations of /v1/responses, in memory only; a key finds only its own."""
 
 from __future__ import annotations
 

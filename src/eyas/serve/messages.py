@@ -56,7 +56,7 @@ USUAL_EFFORT = "high"  # what Anthropic's models do unless told
 
 
 class CountBody(Body):
-    """A conversation in Anthropic's form. Fields that Anthropic does not have are those of a chat: `seed`,
+    """Read a conversation in Anthropic's form. Further fields mean what they mean in a chat: `seed`,
     `speculation`, `min_p`, ..."""
 
     model: str

@@ -69,7 +69,7 @@ def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str
     ids += [suffix, *encode_part(tokenizer, after, "the suffix"), middle]
     ends = [name for name in (*ENDS, *marks) if name in vocabulary]
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    # the text of a special token is left out of an answer; that of another one must be cut off
+    # an answer leaves out special tokens; a mark that is an ordinary token must be cut off
     return Middle(
         tuple(ids),
         tuple(name for name in ends if name not in special),

@@ -35,7 +35,7 @@ class Prediction(BaseModel):
 
 
 class TemplateFields(Body):
-    """What the chat template is told besides the messages."""
+    """Return the keywords for the chat template, besides the messages."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -19,8 +19,8 @@ class File(BaseModel):
 
 
 class InfillBody(GenerationBody):
-    """What stands before and after the middle. Editors send what their own server can do; what is not
-    served is named in the response."""
+    """The texts before and after the middle. The response names fields of llama.cpp's server that have no
+    effect here."""
 
     input_prefix: str
     input_suffix: str

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_a_flipped_bit_is_found(tmp_path: Path, trained: Path) -> None:
         else:
             assert is_same(found, expected), f"a flipped bit at {place} was not found"
     assert refused > len(content) // 13 // 3
+
+
+def test_a_record_marked_as_a_folder_is_found(tmp_path: Path, trained: Path) -> None:
+    """One bit of a ZIP entry's attributes says "folder": torch then reads nothing, and a tensor held whatever was in
+    memory before. Checksums do not show it. No false alarm."""
+    content = bytearray((trained / "state.pt").read_bytes())
+    with zipfile.ZipFile(trained / "state.pt") as archive:
+        entry = content.index(b"PK\x01\x02", archive.start_dir)
+    content[entry + 38] |= 0x10  # the first entry's external attributes: FAT's bit for folders
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(InputError, match="damaged"):
+        load_state(tmp_path / "state.pt")
 
 
 def edited(folder: Path, source: Path, **changes: Any) -> Path:

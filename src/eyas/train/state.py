@@ -153,7 +153,7 @@ def load_state(path: Path) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged_record = archive.testzip()
+            damaged_record = archive.testzip() or _record_marked_as_folder(archive)
         saved = None if damaged_record else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged archive can fail in any part of the two libraries
         raise InputError(
@@ -171,3 +171,8 @@ def load_state(path: Path) -> dict[str, Any]:
                 f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start again"
             )
     return saved
+
+
+def _record_marked_as_folder(archive: zipfile.ZipFile) -> str | None:
+    """Return the first record whose attributes say that it is a folder, which torch would read as nothing."""
+    return next((record.filename for record in archive.infolist() if record.external_attr), None)

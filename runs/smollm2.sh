@@ -6,7 +6,7 @@
 #     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
-# THREADS: CPU threads of a step. STEPS, LR: of the training.
+# THREADS: CPU threads of a step. TOKENS, LR: of the training; EVALUATE: steps between evaluations, which decode some answers.
 set -euo pipefail
 : "${DATA:?folder with train/ and eval/}"
 OUT=${OUT:-out/smollm2}
@@ -62,7 +62,7 @@ train)
   esac
   "$PYTHON" -m eyas train --target smollm2-q4_1 --method "$2" --features "$OUT/features" --output "$OUT/$2" "${options[@]}" \
     --lr "${LR:-2e-3}" --tokens "${TOKENS:-3000000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
-    --save-every 25 --eval-every 100
+    --save-every 25 --eval-every "${EVALUATE:-100}"
   ;;
 *)
   sed -n '2,10s/^# \?//p' "$0" >&2

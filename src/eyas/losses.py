@@ -149,10 +149,9 @@ def draft_losses(
         chunk_elements: draft logits in memory at a time.
         objective: a name of `eyas.objectives.OBJECTIVES`.
     """
-    # fits a CPU's cache; few GPU launches
-    elements = chunk_elements or (1 << 20 if hidden_KD.device.type == "cpu" else 1 << 26)
     draft_vocab_size = head.vocab_size if isinstance(head, FrozenHead) else len(head)
     elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * draft_vocab_size
+    elements = chunk_elements or _default_chunk_elements(hidden_KD.device, elements_per_position)
     needs_grad = torch.is_grad_enabled() and (
         hidden_KD.requires_grad or (isinstance(head, Tensor) and head.requires_grad)
     )
@@ -288,6 +287,15 @@ def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Te
     known_Cv = true_CV[:, draft_ids_v]
     share_C = (known_Cv.logsumexp(-1) - true_CV.logsumexp(-1)).exp()
     return torch.where(is_known_C, draft_id_C, -1), known_Cv.softmax(-1), share_C
+
+
+def _default_chunk_elements(device: torch.device, elements_per_position: int) -> int:
+    """Return how many draft logits are in memory at a time: few launches on a GPU; on a CPU what fits its cache, but
+    at least 128 positions, since each chunk reads both LM heads (up to 4.5 times faster than chunks of 5 positions).
+    """
+    if device.type != "cpu":
+        return 1 << 26
+    return min(1 << 25, max(1 << 20, 128 * elements_per_position))
 
 
 def _rows_in(elements: int, row_elements: int) -> int:

@@ -232,7 +232,7 @@ MUTATIONS = (
     mutation(
         "raw logits for the bonus",
         ids("eagle2"),
-        patch("core.processors:node_scores", remembered),
+        patch("core.cycle:node_scores", remembered),
         patch("core.verify:verify", bonus_from_raw_logits),
         words=OTHER_IDS,
     ),
@@ -394,7 +394,7 @@ MUTATIONS = (
     mutation(
         "temperature twice, in the loop",
         ids("eagle2"),
-        patch("core.processors:node_scores", temperature_before_sampling),
+        patch("core.cycle:node_scores", temperature_before_sampling),
         words=OTHER_IDS,
     ),
     mutation(

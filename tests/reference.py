@@ -18,6 +18,7 @@ from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
 from eyas.drafters import Drafter, DraftSession
+from wishes import constraint_of
 
 # The settings that most tests of losslessness share.
 SAMPLINGS = (
@@ -34,6 +35,7 @@ def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False)
     forward over the last token, with transformers' own cache."""
     ids, new, noise = list(request.prompt), [], GumbelNoise.of([request.sampling])
     cache: DynamicCache | None = None
+    constraint = constraint_of(request)
     while len(new) < request.max_new_tokens and not (new and new[-1] in request.eos):
         if cached:
             logits_1V, cache = _by_cache(model, ids, cache)
@@ -43,16 +45,16 @@ def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False)
         rest = replace(
             request.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=()
         )
-        if request.constraint is not None:
-            logits_1V[~request.constraint.mask([-1], ids[-1:])] = -torch.inf
+        if constraint is not None:
+            logits_1V[~constraint.mask([-1], ids[-1:])] = -torch.inf
         scores_1V = apply_sampling(logits_1V, rest)
         if not request.sampling.greedy:
             scores_1V = scores_1V.log_softmax(-1) + noise.gumbel(torch.tensor([[len(ids)]]), logits_1V.shape[-1])[0]
         new.append(int(scores_1V.argmax()))
         ids.append(new[-1])
-        if request.constraint is not None:
-            request.constraint.accept(new[-1:])
-            if request.constraint.finished:
+        if constraint is not None:
+            constraint.accept(new[-1:])
+            if constraint.finished:
                 break
     return new
 

@@ -26,7 +26,7 @@ LAYERS = {
     **dict.fromkeys(["files", "formats"], -2),
     **dict.fromkeys(["gpu", "hardware", "kernels", "objectives", "timing"], -1),
     "core": 0,
-    **dict.fromkeys(["nn", "losses", "targets", "text", "tiny", "datastore"], 1),
+    **dict.fromkeys(["features", "nn", "losses", "targets", "text", "tiny", "datastore"], 1),
     "checkpoints": 2,
     **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["runners", "train"], 4),

@@ -101,7 +101,7 @@ class StepTotals:
     def add(self, step: Step) -> None:
         """Count one Step."""
         self.token_ids += step.tokens
-        self.predicted_tokens += step.predicted
+        self.predicted_tokens += step.extra.get("predicted", 0)
         self.cached_tokens += step.cached_tokens
         self.ended_at, self.finish = step.ended_at, step.finish
         if math.isnan(self.started_at):

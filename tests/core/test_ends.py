@@ -7,7 +7,6 @@ on a processor that refuses whatever plain decoding does not ask about.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +23,7 @@ from eyas.errors import InputError
 from reference import run
 from test_lossless import DRAWN, make
 from tries import EOS, LONGEST, Trie
+from wishes import wish, wished
 
 PROMPT = (5, 9, 100, 3, 77, 12, 9, 100, 3, 8)
 LONG, SAMPLINGS = 16, (Sampling(), Sampling(1.0, seed=3))
@@ -119,7 +119,7 @@ def answer(name: str, end: str, sampling: Sampling, prediction: tuple[int, ...])
             raise KeyError(new)
         return scores
 
-    request = replace(Request(PROMPT, LONG, sampling, processors=(strict,), prediction=prediction), **fields)
+    request = wish(wished(PROMPT, LONG, sampling, processors=(strict,), prediction=prediction), **fields)
     ((tokens,), steps) = run(Decoder(target(), make(name, target())), [request])
     assert not behind or end == "stop that tells nothing"
     return tokens, steps[-1].finish
@@ -187,7 +187,7 @@ def steps_of(name: str, request: Request) -> list[Step]:
 def test_tokens_before_a_failure_are_emitted(name: str) -> None:
     """Guards streams of requests that fail: the same tokens come before the error as without drafts."""
     for sampling in SAMPLINGS:
-        request = Request(PROMPT, LONG, sampling, processors=(fails_behind(6),), prediction=free_text(sampling))
+        request = wished(PROMPT, LONG, sampling, processors=(fails_behind(6),), prediction=free_text(sampling))
         steps = steps_of(name, request)
         assert [token for step in steps for token in step.tokens] == list(free_text(sampling)[:6])
         assert isinstance(steps[-1].error, InputError)
@@ -209,7 +209,7 @@ class Narrow(Trie):
 @cache
 def trie_text() -> tuple[int, ...]:
     ((tokens,), _) = run(
-        Decoder(target(), make("vanilla", target())), [Request(PROMPT, LONG, SAMPLINGS[1], constraint=Trie(True))]
+        Decoder(target(), make("vanilla", target())), [wished(PROMPT, LONG, SAMPLINGS[1], constraint=Trie(True))]
     )
     return tuple(tokens)
 
@@ -218,8 +218,8 @@ def trie_text() -> tuple[int, ...]:
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name not in DRAWN])
 def test_a_constraint_that_fails_at_a_draft_fails_nothing(name: str) -> None:
     """Guards requests whose constraint knows less than is drafted: it failed for the whole tree."""
-    request = Request(PROMPT, LONG, SAMPLINGS[1], constraint=Narrow(True), prediction=(*trie_text()[:4], 1, 1, 1))
+    request = wished(PROMPT, LONG, SAMPLINGS[1], constraint=Narrow(True), prediction=(*trie_text()[:4], 1, 1, 1))
     assert steps_of(name, request)[-1].finish == "stop"
-    assert run(Decoder(target(), make(name, target())), [replace(request, constraint=Narrow(True))])[0] == [
+    assert run(Decoder(target(), make(name, target())), [wish(request, constraint=Narrow(True))])[0] == [
         list(trie_text())
     ]

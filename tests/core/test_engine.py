@@ -14,6 +14,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import FitError, InputError, ModelError
 from reference import Oracle, plain_decode, run
+from wishes import wished
 
 PROMPT = (5, 9, 100, 3, 77, 12)
 
@@ -149,7 +150,7 @@ def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
         drafters.find("eagle2").random(target, seed=4),
         drafters.find("eagle1").random(target),
     ):
-        assert run(Decoder(target, method), [Request(PROMPT, 30, processors=tuple(processors))])[0][0] == theirs
+        assert run(Decoder(target, method), [wished(PROMPT, 30, processors=tuple(processors))])[0][0] == theirs
 
 
 def test_own_penalty_equals_generate(target: Target) -> None:

@@ -23,6 +23,7 @@ from eyas.drafters._merge import Merged
 from eyas.errors import EyasError, FitError, InputError, ModelError
 from reference import plain_decode
 from test_lossless import DRAWN, make
+from wishes import wished
 
 POISON = 33
 PROMPTS = ((5, 9, 100, 3), (12, 9, 31, 8, 40), (60, 61, 62))
@@ -139,7 +140,7 @@ def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, li
     the row would fail as well. Once in a cycle, once in the prompt."""
     target = Target(model)
     target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
-    late = Request((5, 6, 7), 12, processors=(forced(POISON, 5),))
+    late = wished((5, 6, 7), 12, processors=(forced(POISON, 5),))
     for failing in (late, Request((POISON, 5, 6), 12)):
         check_isolation(make(name, target), failing, ModelError, "logits are NaN", healthy)
 
@@ -169,7 +170,7 @@ def test_a_row_of_nan_in_two_methods_and_in_a_dormant_one(model: Any, healthy: l
     """Guards the sessions that hold sessions: each is told that the row has failed."""
     target = Target(model)
     target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
-    late = Request((5, 6, 7), 12, processors=(forced(POISON, 6),))
+    late = wished((5, 6, 7), 12, processors=(forced(POISON, 6),))
     merged = Merged(make("eagle2", target), make("suffix", target))
     for drafter in (merged, with_policy(make("eagle2", target), Now())):
         check_isolation(drafter, late, ModelError, "logits are NaN", healthy)
@@ -189,7 +190,7 @@ def test_a_processor_that_raises(
 ) -> None:
     """Guards the other rows of the batch, which ended with the processor's exception; its name and
     reason stand in one line."""
-    failing = Request((5, 6, 7), 12, sampling, processors=(raises,))
+    failing = wished((5, 6, 7), 12, sampling, processors=(raises,))
     check_isolation(
         make(name, Target(model)), failing, InputError, "processor raises raised KeyError: 'no such\\nprefix'", healthy
     )
@@ -224,7 +225,7 @@ def test_a_processor_that_raises_off_the_path_harms_nobody(model: Any) -> None:
 
     for name in ("eagle2", "suffix", "medusa"):
         ((new, last),) = run_all(
-            Decoder(target := Target(model), make(name, target)), [Request(prompt, 20, seed, processors=(strict,))]
+            Decoder(target := Target(model), make(name, target)), [wished(prompt, 20, seed, processors=(strict,))]
         )
         assert (new, last.error) == (text[len(prompt) :], None)
     assert met, "some drafted prefix must be another than the text, or this test proves nothing"

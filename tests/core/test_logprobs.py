@@ -25,6 +25,7 @@ from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
 from reference import Oracle, plain_decode, run
 from test_lossless import make
+from wishes import wished
 
 LAWS = (
     Sampling(),
@@ -124,7 +125,7 @@ def test_nothing_is_computed_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the speed of all other requests."""
     monkeypatch.setattr("eyas.core.cycle.path_logprobs", lambda *args: pytest.fail("nobody asked"))
     _, steps = run(Decoder(target(), make("eagle2", target())), [Request(prompt(5), 9)])
-    assert all(step.logprobs == () == step.prompt_logprobs and step.trace is None for step in steps)
+    assert all(step.logprobs == () == step.prompt_logprobs and not step.extra for step in steps)
 
 
 def test_few_widths() -> None:
@@ -218,12 +219,12 @@ def test_traces(name: str, law: Sampling) -> None:
     """Guards the page: candidates only, parents before children, probabilities that belong to the
     right parent, and why the path ended."""
     drafter = Merged(make("eagle2", target()), make("suffix", target())) if name == "merged" else make(name, target())
-    asked = Request((5, 9, 100, 3) * 5, 20, law, trace=True)
+    asked = wished((5, 9, 100, 3) * 5, 20, law, trace=True)
     (new,), steps = run(Decoder(drafter.target, drafter), [asked])
-    assert steps[0].trace is None
+    assert not steps[0].extra
     text, ended = list(asked.prompt) + new[:1], set[str]()
     for step in steps[1:]:
-        trace = step.trace
+        trace = step.extra["trace"]
         assert trace is not None
         assert step.draft is not None
         assert len(trace.nodes) == int(step.draft.tree.acceptable_BN[0].sum())
@@ -264,6 +265,6 @@ def test_a_traced_row_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(recorded, make("eagle2", recorded))
     assert isinstance(decoder.cycle_runner, CycleReplay)
     for trace in (True, False):
-        request = Request(prompt(9), 8, trace=trace)
+        request = wished(prompt(9), 8, trace=trace)
         assert run(decoder, [request])[0] == [plain_decode(target().model, request)]
         assert len(decoder.cycle_runner.recorder._recorded) == (not trace)

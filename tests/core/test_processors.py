@@ -13,12 +13,13 @@ from transformers import PrefixConstrainedLogitsProcessor
 
 import zoo
 from eyas import drafters
-from eyas.core.engine import Decoder, Request
+from eyas.core.engine import Decoder
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError
 from reference import run
 from test_lossless import DRAWN, make
+from wishes import wished
 
 PROMPT = (5, 9, 100, 3, 77, 12, 9, 100, 3, 8)
 EOS = 2
@@ -74,7 +75,7 @@ def test_a_trie_sees_only_prefixes_that_can_happen(target: Target, method: str, 
     behind the last token, where a trie raises: lookahead and self_speculative did so in every run.
     The text is plain decoding's."""
     drafter, seen = make(method, target), set[tuple[int, ...]]()
-    request = Request(PROMPT, limit, sampling, frozenset({EOS}), processors=(trie(limit, seen),))
+    request = wished(PROMPT, limit, sampling, frozenset({EOS}), processors=(trie(limit, seen),))
     tokens, _ = run(Decoder(target, drafter), [request])
     plain, _ = run(Decoder(target, make("vanilla", target)), [request])
     if sampling.greedy or method not in DRAWN:
@@ -87,7 +88,7 @@ def test_greedy_rows_process_the_accepted_path_alone(target: Target) -> None:
     """Guards the cost: in a greedy row every processor call but the last of a cycle leads to a
     token of the text."""
     seen = set[tuple[int, ...]]()
-    request = Request(PROMPT, LONGEST, eos=frozenset({EOS}), processors=(trie(LONGEST, seen),))
+    request = wished(PROMPT, LONGEST, eos=frozenset({EOS}), processors=(trie(LONGEST, seen),))
     tokens, _ = run(Decoder(target, make("eagle2", target)), [request])
     assert seen == {tuple(tokens[0][:n]) for n in range(len(tokens[0]))}
 
@@ -132,14 +133,14 @@ def test_bad_scores_name_the_processor(target: Target, processor: Callable[..., 
         return processor(ids, scores) if ids.shape[1] > len(PROMPT) + 2 * late else scores
 
     sometimes.__name__ = message.split()[1]
-    request = Request(PROMPT[:-1], 8, Sampling(1.0), processors=(sometimes if late else processor,))
+    request = wished(PROMPT[:-1], 8, Sampling(1.0), processors=(sometimes if late else processor,))
     with pytest.raises(InputError, match=message):
         run(Decoder(target, make("eagle2", target)), [request])
 
 
 def test_greedy_rows_may_force_a_token_by_inf(target: Target) -> None:
     """Guards a habit that transformers allows: +inf at the token to be taken."""
-    request = Request(
+    request = wished(
         PROMPT,
         4,
         processors=(lambda ids, scores: torch.full_like(scores, 0.0).index_fill(1, torch.tensor([7]), torch.inf),),
@@ -160,6 +161,6 @@ def test_a_processor_that_writes_into_its_scores_changes_nothing_else(target: Ta
 
     paths = []
     for processor in (writes, copies):
-        tokens, steps = run(Decoder(target, make("lookahead", target)), [Request(PROMPT, 20, processors=(processor,))])
+        tokens, steps = run(Decoder(target, make("lookahead", target)), [wished(PROMPT, 20, processors=(processor,))])
         paths.append((tokens, [step.path for step in steps]))
     assert paths[0] == paths[1]

@@ -17,14 +17,15 @@ from core.test_prompts import PARAMS, by_turns, decode, method_of, plain
 from eyas import drafters
 from eyas.core.dormant import with_policy
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.predictions import MAX_MATCH, Prediction
 from eyas.core.row_drafts import limit_nodes
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
 from eyas.errors import InputError, OptionError
+from eyas.features.predictions import MAX_MATCH, Prediction
 from reference import run
 from test_lossless import DRAWN, SAMPLINGS
+from wishes import prediction_of, wish, wished
 
 PROMPTS = ((5,), (11,), tuple(range(20, 49)), (7, 8, 9))
 
@@ -79,26 +80,26 @@ def test_ids_with_every_wish(name: str, target: Target) -> None:
     up. Rows that sample their children are compared where the ids do not depend on the trees: with
     a prediction, and without drafts."""
     requests = []
-    for i, wish in enumerate(("prediction", "off", 1, "both", 3, "auto", "prediction", "wrong", 2)):
+    for i, kind in enumerate(("prediction", "off", 1, "both", 3, "auto", "prediction", "wrong", 2)):
         request = Request(PROMPTS[i % len(PROMPTS)], 34 - 2 * i, SAMPLINGS[i % len(SAMPLINGS)])
         answer = plain(target, request)
         request = replace(
-            request, draft=wish if isinstance(wish, int) or wish in ("off", "auto") else 5 if wish == "both" else "auto"
+            request, draft=kind if isinstance(kind, int) or kind in ("off", "auto") else 5 if kind == "both" else "auto"
         )
-        if wish in ("prediction", "both"):
-            request = replace(request, prediction=changed(answer, i))
-        requests.append(replace(request, prediction=tuple(range(9)) * 3) if wish == "wrong" else request)
+        if kind in ("prediction", "both"):
+            request = wish(request, prediction=changed(answer, i))
+        requests.append(wish(request, prediction=tuple(range(9)) * 3) if kind == "wrong" else request)
     for budget, rows, seed in ((9, 3, 1), by_turns(name, (None, 1, 2), (None, 4, 3))):
         tokens, steps = decode(
             Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed
         )
         for number, (request, ids) in enumerate(zip(requests, tokens, strict=True), start=1):
-            if request.sampling.greedy or name not in DRAWN or request.prediction or request.draft == "off":
-                expected = plain(target, replace(request, draft="auto", prediction=()))
+            if request.sampling.greedy or name not in DRAWN or prediction_of(request) or request.draft == "off":
+                expected = plain(target, wish(request, draft="auto", prediction=()))
                 assert ids == expected, f"{rows} rows, {request.draft}, {request.sampling}"
             own = [step for step in steps if step.request_id == number and not step.prefill]
             check_candidates(request, own)
-        assert sum(step.predicted for step in steps) > 20, "no prediction was accepted"
+        assert sum(step.extra.get("predicted", 0) for step in steps) > 20, "no prediction was accepted"
 
 
 def check_candidates(request: Request, steps: list[Step]) -> None:
@@ -108,7 +109,7 @@ def check_candidates(request: Request, steps: list[Step]) -> None:
         candidates = int(step.draft.tree.acceptable_BN[step.row].sum()) - 1
         assert limit is None or candidates <= limit
         assert step.accepted <= candidates
-        assert step.predicted <= step.accepted
+        assert step.extra.get("predicted", 0) <= step.accepted
 
 
 @pytest.mark.quick("suffix")
@@ -121,7 +122,7 @@ def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
         answers = [plain(target, request) for request in requests]
         constraints = [Forced(answer, 0.7) for answer in answers]
         asked = [
-            replace(request, constraint=constraint) for request, constraint in zip(requests, constraints, strict=True)
+            wish(request, constraint=constraint) for request, constraint in zip(requests, constraints, strict=True)
         ]
         decoder, found, accepted = Decoder(target, method_of(name, target), rows), dict[int, list[int]](), 0
         tickets = [decoder.add(request) for request in asked]
@@ -169,13 +170,13 @@ def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None
     request = Request(PROMPTS[2], 60)
     answer = plain(target, request)
     text = (*answer[:40], *reversed(answer[40:]))
-    tokens, steps = run(Decoder(target, right_now_and_then("eagle2", target)), [replace(request, prediction=text)])
+    tokens, steps = run(Decoder(target, right_now_and_then("eagle2", target)), [wish(request, prediction=text)])
     assert tokens == [answer]
     labels = [step.drafted_by for step in steps if not step.prefill]
     assert "prediction" in labels
     assert labels[-1] != "prediction"
     followed = [step for step in steps if step.drafted_by == "prediction"]
-    assert sum(step.predicted for step in followed) > 10
+    assert sum(step.extra.get("predicted", 0) for step in followed) > 10
     assert max(len(step.tokens) for step in steps) == 17
 
 
@@ -276,5 +277,5 @@ def test_refusals(target: Target) -> None:
         with pytest.raises(OptionError, match="draft must be auto, off or a number of draft tokens, 1 or more; got"):
             decoder.add(Request((1,), 5, draft=draft))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="prediction: token id 4000 is outside the target's vocabulary"):
-        decoder.add(Request((1,), 5, prediction=(1, 4000)))
+        decoder.add(wished((1,), 5, prediction=(1, 4000)))
     assert decoder.finished

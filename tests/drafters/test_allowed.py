@@ -16,6 +16,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
 from reference import plain_decode
 from test_lossless import make
+from wishes import wished
 
 
 class Alternating:
@@ -61,7 +62,7 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
             drafted += 1
             assert scores_BNV[0, int(tree.parents_BN[0, node]), int(draft.tokens_BN[0, node])] > -torch.inf
 
-    request = Request((5, 8, 3), 20, sampling, constraint=Alternating(zoo.VOCAB))
+    request = wished((5, 8, 3), 20, sampling, constraint=Alternating(zoo.VOCAB))
     decoder = Decoder(target, make(name, target), watch=watch)
     decoder.add(request)
     tokens = [
@@ -81,7 +82,7 @@ def test_a_constraint_that_fails_ends_its_request_only() -> None:
     by verification."""
     target = Target(zoo.tiny("llama"))
     decoder = Decoder(target, make("eagle2", target), rows=2)
-    bad = decoder.add(Request((5, 8, 3), 12, constraint=Alternating(zoo.VOCAB, fails=True)))
+    bad = decoder.add(wished((5, 8, 3), 12, constraint=Alternating(zoo.VOCAB, fails=True)))
     good = decoder.add(Request((5, 8, 3), 12))
     last = {}
     while not decoder.finished:

@@ -23,6 +23,7 @@ from eyas.grammar import GrammarConstraint, Grammars, structure_of
 from reference import SAMPLINGS, plain_decode, run
 from test_lossless import DRAWN, make
 from toy_tokenizer import VOCAB, byte_tokenizer
+from wishes import wished
 
 pytest.importorskip("llguidance", reason="structured output needs llguidance")
 
@@ -66,7 +67,7 @@ def constraint(number: int, eos: Sequence[int] = (EOS,)) -> GrammarConstraint:
 def request(number: int) -> Request:
     """Requests of different prompts, structures and samplings; each call has a constraint of its own."""
     prompt = tuple(6 + (7 * number + 5 * i) % 200 for i in range(3 + 4 * number))
-    return Request(prompt, MOST, SAMPLINGS[number % len(SAMPLINGS)], frozenset({EOS}), constraint=constraint(number))
+    return wished(prompt, MOST, SAMPLINGS[number % len(SAMPLINGS)], frozenset({EOS}), constraint=constraint(number))
 
 
 @cache

@@ -20,8 +20,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 import eyas
 from eyas.core.adjustments import Adjustments
-from eyas.core.processors import make_custom
 from eyas.core.sampling import apply_sampling
+from eyas.features.guidance import make_custom, processors_of
 from eyas.hooks.inputs import Batch
 from eyas.hooks.sampling import Distribution
 from hooks.conftest import padded
@@ -80,7 +80,7 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
             logits_3V[row][None],
             request.sampling,
             Adjustments(seen, None, None, ending, wait),
-            make_custom(request.processors, text, False, None),
+            make_custom(processors_of(request), text, False, None),
         )
         torch.testing.assert_close(found_1V[0].softmax(-1), expected_V.softmax(-1), atol=1e-6, rtol=1e-4)
 

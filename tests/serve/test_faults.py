@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -24,6 +23,7 @@ import eyas
 from eyas.core.requests import Request
 from eyas.serve.records import Delta, Job, Totals
 from serving import PROMPTS, Running, running
+from wishes import wish
 
 pytestmark = pytest.mark.slow
 JSON = {"content-type": "application/json"}
@@ -186,7 +186,7 @@ def test_a_poisoned_request(small: Running, llm: eyas.LLM, processor: Any) -> No
         asked = Job((llm.ids(prompt),), {"max_new_tokens": 40, "temperature": 0.0})
         ((request, reader),) = engine.prepare(asked)
         assert isinstance(request, Request)
-        answer = engine.submit(asked, [(replace(request, processors=(processor,) if poisoned else ()), reader)])
+        answer = engine.submit(asked, [(wish(request, processors=(processor,) if poisoned else ()), reader)])
         totals = Totals()
         async for delta in answer.deltas():
             assert isinstance(delta, Delta)

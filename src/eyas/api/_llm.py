@@ -25,15 +25,16 @@ from eyas.arguments import (
     whole_number,
     with_generate_keywords,
 )
-from eyas.core.constraints import Constraint
 from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.features import RequestFeature
 from eyas.core.media import reads_media
 from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
+from eyas.features import Constraint, Guidance, Predicted, Traced
 from eyas.grammar import Grammars, structure_of
 from eyas.targets.adapters import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
@@ -265,7 +266,9 @@ class LLM:
                 tree with its probabilities.
         """
         request, reader = self.request(prompt, system=system, **keywords)
-        answer = Answer(replace(request, trace=on_step is not None), reader)
+        if on_step is not None:
+            request = replace(request, features=(*request.features, Traced()))
+        answer = Answer(request, reader)
         decoder, give_back = self.take_decoder(adapter=request.adapter)
         return Stream(decoder, answer, give_back, on_step)
 
@@ -332,14 +335,12 @@ class LLM:
             sampling_of(params),
             eos,
             reader.feed,
-            tuple(check_processor(p) for p in as_processors(params["logits_processor"])),
             min_tokens=params["min_tokens"],
             logprobs=params["logprobs"],
             prompt_logprobs=params["prompt_logprobs"],
-            constraint=self._constraint(params, eos),
             draft=params["draft"],
             adapter=self.adapter_named(params["adapter"]),
-            prediction=self._prediction(params["prediction"]),
+            features=self._features(params, eos),
             media=prompt.media if isinstance(prompt, MediaIds) else None,
             stops_after=reader.stops_after,
         )
@@ -363,6 +364,14 @@ class LLM:
             prompts, _ = as_prompts(prompt)
             return prompts[0] if prompts and isinstance(prompts[0], MediaIds) else prompt
         return prompt
+
+    def _features(self, params: Mapping[str, Any], eos: Collection[int]) -> tuple[RequestFeature, ...]:
+        """The features that the keywords ask for."""
+        processors = tuple(check_processor(p) for p in as_processors(params["logits_processor"]))
+        constraint = self._constraint(params, eos)
+        predicted = self._prediction(params["prediction"])
+        guidance = (Guidance(processors, constraint),) if processors or constraint is not None else ()
+        return (*guidance, Predicted(predicted)) if predicted else guidance
 
     def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """The constraint that the keywords ask for; None where the text is free."""

@@ -12,6 +12,7 @@ from eyas.core.engine import Request, Step
 from eyas.core.requests import TokenLogprobs
 from eyas.core.sampling import Processor
 from eyas.errors import InputError
+from eyas.features import processors_of
 from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings
 
@@ -159,7 +160,7 @@ class Answer:
     def result(self) -> Result:
         """The answer so far; one that was cancelled counts as ended by its length."""
         totals = self.totals
-        stats = Stats.of(totals, self.request.processors)
+        stats = Stats.of(totals, processors_of(self.request))
         logprobs = None if self.request.logprobs is None else tuple(self.logprobs)
         prompt_logprobs = None if self.request.prompt_logprobs is None else self.prompt_logprobs
         return Result(

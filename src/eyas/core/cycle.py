@@ -8,26 +8,27 @@ vocabulary, X columns of the host result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.features import RowNodes
 from eyas.core.logprobs import path_logprobs
-from eyas.core.ops import Ops
-from eyas.core.processors import Failures, node_scores
-from eyas.core.sampling import GumbelNoise
+from eyas.core.ops import REFERENCE, Ops
+from eyas.core.sampling import GumbelNoise, apply_sampling, apply_sampling_rows
 from eyas.core.target import TargetSession
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.errors import EyasError
 from eyas.timing import StageTimer
 
-__all__ = ["Cycle", "CycleRunner", "Verify", "is_worth_keeping", "verify_output"]
+__all__ = ["Cycle", "CycleRunner", "Failures", "Verify", "is_worth_keeping", "node_scores", "verify_output"]
 
 SMALL_CACHE_BYTES = 64 * 2**20  # KV caches on a CPU up to this size are kept between requests
 
+Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 # (draft, scores_BNV, position_B of the root, noise, ops)
 Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]
 
@@ -137,6 +138,38 @@ def verify_output(draft: Draft, output: TargetOutput, cycle_input: CycleInput, v
     width = cycle_input.logprobs
     logprobs_BPX = None if width is None else path_logprobs(output.logits_BNV, verdict, width)
     return Cycle(draft, output, scores_BNV, verdict, _pack(scores_BNV, verdict), failures, logprobs_BPX)
+
+
+def node_scores(
+    logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput, ops: Ops = REFERENCE
+) -> tuple[Tensor, Failures]:
+    """The scores at each node, and the nodes that have none because a request's feature failed there.
+
+    Each row has its own `Sampling` and features. Each node's own prefix is used if something depends on it.
+
+    Returns:
+        scores [B, N, V], whose softmax over V is the distribution from which plain decoding would
+        draw at each node: float32, but if tokens are only drawn from them, `ops` may leave logits
+        in their own dtype; and the failures.
+    """
+    nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.for_tree(draft.tree, draft.tokens_BN)
+    scoring = {b: f for b, features in enumerate(cycle_input.features) for f in features if f.has_scores}
+    if not scoring:
+        scores = ops.scores if draft.q_BNV is None else apply_sampling_rows
+        return scores(logits_BNV, cycle_input.sampling, nodes), {}
+    scores_by_row, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
+    for b, (logits_NV, sampling) in enumerate(zip(logits_BNV, cycle_input.sampling, strict=True)):
+        adjustments = None if nodes is None else nodes[b]
+        if b not in scoring:
+            scores_by_row.append(apply_sampling(logits_NV, sampling, adjustments))
+            continue
+        parents, tokens = draft.tree.parents_BN[b].tolist(), draft.tokens_BN[b].tolist()
+        open_nodes = cycle_input.ends[b].open_nodes(parents, tokens, draft.tree.acceptable_BN[b].tolist())
+        row_nodes = RowNodes(parents, tokens, cycle_input.row_tokens[b], open_nodes)
+        scores_NV, failed = scoring[b].scores(logits_NV, row_nodes, sampling, adjustments)
+        scores_by_row.append(scores_NV)
+        failures |= {(b, n): error for n, error in failed.items()}
+    return torch.stack(scores_by_row), failures
 
 
 def _pack(scores_BNV: Tensor, verdict: Verdict) -> Tensor:

@@ -7,7 +7,7 @@ the text. Each of these ends it:
     EOS, a stop token       the node's token is one
     a stop string           the node's token completes it
     the length              the request may have no further token; it fits the model's context
-    a complete structure    the constraint allows nothing after the node (`core.processors` sees it in the mask)
+    a complete structure    the constraint allows nothing after the node (its feature sees that in the mask)
 
 Stopping criteria of transformers are called with emitted texts only, so what they end is not known
 here. What fails beyond such an end fails nothing: an error counts when the emitted text reaches it.

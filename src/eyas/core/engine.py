@@ -107,7 +107,7 @@ class Decoder:
         """Put a request into the queue; returns its number. InputError or FitError at once if it
         cannot be served."""
         check_request(request, self.target.vocab_size)
-        check_draft(request, self.target.vocab_size)
+        check_draft(request)
         if request.adapter not in (None, self.target.adapter):
             raise OptionError(
                 f"this decoder serves the adapter {self.target.adapter!r}, and the request asks for {request.adapter!r}"
@@ -145,7 +145,7 @@ class Decoder:
             return prefills
         self._ahead = self._launch_ahead(launched, timer)
         cycle_input, cycle = launched.cycle_input, launched.cycle
-        steps = self.draft_session.count_predicted(self._emit(cycle, launched.live_rows(self.rows), timer))
+        steps = self._emit(cycle, launched.live_rows(self.rows), timer)
         self.draft_session.observe(steps)
         self.prompts.observe(steps[0].seconds)
         if self.watch is not None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
-from eyas.core.constraints import GuardedConstraint
 from eyas.core.ends import TextEnd
-from eyas.core.sampling import GumbelNoise, Processor, Sampling
+from eyas.core.features import RowFeature
+from eyas.core.sampling import GumbelNoise, Sampling
 
 __all__ = ["CycleInput", "NodeChooser", "TreeSize"]
 
@@ -66,14 +66,11 @@ class CycleInput:
     # prompt and emitted tokens of each row, root last (before the last cycle, if this one runs
     # ahead); these lists grow after the cycle
     row_tokens: tuple[Sequence[int], ...] = ()
-    processors: tuple[tuple[Processor, ...], ...] = ()  # logits processors of each row; () if no row has any
+    features: tuple[tuple[RowFeature, ...], ...] = ()  # the features of each row; () if no row has any
     ends: tuple[TextEnd, ...] = ()  # what ends the text of each row (before the last cycle, if this one runs ahead)
     # most acceptable nodes below each row's root; None: no limit; () if no row has one
     draft_limits: tuple[int | None, ...] = ()
-    predictions: tuple[tuple[int, ...], ...] = ()  # the predicted text of each row; () if no row has any
-    constraints: tuple[GuardedConstraint | None, ...] = ()  # the constraint of each row; () if no row has any
     logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
-    keep_scores: bool = False  # scores or logits are read afterwards, so the cycle is not recorded
     # the target's keys and values; slot s < `position_B` of a row holds those of its token s
     target_cache: KVCache | None = None
     tree_size: TreeSize | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from eyas.core.constraints import Constraint
-from eyas.core.sampling import Processor, Sampling
+from eyas.core.features import RequestFeature
+from eyas.core.sampling import Sampling
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError
 
-__all__ = ["DecisionLabel", "Request", "Step", "TokenLogprobs", "Trace", "TraceNode", "check_request", "check_steps"]
+__all__ = ["DecisionLabel", "Request", "Step", "TokenLogprobs", "check_request", "check_steps"]
 
 
 class DecisionLabel(Protocol):
@@ -34,20 +32,14 @@ class Request:
     eos: frozenset[int] = frozenset()  # ids that the target does not have, such as -1, end nothing
     # called with every new token in order; True: the text ends with this token
     stop: Callable[[int], bool] | None = None
-    # logits processors; called once per node with the node's own prefix, which is slow
-    processors: tuple[Processor, ...] = ()
     min_tokens: int = 0  # no token of `eos` is emitted before this many others
     # every emitted token comes with its log-probability and those of this many most probable
     # tokens; None: with none
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
-    trace: bool = False  # every Step has a `Trace`; cycles are then not recorded
-    logits: bool = False  # every Step has the raw logits of its tokens; cycles are then not recorded
-    constraint: Constraint | None = None  # the texts that the answer may have; it serves this request alone
     # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     draft: str | int = "auto"
-    # text that the answer probably repeats; it is drafted in addition to the method's own tree
-    prediction: tuple[int, ...] = ()
+    features: tuple[RequestFeature, ...] = ()  # what it asks for beyond that; see `core.features`
     media: Mapping[str, Any] | None = field(default=None, compare=False)
     """Further inputs of the model's forward for the prompt, such as pixel_values, each for one row.
     Such a prompt is prefilled in one forward, and never shares keys with another prompt."""
@@ -56,7 +48,7 @@ class Request:
     than its target's. None: whatever the target uses."""
     stops_after: Callable[[Sequence[int]], bool] | None = None
     """Whether `stop` would end the text with the last of these tokens, which follow the emitted ones;
-    changes nothing. None: that is not known beforehand, and processors may be shown text behind it."""
+    changes nothing. None: that is not known beforehand, and features may be shown text behind it."""
 
     @property
     def draft_limit(self) -> int | None:
@@ -76,32 +68,6 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, log-probability), the most probable first
-
-
-@dataclass(frozen=True)
-class TraceNode:
-    """A node of a verified tree, in plain numbers."""
-
-    parent: int  # -1 for the root, which comes first
-    token: int
-    depth: int
-    # the draft's probability of the token after its parent; None if the method has none, and for
-    # the root
-    q: float | None
-    p: float  # the target's probability of it, after penalties, masks and temperature (greedy rows: temperature 1); 1 for the root
-    accepted: bool
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One cycle of one row, for display. Only acceptable nodes are listed."""
-
-    nodes: tuple[TraceNode, ...]
-    path: tuple[int, ...]  # indices of the accepted nodes, root first, before the cut at stop and length
-    bonus: int  # the target's own token after the path
-    ended: str
-    """Why the path ended: "no child" (its last node is a leaf), "other token" (the target drew a
-    token that no child has), or "stop" or "length" (the answer ended)."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +94,7 @@ class Step:
     logprobs: tuple[TokenLogprobs, ...] = ()  # log-probabilities of `tokens`, if the request asks for them
     # log-probabilities of the prompt's tokens, in the prefill step; None for the first one
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    trace: Trace | None = None  # the cycle's trace, if the request asks for it
-    # float32 [tokens, V]: raw logits from which each of `tokens` was drawn, if the request asks for
-    # them
-    logits: Tensor | None = None
-    predicted: int = 0  # how many of the accepted draft tokens `Request.prediction` proposed
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what the request's features report, by their names for it
     cached_tokens: int = 0  # in the prefill step: prompt tokens whose keys and values were there already
 
     @property
@@ -162,6 +124,8 @@ def check_request(request: Request, vocab: int) -> None:
         count = getattr(request, name)
         if count is not None and not 0 <= count <= vocab:
             raise InputError(f"{name} must be from 0 to the size of the vocabulary ({vocab}), got {count}")
+    for feature in request.features:
+        feature.check(request, vocab)
 
 
 def check_steps(steps: Sequence[Step]) -> Sequence[Step]:

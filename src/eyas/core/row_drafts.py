@@ -1,12 +1,12 @@
 """The options of each request about its drafts, applied to the session of any method.
 
     Request.draft          "off": a plain row (core/dormant.py); n: at most n acceptable nodes below the root
-    Request.prediction     a predicted text (core/predictions.py): its tree is merged with the method's
-    Request.constraint     tokens of the text that must come (`Constraint.forced`) are drafted in the same way
+    Request.features       text that may, or must, come next (`RowFeature.continuations`), such as a predicted text:
+                           its tree is merged with the method's
 
 If no request of a cycle uses these, the method's draft is returned as it is. While the answers of
-all rows follow their predictions (or are forced) for many tokens, the method's session is dormant:
-its own tree could add little.
+all rows follow their continuations for many tokens, the method's session is dormant: its own tree
+could add little.
 
 **Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit
 keeps the most probable nodes. If children are sampled from q, whether a node is kept must not
@@ -15,11 +15,11 @@ only if nothing else decides whether the token is tested. So the limit keeps nod
 in the tree alone: a parent before its children, a sibling before those drawn after it. The result
 is a smaller tree whose shape does not depend on the draws, and it is verified as such.
 
-Rows with a prediction or a constraint are verified as deterministic trees in every cycle, also if
-the method samples children: their ids are plain decoding's, whatever is predicted.
+Rows whose features guide drafts are verified as deterministic trees in every cycle, also if the
+method samples children: their ids are plain decoding's, whatever is predicted.
 
-This module knows no method and no grammar. Letters: B rows, N nodes of the method's tree, M nodes
-of the predicted one, V vocabulary.
+This module knows no method and no feature. Letters: B rows, N nodes of the method's tree, M nodes
+of the continuations' one, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,36 +33,28 @@ from torch import Tensor
 
 from eyas.core.dormant import Decision, DormantSession
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
-from eyas.core.predictions import Continuation, Prediction
+from eyas.core.features import Continuation, RowFeature
 from eyas.core.requests import DecisionLabel, Request, Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie, merge, padded_nodes
-from eyas.errors import InputError, OptionError
+from eyas.errors import OptionError
 
 __all__ = ["RequestDraftSession", "check_draft", "limit_nodes"]
 
-MAX_TOKENS = 16  # most tokens of a continuation
-# a row that has followed its prediction for this many tokens, or has as many forced ones, needs no
-# other draft
+# a row whose text has followed its continuation for this many tokens, or that has as many forced
+# ones, needs no other draft
 CONFIDENT_TOKENS = 8
-FORCED_CHANCE = 0.99  # estimated probability of a forced token: another tokenisation of the text may come
 
 
-def check_draft(request: Request, vocab: int) -> None:
-    """OptionError or InputError unless `draft` is auto, off or a number, and `prediction` holds
-    token ids of the target."""
+def check_draft(request: Request) -> None:
+    """Raise OptionError unless `draft` is auto, off or a number."""
     draft = request.draft
     if draft not in ("auto", "off") and (not isinstance(draft, int) or isinstance(draft, bool) or draft < 1):
         raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
-    outside = [token for token in request.prediction if not 0 <= token < vocab]
-    if outside:
-        raise InputError(
-            f"prediction: token id {outside[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})"
-        )
 
 
 @dataclass(frozen=True)
 class PredictionDecision:
-    """The label of cycles in which the method was dormant because rows follow their predictions."""
+    """The label of cycles in which the method was dormant because rows follow their continuations."""
 
     decision: DecisionLabel
     rows: frozenset[int]  # rows whose continuation is confident
@@ -71,26 +63,14 @@ class PredictionDecision:
         return "prediction" if row in self.rows else self.decision.label(row)
 
 
-@dataclass
-class _RowPrediction:
-    """The prediction of one row's text, and how much of the text it has read."""
-
-    prediction: Prediction | None  # None: the row has only a constraint
-    read: int  # tokens of the row's text that `prediction` has read
-
-
 class RequestDraftSession(DraftSession):
-    """The session of a drafter, with the options of the requests in its rows: limits, predictions,
-    constraints."""
+    """The session of a drafter, with the wishes of the requests in its rows: limits and continuations."""
 
     def __init__(self, drafter: Drafter, rows: int) -> None:
         session = drafter.open(rows)
         self.session = (
             session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
         )
-        self.row_predictions: list[_RowPrediction | None] = [None] * rows
-        # by row: the tokens that its prediction proposed in the current cycle
-        self.predicted: dict[int, list[list[int]]] = {}
         self._added_nodes = False  # whether nodes were added to the method's in the current cycle
         self._decided: DecisionLabel | None = None  # the label of the current cycle, if it is not that of `session`
 
@@ -108,31 +88,28 @@ class RequestDraftSession(DraftSession):
         return self.session.copy(source, row, length)
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
-        self.row_predictions[row] = None
         self.session.begin(row, cached_tokens, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         self.session.prefill(row, tokens_T, features_TF, position)
 
     def end(self, row: int) -> None:
-        self.row_predictions[row] = None
         self.session.end(row)
 
     def clear(self, row: int) -> None:
-        self.row_predictions[row] = None
         self.session.clear(row)
 
     # --- the cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        if cycle_input.draft_limits or _guided(cycle_input):
+        if cycle_input.draft_limits or _guides(cycle_input):
             return None
         self._added_nodes, self._decided = False, None
         return self.session.capturable(cycle_input)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
-        guided = _guided(cycle_input)
-        continuations = {row: self._continuations(row, cycle_input) for row in guided}
+        guided = _guides(cycle_input)
+        continuations = {row: _continuations(row, guides, cycle_input) for row, guides in guided.items()}
         continuations = {row: found for row, found in continuations.items() if found}
         draft = self.session.draft(self._without_method(cycle_input, continuations))
         self._added_nodes = bool(continuations)
@@ -143,31 +120,6 @@ class RequestDraftSession(DraftSession):
             deterministic_B[sorted(guided)] = True
             draft = replace(draft, deterministic_B=deterministic_B)
         return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
-
-    def _continuations(self, row: int, cycle_input: CycleInput) -> list[Continuation]:
-        """Possible continuations of the row's text, the most certain first."""
-        self.predicted.pop(row, None)
-        tokens, constraint = (
-            cycle_input.row_tokens[row],
-            cycle_input.constraints[row] if cycle_input.constraints else None,
-        )
-        if (row_prediction := self.row_predictions[row]) is None:
-            text = cycle_input.predictions[row] if cycle_input.predictions else ()
-            row_prediction = self.row_predictions[row] = _RowPrediction(
-                Prediction(text, MAX_TOKENS) if text else None, len(tokens) - 1
-            )
-        if cycle_input.draft_limits and cycle_input.draft_limits[row] == 0:
-            return []
-        forced = constraint.forced(MAX_TOKENS) if constraint is not None else []
-        continuations = [Continuation(forced, FORCED_CHANCE)] if forced else []
-        if row_prediction.prediction is not None:
-            for token in tokens[row_prediction.read :]:
-                row_prediction.prediction.read(token)
-            row_prediction.read = len(tokens)
-            found = row_prediction.prediction.continuations()
-            self.predicted[row] = [continuation.tokens for continuation in found]
-            continuations += found
-        return continuations
 
     def _without_method(self, cycle_input: CycleInput, continuations: dict[int, list[Continuation]]) -> CycleInput:
         """The input for the method: if every row is off, or has a confident continuation, no row
@@ -189,21 +141,6 @@ class RequestDraftSession(DraftSession):
     def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
         self.session.observe_prompt(row, tokens, seconds)
 
-    def count_predicted(self, steps: list[Step]) -> list[Step]:
-        """The Steps of the current cycle, with the accepted tokens that came from predictions
-        counted."""
-        return [
-            replace(step, predicted=self._predicted(step)) if self.predicted.get(step.row) else step for step in steps
-        ]
-
-    def _predicted(self, step: Step) -> int:
-        accepted = list(step.tokens[: step.accepted])
-        longest = 0
-        for chain in self.predicted[step.row]:
-            while longest < min(len(chain), len(accepted)) and chain[: longest + 1] == accepted[: longest + 1]:
-                longest += 1
-        return longest
-
 
 def _confident(continuation: Continuation) -> bool:
     return (
@@ -211,14 +148,19 @@ def _confident(continuation: Continuation) -> bool:
     )
 
 
-def _guided(cycle_input: CycleInput) -> frozenset[int]:
-    """The active rows with a prediction or a constraint."""
-    tables = [table for table in (cycle_input.predictions, cycle_input.constraints) if table]
-    return (
-        frozenset(row for row in cycle_input.active_rows if any(table[row] for table in tables))
-        if tables
-        else frozenset()
-    )
+def _guides(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:
+    """The features that guide drafts, for each active row that has any."""
+    if not cycle_input.features:
+        return {}
+    guides = {row: [f for f in cycle_input.features[row] if f.guides] for row in cycle_input.active_rows}
+    return {row: features for row, features in guides.items() if features}
+
+
+def _continuations(row: int, guides: Sequence[RowFeature], cycle_input: CycleInput) -> list[Continuation]:
+    """Possible continuations of the row's text, the most certain first; none if the row is not to be drafted for."""
+    if cycle_input.draft_limits and cycle_input.draft_limits[row] == 0:
+        return []
+    return [found for feature in guides for found in feature.continuations(cycle_input.row_tokens[row])]
 
 
 def _merged(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft:

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
-from eyas.core.constraints import GuardedConstraint
 from eyas.core.cycle import Cycle, verify_output
 from eyas.core.drafter import CycleInput
 from eyas.core.ends import TextEnd
+from eyas.core.features import RowFeature
 from eyas.core.logprobs import to_token_logprobs, width_for
 from eyas.core.requests import Request, Step
-from eyas.core.sampling import GumbelNoise, Processor, Sampling
+from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
-from eyas.core.traces import trace_of
 from eyas.core.tree import Draft, TargetOutput, Tree
 from eyas.core.verify import verify
 from eyas.errors import EyasError, code_of_request
@@ -41,15 +40,15 @@ class Row:
     # adjustments of `tokens`; `tokens_before_end` is filled in by `adjustments()`. None: the
     # request's distribution does not depend on the text
     penalty_state: Adjustments | None
-    constraint: GuardedConstraint | None
+    features: tuple[RowFeature, ...] = ()
     finish: str | None = None
 
     @classmethod
     def of(cls, request_id: int, request: Request, target: Target) -> Row:
         """The row of a request whose prompt is read."""
-        vocab = target.vocab_size
-        guarded = None if request.constraint is None else GuardedConstraint(request.constraint, vocab)
-        return cls(request_id, request, list(request.prompt), _adjustments(request, vocab, target.device), guarded)
+        adjustments = _adjustments(request, target.vocab_size, target.device)
+        features = tuple(feature.open(request, target) for feature in request.features)
+        return cls(request_id, request, list(request.prompt), adjustments, features)
 
     @property
     def emitted(self) -> int:
@@ -110,9 +109,8 @@ class Row:
         """Why the text ends with its newest token; None if it goes on."""
         with code_of_request("stop"):
             stops = self.request.stop is not None and self.request.stop(token)
-        if self.constraint is not None:
-            self.constraint.accept([token])
-            stops = stops or self.constraint.finished
+        for feature in self.features:
+            stops = feature.accept(token) or stops
         if stops or token in self.request.eos:
             return "stop"
         return "length" if self.remaining <= 0 else None
@@ -139,17 +137,14 @@ class Row:
     def optional_step_fields(
         self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]
     ) -> dict[str, Any]:
-        """The fields of a Step that only some requests ask for: log-probabilities, logits, and the
-        trace of row `number` of the cycle."""
+        """The fields of a Step that only some requests ask for, from row `number` of the cycle."""
         fields: dict[str, Any] = {}
         if self.request.logprobs is not None:
             assert cycle.logprobs_BPX is not None
             fields["logprobs"] = to_token_logprobs(cycle.logprobs_BPX[number].tolist(), tokens, self.request.logprobs)
-        if self.request.logits:
-            fields["logits"] = cycle.output.logits_BNV[number, list(path or (0,))[: len(tokens)]].float()
-        if self.request.trace and path and self.finish != "error":
-            bonus = int(cycle.verdict.bonus_B[number])
-            fields["trace"] = trace_of(cycle.draft, number, cycle.scores_BNV[number].float(), path, bonus, self.finish)
+        if self.features:
+            reports = (feature.report(cycle, number, tokens, path, self.finish) for feature in self.features)
+            fields["extra"] = {name: value for report in reports for name, value in report.items()}
         return fields
 
     def failed(self, b: int, error: EyasError, timer: StageTimer, **step_fields: Any) -> Step:
@@ -166,12 +161,9 @@ class RowSettings:
     noise: GumbelNoise
     active_B: Tensor
     active_rows: tuple[int, ...]
-    processors: tuple[tuple[Processor, ...], ...]  # each row's; () if no row has any
+    features: tuple[tuple[RowFeature, ...], ...]  # each row's; () if no row has any
     draft_limits: tuple[int | None, ...]  # each row's; () if no row has any
-    predictions: tuple[tuple[int, ...], ...]  # each row's; () if no row has any
-    constraints: tuple[GuardedConstraint | None, ...]  # each row's; () if no row has any
     logprobs: int | None  # as in `CycleInput`
-    keep_scores: bool  # as in `CycleInput`
 
     @classmethod
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
@@ -182,21 +174,16 @@ class RowSettings:
         """
         default = next(row for row in rows if row).request.sampling
         sampling = tuple(row.request.sampling if row else default for row in rows)
-        processors = tuple(row.request.processors if row else () for row in rows)
+        features = tuple(row.features if row else () for row in rows)
         limits = tuple(row.request.draft_limit if row else None for row in rows)
-        predictions = tuple(row.request.prediction if row else () for row in rows)
-        constraints = tuple(row.constraint if row else None for row in rows)
         return cls(
             sampling=sampling,
             noise=target.runner.ops.noise(sampling, target.device),
             active_B=torch.tensor([row is not None for row in rows], device=target.device),
             active_rows=tuple(b for b, row in enumerate(rows) if row),
-            processors=processors if any(processors) else (),
+            features=features if any(features) else (),
             draft_limits=limits if any(limit is not None for limit in limits) else (),
-            predictions=predictions if any(predictions) else (),
-            constraints=constraints if any(constraint is not None for constraint in constraints) else (),
             logprobs=width_for((row.request.logprobs for row in rows if row), target.vocab_size),
-            keep_scores=any(row.request.trace or row.request.logits for row in rows if row),
         )
 
 
@@ -219,13 +206,10 @@ def make_cycle_input(
         adjustments=Adjustments.stack([row.adjustments() if row else None for row in rows]),
         active_rows=settings.active_rows,
         row_tokens=tuple(row.tokens if row else () for row in rows),
-        processors=settings.processors,
+        features=settings.features,
         ends=tuple(row.end if row else TextEnd() for row in rows),
         draft_limits=settings.draft_limits,
-        predictions=settings.predictions,
-        constraints=settings.constraints,
         logprobs=settings.logprobs,
-        keep_scores=settings.keep_scores,
         target_cache=target_cache,
     )
 

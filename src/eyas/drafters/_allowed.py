@@ -1,7 +1,7 @@
 """Drafts under constraints: a net's children are ranked among the tokens that the request's
 constraint allows.
 
-A constraint is a rule that the target keeps at every node (`core.constraints`), so a child that it
+A constraint is a rule that the target keeps at every node (`RowFeature.mask`), so a child that it
 forbids is never accepted. While a tree grows, the masks of the nodes so far are those that
 verification will apply: they depend on a node's path alone, so sampled children keep their distribution, too.
 
@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eyas.core.constraints import tree_mask
 from eyas.core.drafter import CycleInput
+from eyas.core.features import RowNodes
 
-__all__ = ["PartialTree", "only_allowed"]
+__all__ = ["PartialTree", "has_masks", "only_allowed"]
 
 
 class PartialTree(NamedTuple):
@@ -48,6 +48,11 @@ class PartialTree(NamedTuple):
         )
 
 
+def has_masks(cycle_input: CycleInput) -> bool:
+    """Return whether a constraint says which tokens may follow in any row."""
+    return any(feature.masks for features in cycle_input.features for feature in features)
+
+
 def only_allowed(
     logits_BQv: Tensor, cycle_input: CycleInput, partial_tree: PartialTree | None, draft_ids_v: Tensor | None
 ) -> Tensor:
@@ -59,16 +64,15 @@ def only_allowed(
         partial_tree: None is enough without constraints.
         draft_ids_v: the target's ids of a draft vocabulary that is smaller than the target's.
     """
-    if not cycle_input.constraints:
+    if not has_masks(cycle_input):
         return logits_BQv
     assert partial_tree is not None
     masked_BQv, nodes = logits_BQv.clone(), partial_tree.nodes_Q.tolist()
-    for b, constraint in enumerate(cycle_input.constraints):
-        if constraint is None:
-            continue
+    for b, feature in ((b, f) for b, features in enumerate(cycle_input.features) for f in features if f.masks):
         parents, tokens = partial_tree.parents_BM[b].tolist(), partial_tree.tokens_BM[b].tolist()
         open_nodes = cycle_input.ends[b].open_nodes(parents, tokens)
-        mask_NV, _ = tree_mask(constraint, parents, tokens, open_nodes)  # verification reports failures
+        # verification reports failures
+        mask_NV, _ = feature.mask(RowNodes(parents, tokens, cycle_input.row_tokens[b], open_nodes))
         mask_QV = mask_NV[nodes].to(logits_BQv.device)
         mask_Qv = mask_QV if draft_ids_v is None else mask_QV[:, draft_ids_v]
         some_Q1 = mask_Qv.any(-1, keepdim=True)  # where nothing may follow, drafts may be anything

@@ -40,7 +40,7 @@ from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput, TreeSize
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
-from eyas.drafters._allowed import PartialTree, only_allowed
+from eyas.drafters._allowed import PartialTree, has_masks, only_allowed
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 from eyas.nn import DraftKVCache
@@ -217,13 +217,13 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
         tree = replace(tree, **cycle_input.tree_size.within(tree.size)._asdict())
     if (
         net_steps.build_fused is not None
-        and not cycle_input.constraints
+        and not has_masks(cycle_input)
         and (draft := net_steps.build_fused(tree)) is not None
     ):
         return draft
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     hidden_BQD, adjustments = net_steps.hidden_BD[:, None], net_steps.adjustments(cycle_input)
-    partial_tree = PartialTree.root(cycle_input) if cycle_input.constraints else None
+    partial_tree = PartialTree.root(cycle_input) if has_masks(cycle_input) else None
     children = _best_children(net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree, 0)
     K = children.index.shape[-1]
     eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from eyas.api import LLM, Stats
 from eyas.core.requests import Step
 from eyas.errors import EyasError
+from eyas.features import processors_of
 from eyas.hooks.sampling import Distribution
 from eyas.metrics import StepTotals
 
@@ -84,7 +85,8 @@ class Lockstep:
 
     def feed(self, row: int, step: Step) -> None:
         """Take in the tokens that the engine has decoded for the row."""
-        logits = [None] * len(step.tokens) if step.logits is None else list(step.logits.clone())
+        raw = step.extra.get("logits")
+        logits = [None] * len(step.tokens) if raw is None else list(raw.clone())
         self._undelivered[row].extend(zip(step.tokens, logits, strict=True))
 
     def advance(self) -> list[int]:
@@ -171,4 +173,4 @@ def decode(llm: LLM, distribution: Distribution, lockstep: Lockstep, rows: int) 
     # a decoder that reuses prefixes must not be kept: the weights may change before the next call
     if not shared:
         give_back()
-    return tuple(Stats.of(total, request.processors) for total, request in zip(totals, requests, strict=True))
+    return tuple(Stats.of(total, processors_of(request)) for total, request in zip(totals, requests, strict=True))

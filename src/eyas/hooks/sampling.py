@@ -37,8 +37,10 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from eyas.api import check_processor
+from eyas.core.features import RequestFeature
 from eyas.core.requests import Request
 from eyas.core.sampling import Processor, Sampling
+from eyas.features import Guidance, RawLogits
 from eyas.hooks.inputs import Batch
 from eyas.hooks.refusals import check_processors
 
@@ -90,11 +92,15 @@ class Distribution:
             self.max_new_tokens,
             sampling,
             self.eos,
-            processors=tuple(self._for_row(processor, row) for processor in self.processors),
             min_tokens=self.min_tokens,
-            logits=logits,
+            features=self._features(row, logits),
             media=self.batch.media,
         )
+
+    def _features(self, row: int, logits: bool) -> tuple[RequestFeature, ...]:
+        processors = tuple(self._for_row(processor, row) for processor in self.processors)
+        guidance = (Guidance(processors),) if processors else ()
+        return (*guidance, RawLogits()) if logits else guidance
 
     def _for_row(self, processor: Any, row: int) -> Processor:
         """A processor that is shown one row alone, and sees what it would see of it in the batch."""

@@ -188,10 +188,9 @@ class CycleReplay(CycleRunner):
     def _on_device(self, cycle_input: CycleInput) -> bool:
         """Whether the cycle, apart from its draft, reads no values on the host."""
         verify_on_device = self.verify is verify or getattr(self.verify, "on_device", False)
-        sampling_on_device = (
-            cycle_input.adjustments is None and not cycle_input.processors and not cycle_input.constraints
-        )
-        return verify_on_device and sampling_on_device and not cycle_input.keep_scores
+        features = [feature for features in cycle_input.features for feature in features]
+        reads_host = any(feature.has_scores or feature.reads_cycle for feature in features)
+        return verify_on_device and cycle_input.adjustments is None and not reads_host
 
     def _committed(self, cycle: Cycle, draft: Draft) -> Cycle:
         """Call the drafter's `commit`, which is not part of the recording, with copies that the

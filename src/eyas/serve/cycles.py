@@ -9,7 +9,7 @@
 `tokens` are what the cycle emitted; `node` is a number in `nodes`, or null for a token of the
 target's own. Their texts together are the answer's text. The texts of `nodes` show a token by
 itself: special tokens too, and the space that begins a word. `nodes`, `path`, `bonus` and `ended`
-are those of `Step.trace`. The object of a prefill has no nodes.
+are those of `features.Trace`. The object of a prefill has no nodes.
 
 The server sends these objects (`cycles: true`), `eyas generate --view` writes them into a file.
 This module knows no web framework.
@@ -50,7 +50,8 @@ class CycleWriter:
     def write(self, step: Step) -> dict[str, Any]:
         """The object of one Step."""
         self._totals.add(step)
-        path = step.path if step.trace is None else step.trace.path
+        trace = step.extra.get("trace")
+        path = step.path if trace is None else trace.path
         nodes = path[1 : 1 + step.accepted]
         places = [*nodes, *[None] * (len(step.tokens) - len(nodes))]
         last = len(step.tokens) - 1 if step.finish else -1
@@ -70,9 +71,9 @@ class CycleWriter:
 
     def _tree(self, step: Step) -> dict[str, Any]:
         """The trace, with the text of each node."""
-        if step.trace is None:
+        if "trace" not in step.extra:
             return {"nodes": [], "path": [], "bonus": None, "bonus_text": "", "ended": ""}
-        trace = asdict(step.trace)
+        trace = asdict(step.extra["trace"])
         for node in trace["nodes"]:
             node["text"] = self._alone(node["token"])
             node["p"], node["q"] = _number(node["p"]), _number(node["q"])

@@ -24,7 +24,9 @@ from random import SystemRandom
 
 from eyas.api import LLM, TextReader
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.features import RequestFeature
 from eyas.errors import EyasError
+from eyas.features import Predicted, Traced
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError
@@ -297,14 +299,15 @@ class Engine:
 
 def _with_fields(request: Request, job: Job) -> Request:
     """The request with the fields that a job sets in addition to the keywords of `LLM.request`."""
+    features: list[RequestFeature] = [Predicted(job.prediction)] if job.prediction else []
+    features += [Traced()] if job.cycles else []
     return replace(
         request,
         eos=request.eos | job.stop_token_ids,
         min_tokens=job.min_tokens,
         logprobs=job.logprobs,
         prompt_logprobs=job.prompt_logprobs,
-        trace=job.cycles,
         draft=job.draft,
-        prediction=job.prediction,
         media=job.media,
+        features=(*request.features, *features),
     )

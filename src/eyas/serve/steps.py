@@ -41,7 +41,7 @@ class DeltaMaker:
             cycles=() if step.prefill else (figures(step, drafted),),
             prefill=step.prefill,
             cached_tokens=step.cached_tokens,
-            predicted=step.predicted,
+            predicted=step.extra.get("predicted", 0),
             logprobs=step.logprobs,
             prompt_logprobs=step.prompt_logprobs,
             cycle=None if self.writer is None else self.writer.write(step),

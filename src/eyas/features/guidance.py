@@ -1,5 +1,7 @@
-"""Computes the scores of every node: sampling, constraint masks, and logits processors with each
-node's own prefix.
+"""What guides the text of a request from outside: a constraint, and logits processors.
+
+The constraint's mask comes after bias, penalties and min_tokens, the processors come after the mask, then
+temperature, top-k, top-p and min-p. A processor is run with each node's own prefix.
 
 A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises),
 so it is run only where plain decoding could stand: at the nodes that are open (`core.ends`) and
@@ -7,88 +9,100 @@ whose token the processed scores of their parent allow (in greedy rows: whose to
 
 Other nodes keep their raw logits: they cannot be accepted, or everything after them is cut off. So
 do nodes whose processor failed. A request fails only if its text reaches such a node and goes on
-from there (`Failures`); other requests continue.
+from there; other requests continue.
 
-This module knows no model. Letters: N nodes, V vocabulary, T tokens.
+This module knows no model and no grammar. Letters: N nodes, V vocabulary, T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
-from eyas.core.constraints import tree_mask
-from eyas.core.drafter import CycleInput
-from eyas.core.ops import REFERENCE, Ops
-from eyas.core.sampling import Processor, Sampling, apply_sampling, apply_sampling_rows
-from eyas.core.tree import Draft
+from eyas.core.features import MAX_CONTINUATION, Continuation, RequestFeature, RowFeature, RowNodes
+from eyas.core.requests import Request
+from eyas.core.sampling import Processor, Sampling, apply_sampling
+from eyas.core.target import Target
 from eyas.errors import EyasError, InputError, code_of_request
+from eyas.features.constraints import Constraint, GuardedConstraint, tree_mask
 
-__all__ = ["Failures", "apply_processors", "make_custom", "node_scores"]
+__all__ = ["Constraint", "Guidance", "apply_processors", "make_custom", "processors_of"]
 
+FORCED_CHANCE = 0.99  # estimated probability of a forced token: another tokenisation of the text may come
 NOTHING_LEFT = "no token may come next: what the constraint allows, min_tokens excludes, or nothing is allowed at all"
 
-Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 
+@dataclass(frozen=True)
+class Guidance(RequestFeature):
+    """A constraint, which serves one request alone, or logits processors, or both.
 
-def node_scores(
-    logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput, ops: Ops = REFERENCE
-) -> tuple[Tensor, Failures]:
-    """The scores at each node, and the nodes that have none because a processor or a constraint
-    failed.
-
-    Each row has its own `Sampling`, constraint and processors. Each node's own prefix is used if
-    something depends on it.
-
-    Returns:
-        scores [B, N, V], whose softmax over V is the distribution from which plain decoding would
-        draw at each node: float32, but if tokens are only drawn from them, `ops` may leave logits
-        in their own dtype; and the failures.
+    Attributes:
+        processors: called once for each node with the node's own prefix, which is slow.
+        constraint: the texts that the answer may have.
     """
-    nodes = None if cycle_input.adjustments is None else cycle_input.adjustments.for_tree(draft.tree, draft.tokens_BN)
-    if not cycle_input.processors and not cycle_input.constraints:
-        scores = ops.scores if draft.q_BNV is None else apply_sampling_rows
-        return scores(logits_BNV, cycle_input.sampling, nodes), {}
-    scores_by_row, failures = list[Tensor](), dict[tuple[int, int], EyasError]()
-    for b in range(len(logits_BNV)):
-        scores_NV, failed = _row_scores(logits_BNV[b], draft, b, cycle_input, None if nodes is None else nodes[b])
-        scores_by_row.append(scores_NV)
-        failures |= {(b, n): error for n, error in failed.items()}
-    return torch.stack(scores_by_row), failures
+
+    processors: tuple[Processor, ...] = ()
+    constraint: Constraint | None = None
+
+    def open(self, request: Request, target: Target) -> RowFeature:
+        guarded = None if self.constraint is None else GuardedConstraint(self.constraint, target.vocab_size)
+        return _RowGuidance(self.processors, guarded)
 
 
-def _row_scores(
-    logits_NV: Tensor, draft: Draft, b: int, cycle_input: CycleInput, adjustments: Adjustments | None
-) -> tuple[Tensor, dict[int, EyasError]]:
-    """One row of `node_scores`; the failures by node."""
-    sampling, failures = cycle_input.sampling[b], dict[int, EyasError]()
-    processors = cycle_input.processors[b] if cycle_input.processors else ()
-    constraint = cycle_input.constraints[b] if cycle_input.constraints else None
-    if not processors and constraint is None:
-        return apply_sampling(logits_NV, sampling, adjustments), {}
-    tree, mask_NV = draft.tree, None
-    parents, tokens = tree.parents_BN[b].tolist(), draft.tokens_BN[b].tolist()
-    open_nodes = cycle_input.ends[b].open_nodes(parents, tokens, tree.acceptable_BN[b].tolist())
-    if constraint is not None:
-        mask_NV, failures = tree_mask(constraint, parents, tokens, open_nodes)
-        mask_NV = mask_NV.to(logits_NV.device)
-    if processors:
-        nodes = {node: (parents[node], path) for node, path in open_nodes.items() if node not in failures}
-        text = cycle_input.row_tokens[b]
-        scores_NV, failed = apply_processors(logits_NV, nodes, text, sampling, adjustments, processors, mask_NV)
-        return scores_NV, failures | failed
-    assert mask_NV is not None
+def processors_of(request: Request) -> tuple[Processor, ...]:
+    """Return the logits processors of a request."""
+    return tuple(p for feature in request.features if isinstance(feature, Guidance) for p in feature.processors)
 
-    def masked(scores_NV: Tensor) -> Tensor:
-        allowed_NV = scores_NV.masked_fill(~mask_NV, -torch.inf)
-        dead_N = (allowed_NV == -torch.inf).all(-1)
-        failures.update((n, InputError(NOTHING_LEFT)) for n in dead_N.nonzero()[:, 0].tolist())
-        return allowed_NV
 
-    return apply_sampling(logits_NV, sampling, adjustments, masked), failures
+class _RowGuidance(RowFeature):
+    """The constraint and the processors of one row."""
+
+    has_scores = True
+
+    def __init__(self, processors: tuple[Processor, ...], constraint: GuardedConstraint | None) -> None:
+        self.processors, self.constraint = processors, constraint
+        self.guides = self.masks = constraint is not None
+
+    def continuations(self, text: Sequence[int]) -> list[Continuation]:
+        forced = [] if self.constraint is None else self.constraint.forced(MAX_CONTINUATION)
+        return [Continuation(forced, FORCED_CHANCE)] if forced else []
+
+    def mask(self, nodes: RowNodes) -> tuple[Tensor, Mapping[int, EyasError]]:
+        assert self.constraint is not None
+        return tree_mask(self.constraint, nodes)
+
+    def accept(self, token: int) -> bool:
+        if self.constraint is None:
+            return False
+        self.constraint.accept([token])
+        return self.constraint.finished
+
+    def scores(
+        self, logits_NV: Tensor, nodes: RowNodes, sampling: Sampling, adjustments: Adjustments | None
+    ) -> tuple[Tensor, Mapping[int, EyasError]]:
+        mask_NV, failures = None, dict[int, EyasError]()
+        if self.constraint is not None:
+            mask_NV, failures = tree_mask(self.constraint, nodes)
+            mask_NV = mask_NV.to(logits_NV.device)
+        if self.processors:
+            asked = {n: (nodes.parents[n], path) for n, path in nodes.open_nodes.items() if n not in failures}
+            scores_NV, failed = apply_processors(
+                logits_NV, asked, nodes.text, sampling, adjustments, self.processors, mask_NV
+            )
+            return scores_NV, failures | failed
+        assert mask_NV is not None
+
+        def masked(scores_NV: Tensor) -> Tensor:
+            allowed_NV = scores_NV.masked_fill(~mask_NV, -torch.inf)
+            dead_N = (allowed_NV == -torch.inf).all(-1)
+            failures.update((n, InputError(NOTHING_LEFT)) for n in dead_N.nonzero()[:, 0].tolist())
+            return allowed_NV
+
+        return apply_sampling(logits_NV, sampling, adjustments, masked), failures
 
 
 def make_custom(

@@ -1,4 +1,4 @@
-"""Drafts from a predicted text (`Request.prediction`; OpenAI's Predicted Outputs).
+"""A text that the answer probably repeats (OpenAI's Predicted Outputs), from which its tokens are drafted.
 
 The answer is followed through the predicted text:
 
@@ -8,17 +8,26 @@ The answer is followed through the predicted text:
     answer        a b c X Y g h         comes back: to the position before which the prediction has the longest end of the answer;
                                         of several, to the one nearest to where it left
 
-The prediction is only drafted: it changes how many tokens a cycle emits, never which.
-This module knows no requests and no trees.
+The prediction is only drafted: it changes how many tokens a cycle emits, never which. `Step.extra`
+has "predicted": how many of the accepted draft tokens it proposed.
+
+This module knows no trees and no method.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Continuation", "Prediction"]
+from eyas.core.cycle import Cycle
+from eyas.core.features import MAX_CONTINUATION, Continuation, RequestFeature, RowFeature
+from eyas.core.requests import Request
+from eyas.core.target import Target
+from eyas.errors import InputError
+
+__all__ = ["Predicted", "Prediction"]
 
 MAX_MATCH = 32  # tokens of the answer's end that are looked up
 FIRST_TOKENS = 8  # tokens that are drafted before the answer has begun
@@ -27,11 +36,53 @@ FIRST_TOKENS = 8  # tokens that are drafted before the answer has begun
 MAX_UNMATCHED_TOKENS = 4
 
 
-class Continuation(NamedTuple):
-    """A continuation of the text that the target may draw."""
+@dataclass(frozen=True)
+class Predicted(RequestFeature):
+    """The predicted text of a request."""
 
-    tokens: list[int]
-    chance: float  # estimated probability that the target draws a token of it, given those before
+    tokens: tuple[int, ...]
+
+    def check(self, request: Request, vocab: int) -> None:
+        outside = [token for token in self.tokens if not 0 <= token < vocab]
+        if outside:
+            raise InputError(
+                f"prediction: token id {outside[0]} is outside the target's vocabulary of {vocab} (0..{vocab - 1})"
+            )
+
+    def open(self, request: Request, target: Target) -> RowFeature:
+        return _RowPrediction(Prediction(self.tokens, MAX_CONTINUATION), len(request.prompt))
+
+
+class _RowPrediction(RowFeature):
+    """The prediction of one row's text.
+
+    Args:
+        read: how many tokens of the row's text `prediction` has read, or need not read.
+    """
+
+    guides = True
+
+    def __init__(self, prediction: Prediction, read: int) -> None:
+        self.prediction, self.read = prediction, read
+        self.proposed: list[list[int]] = []  # in the current cycle
+
+    def continuations(self, text: Sequence[int]) -> list[Continuation]:
+        for token in text[self.read :]:
+            self.prediction.read(token)
+        self.read = len(text)
+        found = self.prediction.continuations()
+        self.proposed = [continuation.tokens for continuation in found]
+        return found
+
+    def report(
+        self, cycle: Cycle, row: int, tokens: Sequence[int], path: Sequence[int], finish: str | None
+    ) -> Mapping[str, Any]:
+        accepted = list(tokens[: max(0, len(path) - 1)])
+        longest = 0
+        for proposed in self.proposed:
+            while longest < min(len(proposed), len(accepted)) and proposed[: longest + 1] == accepted[: longest + 1]:
+                longest += 1
+        return {"predicted": longest} if longest else {}
 
 
 class Prediction:

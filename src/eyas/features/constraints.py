@@ -5,8 +5,8 @@ A `Constraint` belongs to one request and follows its text. At every node of a d
 which tokens may come next; the others get probability 0 before the temperature is applied. So the
 ids are those of plain decoding under the same constraint, with the same seed.
 
-This module has the interface and asks for masks; it knows no grammar. Letters: N nodes, M nodes
-that the constraint sees, V vocabulary.
+This module has the interface and asks for masks; it knows no grammar. `features.guidance` applies them.
+Letters: N nodes, M nodes that the constraint sees, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyas.core.ends import OpenNodes
+from eyas.core.features import RowNodes
 from eyas.errors import EyasError, InputError, code_of_request
 
 __all__ = ["Constraint", "GuardedConstraint", "tree_mask"]
@@ -97,15 +97,14 @@ class GuardedConstraint:
             return []
 
 
-def tree_mask(
-    constraint: GuardedConstraint, parents: Sequence[int], tokens: Sequence[int], open_nodes: OpenNodes
-) -> tuple[Tensor, dict[int, EyasError]]:
+def tree_mask(constraint: GuardedConstraint, nodes: RowNodes) -> tuple[Tensor, dict[int, EyasError]]:
     """The tokens that the constraint allows after each node of a row's tree, bool [N, V] on the CPU;
     and the nodes at which it fails.
 
     The constraint sees only nodes at which plain decoding could stand (`TextEnd.open_nodes`). After
     other nodes, and where it fails, every token is allowed.
     """
+    parents, tokens, open_nodes = nodes.parents, nodes.tokens, nodes.open_nodes
     mask_NV, failures = torch.ones(len(tokens), constraint.vocab, dtype=torch.bool), dict[int, EyasError]()
     number = {node: place for place, node in enumerate(open_nodes)}
     parents_M = [-1, *(number[parents[node]] for node in list(number)[1:])]

@@ -1,0 +1,125 @@
+"""The socket of request features: what a request may ask for beyond its sampling, its length and its end.
+
+A `RequestFeature` stands in `Request.features`; it says what is asked for. Its `open` makes the
+`RowFeature` that follows one text. The loop knows these two classes and none of their subclasses,
+which are in `eyas.features`:
+
+    when                         the loop calls                what it is for
+    the request is added         RequestFeature.check          refuse what cannot be served
+    its prompt is read           RequestFeature.open
+    a cycle drafts               continuations, mask           draft text that is likely, or must come; guide the growth of trees
+    a cycle verifies             scores                        change the target's distribution at a node
+    a token is emitted           accept                        follow the text, and end it
+    a cycle's result is read     report                        what goes into `Step.extra`
+
+A request without features costs nothing: "is anything special?" is the one question whether
+`CycleInput.features` is empty. What every request has (a limit of its drafts, penalties,
+log-probabilities, which recorded cycles compute too) is no feature, and stays in the records.
+
+This module knows no model and no method. Letters: N nodes of one row's tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from eyas.core.ends import OpenNodes
+from eyas.errors import EyasError
+
+if TYPE_CHECKING:
+    from eyas.core.adjustments import Adjustments
+    from eyas.core.cycle import Cycle
+    from eyas.core.requests import Request
+    from eyas.core.sampling import Sampling
+    from eyas.core.target import Target
+
+__all__ = ["MAX_CONTINUATION", "Continuation", "RequestFeature", "RowFeature", "RowNodes"]
+
+MAX_CONTINUATION = 16  # tokens
+
+
+class Continuation(NamedTuple):
+    """Tokens that may follow the text of a row."""
+
+    tokens: list[int]  # at most MAX_CONTINUATION
+    chance: float  # estimated probability that the target draws a token of it, given those before
+
+
+class RowNodes(NamedTuple):
+    """One row of a draft tree in plain numbers."""
+
+    parents: Sequence[int]  # of each node, which comes after its parent; -1 for node 0, the root
+    tokens: Sequence[int]
+    text: Sequence[int]  # the row's prompt and emitted tokens; the last one is the root
+    open_nodes: OpenNodes  # the nodes at which plain decoding could stand
+
+
+class RequestFeature:
+    """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
+
+    def check(self, request: Request, vocab: int) -> None:
+        """Raise InputError if it cannot be served.
+
+        Args:
+            vocab: size of the target's vocabulary.
+        """
+
+    def open(self, request: Request, target: Target) -> RowFeature:
+        """Return the state of this feature for the row of a request whose prompt is read."""
+        raise NotImplementedError
+
+
+class RowFeature:
+    """A feature of one row, from its prompt to its last token. Methods that are not overridden do nothing.
+
+    Attributes:
+        guides: the row's draft may hold `continuations`. Its tree is then verified as a deterministic
+            one, so its ids are those of plain decoding whatever is drafted.
+        masks: `mask` says which tokens may follow.
+        has_scores: `scores` computes the distributions of the row. At most one feature of a row does.
+        reads_cycle: `report` reads the scores or logits of every node, so cycles are not recorded.
+    """
+
+    guides: bool = False
+    masks: bool = False
+    has_scores: bool = False
+    reads_cycle: bool = False
+
+    def continuations(self, text: Sequence[int]) -> list[Continuation]:
+        """Return possible continuations of the row's text, the most certain first."""
+        return []
+
+    def mask(self, nodes: RowNodes) -> tuple[Tensor, Mapping[int, EyasError]]:
+        """Return the tokens that may follow each node, bool [N, V] on the CPU, and why nodes failed."""
+        raise NotImplementedError
+
+    def scores(
+        self, logits_NV: Tensor, nodes: RowNodes, sampling: Sampling, adjustments: Adjustments | None
+    ) -> tuple[Tensor, Mapping[int, EyasError]]:
+        """Return the scores of the row's nodes, float32 [N, V], and the nodes that have none, with the reason.
+
+        Args:
+            logits_NV: the target's raw logits.
+            adjustments: [N, ...], as for `core.sampling.apply_sampling`.
+        """
+        raise NotImplementedError
+
+    def accept(self, token: int) -> bool:
+        """Follow the emitted token; return whether the text ends with it."""
+        return False
+
+    def report(
+        self, cycle: Cycle, row: int, tokens: Sequence[int], path: Sequence[int], finish: str | None
+    ) -> Mapping[str, Any]:
+        """Return entries of `Step.extra` for one cycle, or for the first token.
+
+        Args:
+            row: the row's number in the cycle.
+            tokens: the emitted tokens.
+            path: accepted nodes, root first, before the cut at stop and length; empty for the first token.
+            finish: why the answer ended in this cycle; None if it continues.
+        """
+        return {}

@@ -1,0 +1,14 @@
+"""Request features: what a request may ask for beyond sampling, one file each.
+
+    guidance.py      a constraint on the text (structured output), and logits processors
+    predictions.py   a text that the answer probably repeats
+    traces.py        the trees of all cycles for display, and raw logits
+
+Each is a `core.features.RequestFeature` in `Request.features`. The loop imports none of them.
+"""
+
+from eyas.features.guidance import Constraint, Guidance, processors_of
+from eyas.features.predictions import Predicted
+from eyas.features.traces import RawLogits, Traced
+
+__all__ = ["Constraint", "Guidance", "Predicted", "RawLogits", "Traced", "processors_of"]

@@ -1,0 +1,49 @@
+"""Requests with features, written as keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from eyas.core.engine import Request
+from eyas.core.features import RequestFeature
+from eyas.core.sampling import Processor
+from eyas.features import Constraint, Guidance, Predicted, RawLogits, Traced, processors_of
+
+KEPT: Any = object()  # the wish stays as it is in the request
+
+
+def wished(*args: Any, **fields: Any) -> Request:
+    """A Request; `fields` may hold wishes, see `wish`."""
+    wishes = {name: fields.pop(name) for name in ("processors", "constraint", "prediction", "trace") if name in fields}
+    return wish(Request(*args, **fields), **wishes)
+
+
+def wish(
+    request: Request, *, processors: Sequence[Processor] = KEPT, constraint: Constraint | None = KEPT,
+    prediction: tuple[int, ...] = KEPT, trace: bool = KEPT, **fields: Any,
+) -> Request:  # fmt: skip
+    """The request with other wishes, and other fields."""
+    old_trace = any(isinstance(feature, Traced) for feature in request.features)
+    processors = processors_of(request) if processors is KEPT else tuple(processors)
+    constraint = constraint_of(request) if constraint is KEPT else constraint
+    prediction = prediction_of(request) if prediction is KEPT else prediction
+    features: list[RequestFeature] = [f for f in request.features if isinstance(f, RawLogits)]
+    if processors or constraint is not None:
+        features.append(Guidance(tuple(processors), constraint))
+    if prediction:
+        features.append(Predicted(prediction))
+    if old_trace if trace is KEPT else trace:
+        features.append(Traced())
+    return replace(request, features=tuple(features), **fields)
+
+
+def constraint_of(request: Request) -> Constraint | None:
+    """The constraint of a request."""
+    return next((f.constraint for f in request.features if isinstance(f, Guidance)), None)
+
+
+def prediction_of(request: Request) -> tuple[int, ...]:
+    """The predicted text of a request; empty without one."""
+    return next((f.tokens for f in request.features if isinstance(f, Predicted)), ())

@@ -263,7 +263,7 @@ MUTATIONS = (
     ),
     mutation(
         "log-probabilities of the token before",
-        ("core.test_logprobs", "test_on_long_paths", ()),
+        ("features.test_logprobs", "test_on_long_paths", ()),
         rewrite("core.logprobs:path_logprobs", "VERDICT.tokens_BP.roll(...)", "VERDICT.tokens_BP"),
     ),
     # what rejection leaves of p and q

@@ -9,20 +9,22 @@ from typing import Any
 from eyas.core.engine import Request
 from eyas.core.features import RequestFeature
 from eyas.core.sampling import Processor
-from eyas.features import Constraint, Guidance, Predicted, RawLogits, Traced, processors_of
+from eyas.features import Constraint, Guidance, Logprobs, Predicted, RawLogits, Traced, logprobs_of, processors_of
 
+WISHES = ("processors", "constraint", "prediction", "trace", "logprobs", "prompt_logprobs")
 KEPT: Any = object()  # the wish stays as it is in the request
 
 
 def wished(*args: Any, **fields: Any) -> Request:
     """A Request; `fields` may hold wishes, see `wish`."""
-    wishes = {name: fields.pop(name) for name in ("processors", "constraint", "prediction", "trace") if name in fields}
+    wishes = {name: fields.pop(name) for name in WISHES if name in fields}
     return wish(Request(*args, **fields), **wishes)
 
 
 def wish(
     request: Request, *, processors: Sequence[Processor] = KEPT, constraint: Constraint | None = KEPT,
-    prediction: tuple[int, ...] = KEPT, trace: bool = KEPT, **fields: Any,
+    prediction: tuple[int, ...] = KEPT, trace: bool = KEPT, logprobs: int | None = KEPT,
+    prompt_logprobs: int | None = KEPT, **fields: Any,
 ) -> Request:  # fmt: skip
     """The request with other wishes, and other fields."""
     old_trace = any(isinstance(feature, Traced) for feature in request.features)
@@ -34,6 +36,10 @@ def wish(
         features.append(Guidance(tuple(processors), constraint))
     if prediction:
         features.append(Predicted(prediction))
+    old = logprobs_of(request)
+    asked = (old.answer if logprobs is KEPT else logprobs, old.prompt if prompt_logprobs is KEPT else prompt_logprobs)
+    if asked != (None, None):
+        features.append(Logprobs(*asked))
     if old_trace if trace is KEPT else trace:
         features.append(Traced())
     return replace(request, features=tuple(features), **fields)

@@ -22,6 +22,7 @@ from eyas.core.tree import Tree
 from eyas.errors import InputError, OptionError
 from reference import Oracle, plain_decode, run
 from test_lossless import DRAWN, make
+from wishes import wished
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # which the kernels support
 BIAS = tuple((token, (-100.0, 3.0, 7.5, -2.5)[token % 4]) for token in range(0, 160, 3))
@@ -150,10 +151,10 @@ def test_the_end_comes_after_min_tokens_and_no_later() -> None:
         ),
         (lambda: Request((1,), 5, min_tokens=6), r"min_tokens must be from 0 to max_new_tokens \(5\), got 6"),
         (
-            lambda: Request((1,), 5, logprobs=161),
+            lambda: wished((1,), 5, logprobs=161),
             r"logprobs must be from 0 to the size of the vocabulary \(160\), got 161",
         ),
-        (lambda: Request((1,), 5, prompt_logprobs=-1), "prompt_logprobs must be from 0"),
+        (lambda: wished((1,), 5, prompt_logprobs=-1), "prompt_logprobs must be from 0"),
     ],
 )
 def test_requests_that_cannot_be_served(make_request: Any, message: str) -> None:

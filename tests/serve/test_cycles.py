@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 
-from eyas.core.requests import Step, Trace, TraceNode
+from eyas.core.requests import Step
+from eyas.features.traces import Trace, TraceNode
 from eyas.serve.cycles import CycleWriter
 from toy_tokenizer import byte_tokenizer
 
@@ -29,7 +30,7 @@ def cycle(tokens: list[int], nodes: tuple[TraceNode, ...], path: tuple[int, ...]
         tuple(n + 7 * (n > 0) for n in path),
         seconds=0.5,
         stage_seconds={"draft": 0.1},
-        trace=trace,
+        extra={} if trace is None else {"trace": trace},
     )
 
 

@@ -34,7 +34,7 @@ from eyas.core.media import reads_media
 from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
-from eyas.features import Constraint, Guidance, Predicted, Traced
+from eyas.features import Constraint, Guidance, Logprobs, Predicted, Traced
 from eyas.grammar import Grammars, structure_of
 from eyas.targets.adapters import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
@@ -336,8 +336,6 @@ class LLM:
             eos,
             reader.feed,
             min_tokens=params["min_tokens"],
-            logprobs=params["logprobs"],
-            prompt_logprobs=params["prompt_logprobs"],
             draft=params["draft"],
             adapter=self.adapter_named(params["adapter"]),
             features=self._features(params, eos),
@@ -370,8 +368,14 @@ class LLM:
         processors = tuple(check_processor(p) for p in as_processors(params["logits_processor"]))
         constraint = self._constraint(params, eos)
         predicted = self._prediction(params["prediction"])
-        guidance = (Guidance(processors, constraint),) if processors or constraint is not None else ()
-        return (*guidance, Predicted(predicted)) if predicted else guidance
+        features: list[RequestFeature] = []
+        if processors or constraint is not None:
+            features.append(Guidance(processors, constraint))
+        if predicted:
+            features.append(Predicted(predicted))
+        if params["logprobs"] is not None or params["prompt_logprobs"] is not None:
+            features.append(Logprobs(params["logprobs"], params["prompt_logprobs"]))
+        return tuple(features)
 
     def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """The constraint that the keywords ask for; None where the text is free."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from eyas.core.engine import Request, Step
-from eyas.core.requests import TokenLogprobs
 from eyas.core.sampling import Processor
 from eyas.errors import InputError
-from eyas.features import processors_of
+from eyas.features import TokenLogprobs, logprobs_of, processors_of
 from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings
 
@@ -151,18 +150,18 @@ class Answer:
 
     def add(self, step: Step) -> Piece:
         self.totals.add(step)
-        self.logprobs += step.logprobs
-        self.prompt_logprobs += step.prompt_logprobs
-        return Piece(
-            self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, step.logprobs
-        )
+        logprobs = step.extra.get("logprobs", ())
+        self.logprobs += logprobs
+        self.prompt_logprobs += step.extra.get("prompt_logprobs", ())
+        return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, logprobs)
 
     def result(self) -> Result:
         """The answer so far; one that was cancelled counts as ended by its length."""
         totals = self.totals
         stats = Stats.of(totals, processors_of(self.request))
-        logprobs = None if self.request.logprobs is None else tuple(self.logprobs)
-        prompt_logprobs = None if self.request.prompt_logprobs is None else self.prompt_logprobs
+        asked = logprobs_of(self.request)
+        logprobs = None if asked.answer is None else tuple(self.logprobs)
+        prompt_logprobs = None if asked.prompt is None else self.prompt_logprobs
         return Result(
             self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats, logprobs, prompt_logprobs
         )

@@ -135,7 +135,7 @@ def verify_output(draft: Draft, output: TargetOutput, cycle_input: CycleInput, v
     """Scores, verdict and host tensor of a cycle from the target's output; nothing is committed."""
     scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input, ops)
     verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
-    width = cycle_input.logprobs
+    width = cycle_input.top_tokens
     logprobs_BPX = None if width is None else path_logprobs(output.logits_BNV, verdict, width)
     return Cycle(draft, output, scores_BNV, verdict, _pack(scores_BNV, verdict), failures, logprobs_BPX)
 

@@ -201,7 +201,7 @@ class Decoder:
         if isinstance(read, EyasError):
             return row.failed(0, read, timer, prefill=True)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens
-        step_fields = {"prefill": True, "cached_tokens": prompt.cached_tokens, "prompt_logprobs": prompt.logprobs}
+        step_fields = {"prefill": True, "cached_tokens": prompt.cached_tokens, "extra": prompt.report()}
         (step,) = self._emit(first_token_cycle(row, read, self.target), [b], timer, step_fields)
         return step
 
@@ -231,8 +231,10 @@ class Decoder:
             emitted, error = row.emit(tokens[:good], error)
             if row.finish:
                 self._release(b, failed=error is not None)
-            asked = row.optional_step_fields(cycle, number, emitted, path if prefill_fields is None else ())
-            steps.append(row.step(b, emitted, timer, error=error, **step_fields, **asked))
+            if row.features:
+                report = row.report(cycle, number, emitted, path if prefill_fields is None else ())
+                step_fields = {**step_fields, "extra": step_fields.get("extra", {}) | report}
+            steps.append(row.step(b, emitted, timer, error=error, **step_fields))
         return steps
 
     def _release(self, b: int, failed: bool = False) -> None:

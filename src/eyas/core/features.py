@@ -6,15 +6,15 @@ which are in `eyas.features`:
 
     when                         the loop calls                what it is for
     the request is added         RequestFeature.check          refuse what cannot be served
-    its prompt is read           RequestFeature.open
+    its prompt is read           prompt_logits, then open      see the logits after every token of the prompt
     a cycle drafts               continuations, mask           draft text that is likely, or must come; guide the growth of trees
     a cycle verifies             scores                        change the target's distribution at a node
     a token is emitted           accept                        follow the text, and end it
     a cycle's result is read     report                        what goes into `Step.extra`
 
 A request without features costs nothing: "is anything special?" is the one question whether
-`CycleInput.features` is empty. What every request has (a limit of its drafts, penalties,
-log-probabilities, which recorded cycles compute too) is no feature, and stays in the records.
+`CycleInput.features` is empty. Penalties and limits of drafts are not features: the first are part of
+`Sampling` and follow every node of a growing tree, the second decide whether a method runs at all.
 
 This module knows no model and no method. Letters: N nodes of one row's tree, V vocabulary.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from eyas.core.sampling import Sampling
     from eyas.core.target import Target
 
-__all__ = ["MAX_CONTINUATION", "Continuation", "RequestFeature", "RowFeature", "RowNodes"]
+__all__ = ["MAX_CONTINUATION", "Continuation", "PromptLogits", "RequestFeature", "RowFeature", "RowNodes"]
 
 MAX_CONTINUATION = 16  # tokens
 
@@ -57,6 +57,18 @@ class RowNodes(NamedTuple):
     open_nodes: OpenNodes  # the nodes at which plain decoding could stand
 
 
+class PromptLogits:
+    """Reads the logits of a whole prompt, chunk by chunk."""
+
+    def read(self, logits_TV: Tensor, position: int) -> None:
+        """Read the logits after the tokens from `position` on; those after the last one are the answer's first."""
+        raise NotImplementedError
+
+    def report(self) -> Mapping[str, Any]:
+        """Return entries of `Step.extra` for the prompt's Step."""
+        raise NotImplementedError
+
+
 class RequestFeature:
     """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
 
@@ -66,6 +78,10 @@ class RequestFeature:
         Args:
             vocab: size of the target's vocabulary.
         """
+
+    def prompt_logits(self, prompt: Sequence[int]) -> PromptLogits | None:
+        """Return what reads the prompt's logits; None: they are not wanted. If they are, no prefix is reused."""
+        return None
 
     def open(self, request: Request, target: Target) -> RowFeature:
         """Return the state of this feature for the row of a request whose prompt is read."""
@@ -81,12 +97,15 @@ class RowFeature:
         masks: `mask` says which tokens may follow.
         has_scores: `scores` computes the distributions of the row. At most one feature of a row does.
         reads_cycle: `report` reads the scores or logits of every node, so cycles are not recorded.
+        top_tokens: `Cycle.logprobs_BPX` has the log-probabilities of at least so many most probable tokens;
+            None: they are not wanted.
     """
 
     guides: bool = False
     masks: bool = False
     has_scores: bool = False
     reads_cycle: bool = False
+    top_tokens: int | None = None
 
     def continuations(self, text: Sequence[int]) -> list[Continuation]:
         """Return possible continuations of the row's text, the most certain first."""

@@ -70,7 +70,7 @@ class CycleInput:
     ends: tuple[TextEnd, ...] = ()  # what ends the text of each row (before the last cycle, if this one runs ahead)
     # most acceptable nodes below each row's root; None: no limit; () if no row has one
     draft_limits: tuple[int | None, ...] = ()
-    logprobs: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
+    top_tokens: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
     # the target's keys and values; slot s < `position_B` of a row holds those of its token s
     target_cache: KVCache | None = None
     tree_size: TreeSize | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide

@@ -35,14 +35,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from eyas.core.cache import common_prefix
 from eyas.core.drafter import DraftSession
-from eyas.core.logprobs import PromptLogprobs
-from eyas.core.requests import Request, TokenLogprobs
+from eyas.core.features import PromptLogits
+from eyas.core.requests import Request
 from eyas.core.target import TargetSession
 from eyas.errors import EyasError, OptionError
 from eyas.timing import StageTimer
@@ -68,13 +68,16 @@ class Prompt:
     cached_tokens: int = 0  # prompt tokens whose keys and values were there already
     read: int = 0  # prompt tokens in the caches, those kept included
     timer: StageTimer | None = None  # started when the prompt got its row
-    logprob_reader: PromptLogprobs | None = None  # if the request asks for log-probabilities of the prompt
+    logits_readers: tuple[PromptLogits, ...] = ()  # of the request's features
 
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """Log-probabilities of the tokens that have been read; () unless the request asks for
-        them."""
-        return () if self.logprob_reader is None else tuple(self.logprob_reader.entries)
+    def report(self) -> dict[str, Any]:
+        """What features have read from the prompt, for `Step.extra`."""
+        return {name: value for reader in self.logits_readers for name, value in reader.report().items()}
+
+    def read_logits(self, logits_TV: Tensor, position: int) -> None:
+        """Show a chunk's logits to the features that read them."""
+        for reader in self.logits_readers:
+            reader.read(logits_TV, position)
 
     @property
     def remaining(self) -> int:
@@ -225,7 +228,7 @@ class PromptReader:
 
         before = prompt.timer.stage_seconds.get("prompt", 0.0)
         with prompt.timer.stage("prompt"):
-            on_logits = prompt.logprob_reader.read if prompt.logprob_reader else None
+            on_logits = prompt.read_logits if prompt.logits_readers else None
             logits_V = self.target.prefill(row, tokens, on_chunk, on_logits, prompt.request.media)
         if count >= MIN_AUTO_BUDGET and not prompt.request.media:  # short chunks and images cost more per token
             self._token_seconds = _average(self._token_seconds, (prompt.timer.stage_seconds["prompt"] - before) / count)
@@ -242,9 +245,9 @@ class PromptReader:
         self.target.reserve(len(request.prompt) + request.max_new_tokens + self.extra_slots)
         row, source, shared = self._place(() if request.media else request.prompt)
         kept = 0
-        if request.prompt_logprobs is not None:  # then the logits of all tokens are wanted
-            prompt.logprob_reader = PromptLogprobs(request.prompt, request.prompt_logprobs)
-        elif shared:
+        readers = [feature.prompt_logits(request.prompt) for feature in request.features]
+        prompt.logits_readers = tuple(reader for reader in readers if reader is not None)
+        if shared and not prompt.logits_readers:  # readers want the logits of all tokens
             kept = self._reusable_prefix(row, source, shared)
         self.drafter.begin(row, kept, len(request.prompt))
         if source == row:

@@ -11,7 +11,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError
 
-__all__ = ["DecisionLabel", "Request", "Step", "TokenLogprobs", "check_request", "check_steps"]
+__all__ = ["DecisionLabel", "Request", "Step", "check_request", "check_steps"]
 
 
 class DecisionLabel(Protocol):
@@ -33,10 +33,6 @@ class Request:
     # called with every new token in order; True: the text ends with this token
     stop: Callable[[int], bool] | None = None
     min_tokens: int = 0  # no token of `eos` is emitted before this many others
-    # every emitted token comes with its log-probability and those of this many most probable
-    # tokens; None: with none
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
     draft: str | int = "auto"
     features: tuple[RequestFeature, ...] = ()  # what it asks for beyond that; see `core.features`
@@ -54,20 +50,6 @@ class Request:
     def draft_limit(self) -> int | None:
         """Most acceptable nodes below the root; None: no limit."""
         return None if self.draft == "auto" else 0 if self.draft == "off" else int(self.draft)
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """The log-probability of one token, and the most probable tokens in its place.
-
-    They are the float32 log-softmax of the target's raw logits, before penalties, masks and
-    temperature. `logprob` and the values in `top` are the same floats where the token is among
-    them.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token, log-probability), the most probable first
 
 
 @dataclass(frozen=True)
@@ -91,9 +73,6 @@ class Step:
     ended_at: float = 0.0  # `time.perf_counter` seconds
     decision: DecisionLabel | None = None  # an adaptive drafter's decision about this cycle
     error: EyasError | None = None  # with finish "error": why this request failed; other requests continue
-    logprobs: tuple[TokenLogprobs, ...] = ()  # log-probabilities of `tokens`, if the request asks for them
-    # log-probabilities of the prompt's tokens, in the prefill step; None for the first one
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)  # what the request's features report, by their names for it
     cached_tokens: int = 0  # in the prefill step: prompt tokens whose keys and values were there already
 
@@ -120,10 +99,6 @@ def check_request(request: Request, vocab: int) -> None:
         raise InputError(
             f"min_tokens must be from 0 to max_new_tokens ({request.max_new_tokens}), got {request.min_tokens}"
         )
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(request, name)
-        if count is not None and not 0 <= count <= vocab:
-            raise InputError(f"{name} must be from 0 to the size of the vocabulary ({vocab}), got {count}")
     for feature in request.features:
         feature.check(request, vocab)
 

@@ -18,7 +18,7 @@ from eyas.core.cycle import Cycle, verify_output
 from eyas.core.drafter import CycleInput
 from eyas.core.ends import TextEnd
 from eyas.core.features import RowFeature
-from eyas.core.logprobs import to_token_logprobs, width_for
+from eyas.core.logprobs import width_for
 from eyas.core.requests import Request, Step
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
@@ -134,18 +134,10 @@ class Row:
             **{"prefill": False, **step_fields},
         )
 
-    def optional_step_fields(
-        self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]
-    ) -> dict[str, Any]:
-        """The fields of a Step that only some requests ask for, from row `number` of the cycle."""
-        fields: dict[str, Any] = {}
-        if self.request.logprobs is not None:
-            assert cycle.logprobs_BPX is not None
-            fields["logprobs"] = to_token_logprobs(cycle.logprobs_BPX[number].tolist(), tokens, self.request.logprobs)
-        if self.features:
-            reports = (feature.report(cycle, number, tokens, path, self.finish) for feature in self.features)
-            fields["extra"] = {name: value for report in reports for name, value in report.items()}
-        return fields
+    def report(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:
+        """What the features of this row, number `number` of the cycle, report of it, for `Step.extra`."""
+        reports = (feature.report(cycle, number, tokens, path, self.finish) for feature in self.features)
+        return {name: value for report in reports for name, value in report.items()}
 
     def failed(self, b: int, error: EyasError, timer: StageTimer, **step_fields: Any) -> Step:
         """The last Step of a request that fails."""
@@ -163,7 +155,7 @@ class RowSettings:
     active_rows: tuple[int, ...]
     features: tuple[tuple[RowFeature, ...], ...]  # each row's; () if no row has any
     draft_limits: tuple[int | None, ...]  # each row's; () if no row has any
-    logprobs: int | None  # as in `CycleInput`
+    top_tokens: int | None  # as in `CycleInput`
 
     @classmethod
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
@@ -183,7 +175,7 @@ class RowSettings:
             active_rows=tuple(b for b, row in enumerate(rows) if row),
             features=features if any(features) else (),
             draft_limits=limits if any(limit is not None for limit in limits) else (),
-            logprobs=width_for((row.request.logprobs for row in rows if row), target.vocab_size),
+            top_tokens=width_for((f.top_tokens for row_features in features for f in row_features), target.vocab_size),
         )
 
 
@@ -209,7 +201,7 @@ def make_cycle_input(
         features=settings.features,
         ends=tuple(row.end if row else TextEnd() for row in rows),
         draft_limits=settings.draft_limits,
-        logprobs=settings.logprobs,
+        top_tokens=settings.top_tokens,
         target_cache=target_cache,
     )
 

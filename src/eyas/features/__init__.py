@@ -2,13 +2,25 @@
 
     guidance.py      a constraint on the text (structured output), and logits processors
     predictions.py   a text that the answer probably repeats
+    logprobs.py      log-probabilities of the answer's tokens, and of the prompt's
     traces.py        the trees of all cycles for display, and raw logits
 
 Each is a `core.features.RequestFeature` in `Request.features`. The loop imports none of them.
 """
 
 from eyas.features.guidance import Constraint, Guidance, processors_of
+from eyas.features.logprobs import Logprobs, TokenLogprobs, logprobs_of
 from eyas.features.predictions import Predicted
 from eyas.features.traces import RawLogits, Traced
 
-__all__ = ["Constraint", "Guidance", "Predicted", "RawLogits", "Traced", "processors_of"]
+__all__ = [
+    "Constraint",
+    "Guidance",
+    "Logprobs",
+    "Predicted",
+    "RawLogits",
+    "TokenLogprobs",
+    "Traced",
+    "logprobs_of",
+    "processors_of",
+]

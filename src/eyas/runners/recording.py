@@ -111,7 +111,7 @@ class CycleReplay(CycleRunner):
     def launch_ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
         if (
             not (self.runs_ahead and self._can_run_ahead and self._on_device(cycle_input))
-            or cycle_input.logprobs is not None
+            or cycle_input.top_tokens is not None
         ):
             return None
         with timer.stage("target"):
@@ -169,7 +169,7 @@ class CycleReplay(CycleRunner):
         sampling = tuple(replace(s, seed=0) for s in cycle_input.sampling)
         drafted = None if draft is None else (draft.tree.nodes, draft.tree.max_depth, *_tensors(draft))
         addresses = self.target_session.cache.addresses, None if capturable is None else capturable.addresses
-        key = (context, sampling, noise.all_greedy, cycle_input.tree_size, drafted, addresses, cycle_input.logprobs)
+        key = (context, sampling, noise.all_greedy, cycle_input.tree_size, drafted, addresses, cycle_input.top_tokens)
         inplace_state = () if capturable is None else capturable.inplace_state
         return self.recorder(key, inputs, state, inplace_state, work)
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from eyas.arguments import MediaIds
-from eyas.core.requests import TokenLogprobs
+from eyas.features import TokenLogprobs
 from eyas.grammar import structure_of
 from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError

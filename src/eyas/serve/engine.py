@@ -26,7 +26,7 @@ from eyas.api import LLM, TextReader
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.features import RequestFeature
 from eyas.errors import EyasError
-from eyas.features import Predicted, Traced
+from eyas.features import Logprobs, Predicted, Traced
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError
@@ -300,13 +300,14 @@ class Engine:
 def _with_fields(request: Request, job: Job) -> Request:
     """The request with the fields that a job sets in addition to the keywords of `LLM.request`."""
     features: list[RequestFeature] = [Predicted(job.prediction)] if job.prediction else []
-    features += [Traced()] if job.cycles else []
+    if job.logprobs is not None or job.prompt_logprobs is not None:
+        features.append(Logprobs(job.logprobs, job.prompt_logprobs))
+    if job.cycles:
+        features.append(Traced())
     return replace(
         request,
         eos=request.eos | job.stop_token_ids,
         min_tokens=job.min_tokens,
-        logprobs=job.logprobs,
-        prompt_logprobs=job.prompt_logprobs,
         draft=job.draft,
         media=job.media,
         features=(*request.features, *features),

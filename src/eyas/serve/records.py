@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.core.requests import TokenLogprobs
+from eyas.features import TokenLogprobs
 
 __all__ = ["Delta", "Job", "Totals"]
 

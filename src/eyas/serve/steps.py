@@ -42,8 +42,8 @@ class DeltaMaker:
             prefill=step.prefill,
             cached_tokens=step.cached_tokens,
             predicted=step.extra.get("predicted", 0),
-            logprobs=step.logprobs,
-            prompt_logprobs=step.prompt_logprobs,
+            logprobs=step.extra.get("logprobs", ()),
+            prompt_logprobs=step.extra.get("prompt_logprobs", ()),
             cycle=None if self.writer is None else self.writer.write(step),
             error=step.error,
         )

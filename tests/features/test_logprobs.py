@@ -16,10 +16,10 @@ import zoo
 from eyas import drafters, kernels, runners
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.logprobs import width_for
-from eyas.core.requests import TokenLogprobs
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters._merge import Merged
+from eyas.features import TokenLogprobs, logprobs_of
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
@@ -46,7 +46,7 @@ def prompt(length: int) -> tuple[int, ...]:
 
 
 def asked() -> list[Request]:
-    return [Request(prompt(3 + 7 * i), 14, LAWS[i % 3], logprobs=count) for i, count in enumerate(COUNTS)]
+    return [wished(prompt(3 + 7 * i), 14, LAWS[i % 3], logprobs=count) for i, count in enumerate(COUNTS)]
 
 
 @cache
@@ -87,7 +87,7 @@ def check(entries: list[TokenLogprobs], tokens: list[int], logp_TV: Tensor, coun
 
 
 def collected(steps: list[Step], request_id: int) -> list[TokenLogprobs]:
-    return [entry for step in steps if step.request_id == request_id for entry in step.logprobs]
+    return [entry for step in steps if step.request_id == request_id for entry in step.extra.get("logprobs", ())]
 
 
 @pytest.mark.quick("eagle3-*")
@@ -101,12 +101,12 @@ def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kerne
     tokens, steps = run(Decoder(drafter.target, drafter, rows), asked())
     for i, (request, new) in enumerate(zip(asked(), tokens, strict=True)):
         entries = collected(steps, i + 1)
-        if request.logprobs is None:
+        if logprobs_of(request).answer is None:
             assert entries == []
             continue
         logp_TV = by_the_model([*request.prompt, *new])[len(request.prompt) - 1 : -1]
-        check(entries, new, logp_TV, request.logprobs)
-        assert all(len(step.logprobs) == len(step.tokens) for step in steps if step.request_id == i + 1)
+        check(entries, new, logp_TV, logprobs_of(request).answer)
+        assert all(len(step.extra["logprobs"]) == len(step.tokens) for step in steps if step.request_id == i + 1)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_on_long_paths() -> None:
     """Guards the order along a path: an oracle's steps emit several tokens, which the request's
     length cuts."""
     for length in (1, 2, 3, 5, 8, 13):
-        request = Request(prompt(9), length, logprobs=2)
+        request = wished(prompt(9), length, logprobs=2)
         answer = plain_decode(target().model, Request(prompt(9), 20))
         (new,), steps = run(Decoder(target(), Oracle(target(), {prompt(9): answer}, 14, 6)), [request])
         assert new == answer[:length]
@@ -125,7 +125,7 @@ def test_nothing_is_computed_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the speed of all other requests."""
     monkeypatch.setattr("eyas.core.cycle.path_logprobs", lambda *args: pytest.fail("nobody asked"))
     _, steps = run(Decoder(target(), make("eagle2", target())), [Request(prompt(5), 9)])
-    assert all(step.logprobs == () == step.prompt_logprobs and not step.extra for step in steps)
+    assert all(not step.extra for step in steps)
 
 
 def test_few_widths() -> None:
@@ -151,7 +151,7 @@ def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatc
     recorded = recorded.run_with(GraphRunner(recorded, captured_without_gpu))
     decoder = Decoder(recorded, make(name, recorded))
     for count in (None, 2, 4, None, 12):
-        request = Request(prompt(9), 14, LAWS[0], logprobs=count)
+        request = wished(prompt(9), 14, LAWS[0], logprobs=count)
         (new,), steps = run(decoder, [request])
         assert new == plain_decode(target().model, request)
         if count is not None:
@@ -173,15 +173,15 @@ def test_prompts(by_kernels: bool, budget: int | None) -> None:
     drafter = make("eagle2", target(by_kernels))
     decoder = Decoder(drafter.target, drafter, 2, reuse=True, prefill_budget=budget)
     requests = [
-        Request(prompt(n), 4, prompt_logprobs=count, logprobs=1)
+        wished(prompt(n), 4, prompt_logprobs=count, logprobs=1)
         for n, count in ((17, 2), (17, 0), (1, 3), (70, 4), (17, None))
     ]
     for request in requests:
         (new,), steps = run(decoder, [request])
         assert new == plain_decode(target().model, request)
-        (entries,) = [step.prompt_logprobs for step in steps if step.prefill]
-        assert all(step.prompt_logprobs == () for step in steps if not step.prefill)
-        if request.prompt_logprobs is None:
+        (entries,) = [step.extra.get("prompt_logprobs", ()) for step in steps if step.prefill]
+        assert all("prompt_logprobs" not in step.extra for step in steps if not step.prefill)
+        if logprobs_of(request).prompt is None:
             assert entries == ()
             continue
         assert len(entries) == len(request.prompt)
@@ -191,7 +191,7 @@ def test_prompts(by_kernels: bool, budget: int | None) -> None:
             [e for e in entries if e is not None],
             list(request.prompt[1:]),
             logp_TV,
-            request.prompt_logprobs,
+            logprobs_of(request).prompt,
         )
 
 
@@ -199,10 +199,10 @@ def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the memory: no more than one chunk's logits are there at a time, and a slice of their
     log-softmax."""
     monkeypatch.setattr("eyas.core.target.PREFILL_CHUNK", 32)
-    monkeypatch.setattr("eyas.core.logprobs.PROMPT_TOKENS_AT_A_TIME", 7)
-    (_,), steps = run(Decoder(target(), make("vanilla", target())), [Request(prompt(100), 1, prompt_logprobs=1)])
+    monkeypatch.setattr("eyas.features.logprobs.PROMPT_TOKENS_AT_A_TIME", 7)
+    (_,), steps = run(Decoder(target(), make("vanilla", target())), [wished(prompt(100), 1, prompt_logprobs=1)])
     check(
-        [e for e in steps[0].prompt_logprobs if e is not None],
+        [e for e in steps[0].extra["prompt_logprobs"] if e is not None],
         list(prompt(100)[1:]),
         by_the_model(list(prompt(100)))[:-1],
         1,

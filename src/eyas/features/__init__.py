@@ -11,7 +11,7 @@ Each is a `core.features.RequestFeature` in `Request.features`. The loop imports
 from eyas.features.guidance import Constraint, Guidance, processors_of
 from eyas.features.logprobs import Logprobs, TokenLogprobs, logprobs_of
 from eyas.features.predictions import Predicted
-from eyas.features.traces import RawLogits, Traced
+from eyas.features.traces import RawLogits, Trace, Traced
 
 __all__ = [
     "Constraint",
@@ -20,6 +20,7 @@ __all__ = [
     "Predicted",
     "RawLogits",
     "TokenLogprobs",
+    "Trace",
     "Traced",
     "logprobs_of",
     "processors_of",

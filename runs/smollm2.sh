@@ -6,6 +6,7 @@
 #     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
+#     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts of each)
 # THREADS: CPU threads of a step. TOKENS, LR: of the training; EVALUATE: steps between evaluations, which decode some answers.
 set -euo pipefail
 : "${DATA:?folder with train/ and eval/}"
@@ -64,8 +65,19 @@ train)
     --lr "${LR:-2e-3}" --tokens "${TOKENS:-3000000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
     --save-every 25 --eval-every "${EVALUATE:-100}"
   ;;
+bench)
+  case ${2:?weights} in
+  float32) rounded=() ;;
+  int8) rounded=(--weights int8 --activations int16) ;;
+  int4) rounded=(--weights int4 --activations int16) ;;
+  *) echo "the weights are float32, int8 and int4" >&2 && exit 2 ;;
+  esac
+  "$PYTHON" -m eyas bench --target smollm2-q4_1 --tasks "eagle:$DATA/eval/eagle" --limit "${LIMIT:-2}" --max-new-tokens 64 \
+    --methods "${METHODS:-suffix,prompt_lookup,eagle3,eagle3:draft_with=suffix}" --temperature 0 --temperature 1 \
+    --output "$OUT/bench_$2" "${rounded[@]}" ${HEAD:+--draft "eagle3=$HEAD"}
+  ;;
 *)
-  sed -n '2,10s/^# \?//p' "$0" >&2
+  sed -n '2,11s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

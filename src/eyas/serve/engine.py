@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 
 from eyas.api import LLM, TextReader
+from eyas.arguments import MediaIds
 from eyas.core.engine import Decoder, Request, Step
 from eyas.errors import EyasError
 from eyas.serve.answers import Answer
@@ -130,11 +131,11 @@ class Engine:
         prepared = []
         for prompt in job.prompts:
             self._check_prompt(prompt)
-            seed = job.keywords.get("seed")
+            seed, whole = job.keywords.get("seed"), MediaIds(prompt, job.media) if job.media else prompt
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else (seed + sample) % 2**63
-                request, reader = self.llm.request(prompt, **{**job.keywords, "seed": own})
-                prepared.append((_with_fields(request, job), reader))
+                request, reader = self.llm.request(whole, **{**job.keywords, "seed": own})
+                prepared.append((replace(request, trace=job.cycles), reader))
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:
@@ -157,7 +158,8 @@ class Engine:
         deadline = time.monotonic() + min(job.timeout or self.settings.timeout, self.settings.timeout)
         sequences = []
         for i, (request, reader) in enumerate(prepared):
-            maker = DeltaMaker(i, reader, job.stop_token_ids, CycleWriter(self.llm.tokenizer) if job.cycles else None)
+            writer = CycleWriter(self.llm.tokenizer) if job.cycles else None
+            maker = DeltaMaker(i, reader, job.keywords.get("stop_token_ids", ()), writer)
             sequences.append(Sequence(i, request, method, deadline, answer, maker, SequenceTimes(len(request.prompt))))
         self._inbox.put(lambda: self._waiting.extend(sequences))
         return answer
@@ -293,18 +295,3 @@ class Engine:
         if news and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self._loop.call_soon_threadsafe(put)
-
-
-def _with_fields(request: Request, job: Job) -> Request:
-    """The request with the fields that a job sets in addition to the keywords of `LLM.request`."""
-    return replace(
-        request,
-        eos=request.eos | job.stop_token_ids,
-        min_tokens=job.min_tokens,
-        logprobs=job.logprobs,
-        prompt_logprobs=job.prompt_logprobs,
-        trace=job.cycles,
-        draft=job.draft,
-        prediction=job.prediction,
-        media=job.media,
-    )

@@ -26,13 +26,7 @@ class Job:
     keywords: Mapping[str, Any]  # keywords of `LLM.request`
     n: int = 1
     method: str | None = None  # a drafting method other than the server's own
-    draft: str | int = "auto"  # as `Request.draft`: "auto", "off", or the most draft tokens of a cycle
-    prediction: tuple[int, ...] = ()  # text that the answer probably repeats
-    media: Mapping[str, Tensor] | None = None  # images of the only prompt, as in `Request`
-    min_tokens: int = 0  # these and the next two as in `Request`
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()  # further tokens that end a sequence
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # images of the only prompt
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
 

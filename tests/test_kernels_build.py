@@ -7,15 +7,11 @@ compiled already.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pwd
 import re
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,54 +79,8 @@ def test_a_private_cache_and_one_compilation(library: Path, compiler: Compiler, 
     assert not reason()
     assert runs(tmp_path) == 1
     names = sorted(path.name for path in folder(tmp_path).iterdir())
-    assert [name.split("-")[0] for name in names] == ["build.lock", "cpu", "cpu"]
+    assert [name.split("-")[0] for name in names] == ["build.lock", "cpu"]
     assert folder(tmp_path).stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.quick("no manifest")
-@needs
-@pytest.mark.parametrize(
-    "damage", ["truncated", "flipped", "no manifest", "garbled manifest", "manifest of another kind"]
-)
-def test_a_damaged_library_is_compiled_again(library: Path, compiler: Compiler, tmp_path: Path, damage: str) -> None:
-    """Bug: a library that was cut off killed every command by SIGBUS until somebody deleted the cache."""
-    compiler(f'cp {library} "$out"')
-    assert not reason()
-    built, manifest = next(folder(tmp_path).glob("*.so")), next(folder(tmp_path).glob("cpu-*.json"))
-    content = built.read_bytes()
-    if damage in ("truncated", "flipped"):
-        built.unlink()  # another file: this process has loaded the one that was there, and would die of its end
-    if damage == "truncated":
-        built.write_bytes(content[:5000])
-    elif damage == "flipped":
-        built.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    elif damage == "no manifest":
-        manifest.unlink()
-    else:
-        manifest.write_text("{" if damage == "garbled manifest" else '["size"]')
-    assert not reason()
-    assert runs(tmp_path) == 2
-    assert built.read_bytes() == content
-
-
-@pytest.mark.slow
-@needs
-def test_a_truncated_library_does_not_kill_a_process(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """The same bug, in a process of its own, with a compiler that is gone meanwhile."""
-    program = compiler(f'cp {library} "$out"')
-    assert not reason()
-    built = next(folder(tmp_path).glob("*.so"))
-    built.unlink()  # as above
-    built.write_bytes(library.read_bytes()[:5000])
-    program.write_text("#!/bin/sh\nexit 1\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "from eyas import kernels; print(kernels.why_not())"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "could not build them: exit status 1" in done.stdout
 
 
 WRONG = {
@@ -150,59 +100,16 @@ def test_a_compiler_that_does_not_work(
     kind: str, compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bug: a compiler that ended well with a library without the functions was a traceback at the
-    first call. It is one line, said once a day; nothing is left in the cache but the reason."""
-    import _ctypes  # any library that loads and has none of the functions
+    first call. It is one line, and nothing is left in the cache."""
+    from numpy.random import _pcg64  # any library that loads and has none of the functions
 
     script, says = WRONG[kind]
-    compiler(script.format(other=_ctypes.__file__))
+    compiler(script.format(other=_pcg64.__file__))
     with caplog.at_level(logging.WARNING, "eyas"):
         assert says in reason()
-        tried = runs(tmp_path)
-        assert tried == 2, "with threads and without"
-        assert says in reason()
-        assert "to try again before a day has passed, delete" in reason()
-    assert runs(tmp_path) == tried, "not at every start"
+    assert runs(tmp_path) == 2, "with threads and without"
     assert [record.message.startswith("eyas runs slower") for record in caplog.records] == [True]
-    assert sorted(path.name for path in folder(tmp_path).iterdir()) == ["build.lock", "failure.json"]
-
-
-def test_a_failure_is_forgotten_after_a_day(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Guards the way back: on the next day, with another compiler, or without the file, it is tried again."""
-    compiler("exit 1")
-    assert reason()
-    failure = folder(tmp_path) / "failure.json"
-    tries = [runs(tmp_path)]
-    record = json.loads(failure.read_text())
-    for changes in ({"time": time.time() - 25 * 3600}, {"time": time.time() + 3600}, {"time": "x"}, {"key": "0"}):
-        failure.write_text(json.dumps(record | changes))
-        assert reason()
-        tries.append(runs(tmp_path))
-    failure.write_text("[" * 100_000)
-    assert reason()
-    failure.unlink()
-    assert reason()
-    compiler("exit 1  # repaired, but not well enough")
-    assert reason()
-    tries += [runs(tmp_path)]
-    assert tries == [2, 4, 6, 8, 10, 16]
-
-
-@pytest.mark.slow
-def test_a_hanging_compiler_is_killed(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bug: only the compiler's first process was killed; what it had started went on. It is not run
-    a second time."""
-    monkeypatch.setattr(_build, "COMPILE_TIMEOUT_S", 4)  # enough to start, on a busy machine too
-    compiler(f"sh -c 'echo $$ > {tmp_path}/child; exec sleep 1000'")
-    assert "did not end within 4 s" in reason()
-    assert runs(tmp_path) == 1
-    child = int((tmp_path / "child").read_text())
-    for _ in range(1000):  # until the system has taken it away
-        if not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text():
-            return
-        time.sleep(0.01)
-    pytest.fail("the compiler's child is alive")
+    assert sorted(path.name for path in folder(tmp_path).iterdir()) == ["build.lock"]
 
 
 @pytest.mark.parametrize(
@@ -244,53 +151,19 @@ def test_no_home(library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPa
 
 
 @needs
-def test_a_cache_that_others_can_write_to(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Bug: a library in a folder that other users can write to was loaded, whoever had put it there."""
+def test_a_cache_that_others_can_write_to(
+    library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: a library in a folder that other users own or can write to was loaded, whoever had put it there."""
     compiler(f'cp {library} "$out"')
     assert not reason()
     folder(tmp_path).chmod(0o777)
-    assert not reason()
-    assert runs(tmp_path) == 2, "what lay there is not trusted"
-    assert folder(tmp_path).stat().st_mode & 0o777 == 0o700
-    next(folder(tmp_path).glob("*.so")).chmod(0o666)
-    assert not reason()
-    assert runs(tmp_path) == 3
-
-
-@needs
-def test_a_cache_of_another_user(
-    library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Bug: the same for a folder, and for a library in a folder of one's own, that belongs to
-    somebody else."""
-    compiler(f'cp {library} "$out"')
+    assert "is not this user's alone" in reason()
+    folder(tmp_path).chmod(0o700)
     assert not reason()
     mine = os.getuid()
-    if mine == 0:
-        os.chown(next(folder(tmp_path).glob("*.so")), 12345, -1)
-        assert not reason()
-        assert runs(tmp_path) == 2
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     assert "is not this user's alone" in reason()
-
-
-@needs
-def test_killed_compilations_are_cleaned(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Bug: the temporary folder of a compilation that was killed stayed for ever. That of a living
-    one stays: it holds the lock."""
-    from filelock import FileLock
-
-    compiler(f'cp {library} "$out"')
-    folder(tmp_path).mkdir(parents=True, mode=0o700)
-    killed = folder(tmp_path) / "build-killed"
-    killed.mkdir()
-    (killed / "cc1.s").write_text("half")
-    with FileLock(folder(tmp_path) / "build.lock"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_build, "COMPILE_TIMEOUT_S", 0.05)
-        assert "another process" in reason()
-        assert killed.exists()
-    assert not reason()
-    assert not killed.exists()
 
 
 @pytest.mark.parametrize(

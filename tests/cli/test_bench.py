@@ -18,7 +18,6 @@ import processes
 import zoo
 from eyas.bench.contestants import Drafting, Question
 from eyas.bench.entries import HEADS
-from eyas.bench.profile import TRACED
 from eyas.bench.record import FORMAT, Answer
 from eyas.files import locked_folder
 
@@ -346,37 +345,6 @@ def test_a_method_that_fails_takes_no_other_one_down(
     assert (rows["suffix"]["error"], rows["prompt_lookup"]["error"]) == ("AttributeError: broken", None)
     assert rows["prompt_lookup"]["tau"] >= 1
     assert run(*bench, "--methods", "suffix", "--restart").exit_code == 1
-
-
-def test_a_profile(run: Run, bench: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """Bugs: a profile that is asked for is not made, or made unasked; a trace that no viewer reads,
-    without the stages; a bench that is done cannot be profiled."""
-    out, stages = tmp_path / "out", {"draft", "target", "verify", "commit", "host"}
-    command = (*bench, "--methods", "eagle2,suffix", "--draft", world / "head", "--tree.depth", 3, "--tree.nodes", 6)
-    plain = run(*command)
-    assert plain.exit_code == 0, (plain.output, plain.exception)
-    assert json.loads((out / "summary.json").read_text())["profiles"] == {}
-    assert not list(out.glob("trace-*"))
-    found = summary_of(run(*command, "--profile", "--json"))
-    profiles = found["profiles"]
-    assert list(profiles) == ["vanilla", "eagle2", "suffix"], "transformers' stages are not ours to tell"
-    assert found["flops_per_second"] > 0
-    for method, told in profiles.items():
-        assert told["ms"].keys() == told["percent"].keys() == stages
-        assert sum(told["percent"].values()) == pytest.approx(100, abs=0.5)
-        assert told["bound"]["binds"] in ("bytes", "flops")
-        assert told["bound"]["pass_over_bound"] > 0
-        assert told["trace"] == f"trace-{method}.json"
-        events = json.loads((out / told["trace"]).read_text())["traceEvents"]
-        names = Counter(e["name"] for e in events if str(e.get("name")).startswith("eyas::") and e.get("ph") == "X")
-        assert names == dict.fromkeys(["eyas::cycle", *(f"eyas::{stage}" for stage in stages - {"host"})], TRACED)
-    assert (profiles["vanilla"]["nodes"], profiles["vanilla"]["levels"]) == (1, None)
-    assert profiles["eagle2"]["levels"]["first_ms"] > 0
-    shown = run(*command, "--profile")
-    for said in ("Where a cycle's time goes", "What was drafted", "How far from the machine's bound"):
-        assert said in shown.stdout
-        assert all(said in (out / name).read_text().replace("&#39;", "'") for name in ("report.md", "report.html"))
-    assert f"{out}/trace-eagle2.json" in shown.stderr
 
 
 # --- interruptions -----------------------------------------------------------------------------------------------------------------------

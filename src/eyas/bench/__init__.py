@@ -5,6 +5,6 @@ tasks/          prompts: bundled, public sets, the user's own              recor
 contestants.py  methods of eyas; transformers' generate                    rows.py      a table of figures from Answers (pure)
 run.py          asks, compares texts, resumes, survives failures           probe.py     drafted trees node by node
 cost.py         bandwidth, flops, memory; what a pass needs                simulate.py  verification with given acceptance rates
-profile.py      a cycle's stages, traces, a pass against its bound         trees.py     one cycle's tree as text
-machine.py      the machine's card, and whether it was busy                summary.py, report.py, plots.py   JSON, Markdown, HTML, SVG
+trees.py        one cycle's tree as text                                   machine.py   the machine's card, and whether it was busy
+summary.py, report.py, plots.py   JSON, Markdown, HTML, SVG
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from eyas.bench import cost
 from eyas.bench.record import Answer, Memory, answer_from
 from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
-from eyas.core.engine import Decoder, Request, StageTimer, Step, Verify, Watch
+from eyas.core.engine import Decoder, Request, Step, Verify, Watch
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
@@ -105,21 +105,18 @@ class Drafting(Contestant):
         comparable = answer.comparable and self.verify is verify
         return answer.replace(memory=_memory(device, before), comparable=comparable)
 
-    def timed(
-        self, request: Request, watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None
-    ) -> Iterator[tuple[Step, float]]:
+    def timed(self, request: Request, watch: Watch | None = None) -> Iterator[tuple[Step, float]]:
         """Every step and its seconds; what `watch` or the reader of the steps does in between is
         not counted."""
         since = time.perf_counter()
         decoder, self._idle = self._idle, None
-        plain = watch is None and timer is None
+        plain = watch is None
         if decoder is None or not plain:
             decoder = Decoder(
                 self.drafter.target,
                 with_policy(self.drafter, self.policy),
                 verify=self.verify,
                 watch=watch,
-                timer=timer,
             )
         decoder.add(request)
         while not decoder.finished:

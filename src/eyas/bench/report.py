@@ -24,7 +24,6 @@ __all__ = [
     "headline",
     "markdown",
     "page",
-    "profile_tables",
     "read_summary",
     "sections",
 ]
@@ -61,9 +60,7 @@ NOTES = (
     "the median. Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root "
     "included. MAL: mean acceptance length, 1 + accepted / drafts before cutting. Milliseconds of a cycle by the host's clock: on a GPU a "
     "stage's work may be waited for in a later one. R: tokens per second over what plain decoding would reach if it did nothing but read "
-    "the weights. n-alpha: acceptance in a chain after n accepted draft tokens. Of a profile: plain: cycles without the method's draft, "
-    "which are in no mean; tree: nodes/depth/branch; 1st level includes reading what was accepted; by: what binds a pass, bytes over the "
-    "measured bandwidth or flops over the measured rate; pass and cycle: how many times as long they took as the bound of a pass."
+    "the weights. n-alpha: acceptance in a chain after n accepted draft tokens."
 )
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
@@ -142,7 +139,7 @@ def _tables(summary: Summary) -> tuple[list[Table], list[Table]]:
             cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_COLUMNS, cycle_rows))
     columns, probed = probe_table(summary)
     probes: list[Table] = [("Drafted trees, node by node", columns, probed)] if probed else []
-    return main, [*cycles, *probes, *profile_tables(summary), *tasks]
+    return main, [*cycles, *probes, *tasks]
 
 
 def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -155,58 +152,6 @@ def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]
         alphas = [*(probe["n_alpha"] or ()), *[None] * depth][:depth]
         rows.append((name, *(number(alpha) for alpha in alphas), number(probe["calibration_error"], 3)))
     return ("method", *(f"{n}-alpha" for n in range(depth)), "calibration error"), rows
-
-
-def profile_tables(summary: Summary) -> list[Table]:
-    """A cycle's stages, what was drafted, and how far a pass is from the machine's bound; none
-    without a profile."""
-    profiles: Mapping[str, Any] = summary.get("profiles") or {}
-    if not profiles:
-        return []
-    tables = (
-        ("Where a cycle's time goes (ms)", ("cycle", *STAGES), _stage_cells),
-        (
-            "What was drafted (levels: ms)",
-            ("cycles", "plain", "nodes", "tree", "1st level", "each further"),
-            _draft_cells,
-        ),
-        (
-            "How far from the machine's bound",
-            ("context", "MB", "GFLOP", "bound ms", "by", "pass", "cycle"),
-            _bound_cells,
-        ),
-    )
-    return [
-        (title, ("method", *columns), [(name, *cells_of(profile)) for name, profile in profiles.items()])
-        for title, columns, cells_of in tables
-    ]
-
-
-def _stage_cells(profile: Mapping[str, Any]) -> tuple[str, ...]:
-    return number(profile["cycle_ms"]), *(
-        f"{number(profile['ms'][stage])} {profile['percent'][stage]:2.0f}%" for stage in STAGES
-    )
-
-
-def _draft_cells(profile: Mapping[str, Any]) -> tuple[str, ...]:
-    levels = profile["levels"] or {"shape": ()}
-    tree = "/".join(map(str, levels["shape"])) or "–"
-    times = (number(levels.get("first_ms")), number(levels.get("further_ms")))
-    return (str(profile["cycles"]), str(profile["plain"]), number(profile["nodes"], 1), tree, *times)
-
-
-def _bound_cells(profile: Mapping[str, Any]) -> tuple[str, ...]:
-    if (bound := profile["bound"]) is None:
-        return number(profile["context"], 0), *["–"] * 6
-    return (
-        number(profile["context"], 0),
-        number(bound["bytes"] / 1e6, 1),
-        number(bound["flops"] / 1e9),
-        number(bound["ms"]),
-        bound["binds"],
-        f"{bound['pass_over_bound']:.2f}x",
-        f"{bound['cycle_over_bound']:.2f}x",
-    )
 
 
 # --- pages -------------------------------------------------------------------------------------------
@@ -286,9 +231,6 @@ def run_line(summary: Summary) -> str:
     bandwidth, peak = summary["bandwidth"], summary["peak_memory_bytes"]
     parts = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
     parts += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
-    parts += (
-        [f"arithmetic: {summary['flops_per_second'] / 1e9:,.1f} GFLOP/s"] if summary.get("flops_per_second") else []
-    )
     parts += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
     return "; ".join([*parts, f"answering took {summary['minutes']:.1f} minutes"])
 

@@ -1,7 +1,6 @@
 """The end of a bench: everything in one object, and the files that are made from it.
 
-FOLDER/summary.json, report.md, report.html, and each picture as SVG; with a profile a trace of each
-method
+FOLDER/summary.json, report.md, report.html, and each picture as SVG
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from eyas.bench import cost, report, rows
 from eyas.bench.contestants import Drafting
 from eyas.bench.machine import Snapshot, Used, busy, card
 from eyas.bench.probe import probe
-from eyas.bench.profile import profile
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import VANILLA, Bench, OnPrompt
 from eyas.bench.tasks import Prompt
@@ -47,7 +45,6 @@ def summarise(
     probe_prompts: int = 6,
     skipped: Mapping[str, str] | None = None,
     on_prompt: OnPrompt = lambda done, total, what: None,
-    traces: Path | None = None,
 ) -> dict[str, Any]:
     """The summary. Measurements other than the answers are made here: trees node by node,
     bandwidth, a pass's time against its nodes.
@@ -55,24 +52,17 @@ def summarise(
     Args:
         before: the snapshot of this run's beginning.
         skipped: contestants that cannot take part -> the reason.
-        traces: the folder of traces, if cycles are to be profiled.
 
     Where acceptance is simulated, title and warnings say so, and no tree is looked at.
     """
     target, settings = bench.llm.target, bench.settings()
     jobs = len(bench.prompts) * len(bench.temperatures)
-    probes, profiles = dict[str, Any](), dict[str, Any]()
+    probes = dict[str, Any]()
     if not bench.simulated:
         for name, found in probe(bench, probe_prompts):
             on_prompt(jobs, jobs, f"looked at the trees of {name}")
             probes[name] = found
     bandwidth, weights = cost.bandwidth(target.device), cost.bytes_per_step(target)
-    flop_rate = None
-    if traces is not None:
-        flop_rate = cost.flop_rate(target)
-        for name, found in profile(bench, bandwidth, flop_rate, traces):
-            on_prompt(jobs, jobs, f"profiled {name}")
-            profiles[name] = found
     table = rows.rows(answers, weights, bandwidth)
     return {
         "format": FORMAT,
@@ -85,11 +75,9 @@ def summarise(
         "samples": _samples(bench, answers),
         "tree": None if bench.simulated else _tree(bench, table),
         "probes": probes,
-        "profiles": profiles,
         "verify_cost": verify_cost(target),
         "bytes_per_step": weights,
         "bandwidth": None if bandwidth is None else round(bandwidth),
-        "flops_per_second": None if flop_rate is None else round(flop_rate),
         "peak_memory_bytes": max((a.memory.peak for a in answers if a.memory), default=None),
         "skipped": dict(skipped or {}),
         "minutes": round(sum(a.seconds for a in answers) / 60, 2),

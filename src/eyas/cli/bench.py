@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -38,7 +37,6 @@ eyas bench  # the embedded model, 24 prompts of ours, every method that can run
 eyas bench --target MODEL --draft HEAD --prompts mine.jsonl  # your model on your prompts
 eyas bench --methods eagle2,eagle2:tree.nodes=26:tree.depth=5 --temperature 0 --temperature 1  # variants side by side
 eyas bench --tasks spec_bench:question.jsonl --limit 20 --output out/spec  # a public set from a file
-eyas bench --methods eagle3 --limit 1 --profile  # where a cycle's time goes, and how far it is from the machine's bound
 eyas bench --compare out/bench out/spec  # two runs
 """
 NOTES = (
@@ -76,9 +74,6 @@ class BenchOptions:
     """Only show two finished benches side by side: folders or summaries."""
     probe: Annotated[NonNegativeInt, "Output", "N"] = 6
     """Prompts on which draft trees are examined node by node, in a pass of its own."""
-    profile: Annotated[bool, "Output"] = False
-    """Also show where a cycle's time goes and how far a pass is from the machine's bound; write a
-    trace of each method."""
     simulate_acceptance: Annotated[str | None, "Method", "A,B,..."] = None
     """Accept draft tokens at random with these rates by depth, for targets with random weights; all
     else is measured."""
@@ -127,16 +122,12 @@ def _measured(
     temperatures = tuple(dict.fromkeys(job.temperature))
     bench = Bench(llm, entered, prompts, temperatures, job.max_new_tokens, sampling, job.simulate_acceptance)
     bench.prompts = _fitting(bench)
-    if job.profile:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints when it begins and ends
     if job.restart:
         bench.forget(folder)
-    return run_bench(bench, folder, job.probe, skipped, folder if job.profile else None)
+    return run_bench(bench, folder, job.probe, skipped)
 
 
-def run_bench(
-    bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str], traces: Path | None = None
-) -> dict[str, Any]:
+def run_bench(bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str]) -> dict[str, Any]:
     """Run a bench, or go on with it, and write its files; returns its summary. See `summarise`."""
     import sys
 
@@ -155,7 +146,6 @@ def run_bench(
             probe_prompts=probe,
             skipped=skipped,
             on_prompt=on_prompt,
-            traces=traces,
         )
     write(folder, summary)
     return summary
@@ -216,15 +206,10 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
         for temperature, rows in pooled.items():
             title = f"T = {temperature:g}, {rows[0]['prompts']} prompts"
             print_table(report.COLUMNS, [report.cells(row, intervals=False) for row in rows], title)
-        for title, columns, profiled in report.profile_tables(summary):
-            print_table(columns, profiled, title)
     for name, why in summary["failed"].items():
         problem(f"{name} failed and is in no figure: {why}")
     for warning in summary["warnings"]:
         note(warning)
-    traces = [f"{folder}/{profile['trace']}" for profile in summary["profiles"].values()]
-    if traces:
-        note(f"traces for https://ui.perfetto.dev: {', '.join(traces)}")
     note(f"{folder}/report.html, report.md, summary.json, answers.jsonl")
     wrong = wrong_texts(summary)
     for line in wrong:

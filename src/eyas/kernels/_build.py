@@ -3,11 +3,9 @@
 They are compiled with the machine's own C++ compiler when they are first needed (some seconds) and
 kept in the user's cache:
 
-    ~/.cache/eyas/kernels/     private (mode 0700); a folder that other users can write to is not used
+    ~/.cache/eyas/kernels/     private (mode 0700): a folder that other users own or can write to is not used
         cpu-KEY.so             the library; KEY hashes the sources, flags, compiler and processor
-        cpu-KEY.json           its size and SHA-256, compared before it is loaded: mapping a truncated library kills the process
-        failure.json           why the last attempt failed; for a day it is not repeated
-        build.lock, build-*/   only one process compiles; the folders of killed compilations are removed by the next one
+        build.lock             held by the one process that compiles
 
 Without kernels eyas computes the same by torch, slower; one logged line says why.
 EYAS_KERNELS=off turns the kernels off, CXX names another compiler, and EYAS_KERNELS_ISA compiles for
@@ -18,25 +16,21 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import logging
 import os
 import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from eyas.errors import near, one_line
-from eyas.files import remove_leftovers, sha256_of_file, user_cache, write_atomically
+from eyas.files import user_cache, write_atomically
 
 __all__ = ["ISAS", "UnavailableError", "library", "outcome", "runnable_isas"]
 
@@ -61,14 +55,6 @@ ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "armv8.2-a+dotprod": (("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
 }
 COMPILE_TIMEOUT_S = 300
-CHECK_TIMEOUT_S = 60
-RETRY_AFTER_S = 24 * 3600
-CHECK = """
-import ctypes, sys
-library = ctypes.CDLL(sys.argv[1])
-for name in sys.argv[2:]:
-    getattr(library, name)
-"""
 
 
 class UnavailableError(Exception):
@@ -94,15 +80,9 @@ def outcome() -> ctypes.CDLL | str:
         target_flags = _target_flags(os.environ.get("EYAS_KERNELS_ISA") or NATIVE)
         folder = _private_folder()
         return _load(folder, os.environ.get("CXX") or _default_compiler(), target_flags)
-    except _KnownFailureError as error:
-        return str(error)
     except (UnavailableError, OSError) as error:
         log.warning("eyas runs slower, without its compiled kernels: %s", error)
         return one_line(error)
-
-
-class _KnownFailureError(UnavailableError):
-    """An earlier attempt of this day failed, and that was logged then."""
 
 
 def runnable_isas() -> list[str]:
@@ -131,18 +111,12 @@ def _features() -> frozenset[str]:
 
 
 def _load(folder: Path, compiler: str, target_flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library from the cache; compiled now if it is not there or not as it was written."""
-    key = _key(compiler, target_flags)
-    path = folder / f"cpu-{key}.so"
-    if not _is_intact(path):
+    """Return the library from the cache; compile it first if it is not there."""
+    path = folder / f"cpu-{_key(compiler, target_flags)}.so"
+    if not path.exists():
         with _build_lock(folder):
-            if not _is_intact(path):  # another process may have compiled it meanwhile
-                _refuse_known_failure(folder, key)
-                try:
-                    _build(compiler, target_flags, path)
-                except UnavailableError as error:
-                    _remember_failure(folder, key, str(error))
-                    raise
+            if not path.exists():  # another process may have compiled it meanwhile
+                _build(compiler, target_flags, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -153,69 +127,18 @@ def _load(folder: Path, compiler: str, target_flags: tuple[str, ...]) -> ctypes.
 
 
 def _private_folder() -> Path:
-    """The cache folder: this user's own and writable by nobody else, so that nobody can plant a
-    library in it."""
+    """Return the cache folder. Raise UnavailableError if somebody else could plant a library in it."""
     folder = user_cache() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-        if status.st_uid == os.getuid() and not _is_private(status):
-            for planted in folder.glob("cpu-*"):
-                planted.unlink()
-            folder.chmod(0o700)
-            status = folder.stat()
     except OSError as error:
         raise UnavailableError(
             f"the cache folder {folder} cannot be used: {(error.strerror or str(error)).lower()}"
         ) from error
-    if not _is_private(status):
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UnavailableError(f"the cache folder {folder} is not this user's alone: remove it, or set XDG_CACHE_HOME")
     return folder
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Owned by this user, and writable by nobody else."""
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
-def _is_intact(path: Path) -> bool:
-    """Whether the library is private and has the size and hash that its manifest names."""
-    try:
-        manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        status = path.stat()
-        return _is_private(status) and status.st_size == manifest["size"] and sha256_of_file(path) == manifest["sha256"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-
-
-def _install(built: Path, path: Path) -> None:
-    """Move a library into the cache, on the disk before it gets its name, then write its manifest."""
-    content = built.read_bytes()
-    with write_atomically(path) as stream:
-        stream.write(content)
-    manifest = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    with write_atomically(path.with_suffix(".json")) as stream:
-        stream.write(json.dumps(manifest).encode())
-
-
-def _refuse_known_failure(folder: Path, key: str) -> None:
-    """Raises the reason of a failure of the same key in the last day."""
-    path = folder / "failure.json"
-    try:
-        failure = json.loads(path.read_text(encoding="utf-8"))
-        reason, age_s = str(failure["reason"]), time.time() - float(failure["time"])
-        recent = failure["key"] == key and 0 <= age_s < RETRY_AFTER_S
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return
-    if recent:
-        raise _KnownFailureError(
-            f"{reason} (tried {age_s / 3600:.0f} h ago; to try again before a day has passed, delete {path})"
-        )
-
-
-def _remember_failure(folder: Path, key: str, reason: str) -> None:
-    with suppress(OSError), write_atomically(folder / "failure.json") as stream:
-        stream.write(json.dumps({"key": key, "reason": reason, "time": time.time()}).encode())
 
 
 @contextmanager
@@ -263,22 +186,18 @@ def _processor() -> list[str]:
 
 
 def _build(compiler: str, target_flags: tuple[str, ...], path: Path) -> None:
-    """Compile the library with threads, or without where the compiler has no OpenMP; check it; move
-    it to its path."""
+    """Compile the library with threads, or without where the compiler has no OpenMP; move it to its path."""
     command = _parse(compiler)
     log.info("the CPU kernels are compiled for this machine, once: some seconds (EYAS_KERNELS=off goes without)")
-    remove_leftovers(path.parent)
-    for killed in path.parent.glob("build-*"):  # folders of dead processes: whoever compiles holds the lock
-        shutil.rmtree(killed, ignore_errors=True)
     problems = []
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         built = Path(folder) / path.name
         for flags in ((*FLAGS, OPENMP), FLAGS):
-            problem = _compile([*command, *target_flags, *flags, str(MAIN), "-o", str(built)], Path(folder)) or _check(
-                built
-            )
+            problem = _compile([*command, *target_flags, *flags, str(MAIN), "-o", str(built)]) or _fault_of(built)
             if not problem:
-                return _install(built, path)
+                with write_atomically(path) as stream:
+                    stream.write(built.read_bytes())
+                return
             problems.append(problem)
     raise UnavailableError(f"{command[0]} could not build them: {problems[0]}")
 
@@ -293,45 +212,26 @@ def _parse(compiler: str) -> list[str]:
     return command
 
 
-def _compile(command: list[str], folder: Path) -> str:
-    """Run the compiler; its complaint, or an empty string. One that does not end is killed, with
-    its children."""
-    complaints = folder / "stderr"
-    with complaints.open("wb") as stream:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stream,
-            start_new_session=True,  # a process group of its own, to be killed as one
-            env={**os.environ, "TMPDIR": str(folder)},
-        )
-        try:
-            status = process.wait(COMPILE_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise UnavailableError(f"{command[0]} did not end within {COMPILE_TIMEOUT_S} s") from error
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if status == 0:
-        return ""
-    return " ".join(complaints.read_text(errors="replace").split())[:200] or f"exit status {status}"
-
-
-def _check(built: Path) -> str:
-    """Load the library in another process, which a broken one may kill; the fault, or an empty string."""
-    names = re.findall(r"^\w+ (eyas_\w+)\(", MAIN.read_text(encoding="utf-8"), re.MULTILINE)
+def _compile(command: list[str]) -> str:
+    """Run the compiler. Return its complaint, or an empty string."""
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", CHECK, str(built), *names],
-            capture_output=True,
-            timeout=CHECK_TIMEOUT_S,
-            check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
         )
-    except subprocess.TimeoutExpired:
-        return "what it built hangs when it is loaded"
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"{command[0]} did not end within {COMPILE_TIMEOUT_S} s") from error
     if done.returncode == 0:
         return ""
-    reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"signal {-done.returncode}"]
-    return f"what it built cannot be loaded: {reason[0][:200]}"
+    return " ".join(done.stderr.decode(errors="replace").split())[:200] or f"exit status {done.returncode}"
+
+
+def _fault_of(built: Path) -> str:
+    """Return what is wrong with the library that the compiler wrote, or an empty string."""
+    names = re.findall(r"^\w+ (eyas_\w+)\(", MAIN.read_text(encoding="utf-8"), re.MULTILINE)
+    try:
+        library = ctypes.CDLL(str(built))
+        for name in names:
+            getattr(library, name)
+    except (OSError, AttributeError) as error:
+        return f"what it built cannot be loaded: {str(error)[:200]}"
+    return ""

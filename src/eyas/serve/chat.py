@@ -29,8 +29,9 @@ __all__ = ["Chat", "chat", "prepare", "prompt_of"]
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     """Answer one request."""
     made = await prepare(service, body)
+    job = made.job
     dialect = ChatCompletion(
-        made.job, made.model, request_id(request.scope), service.token_texts, made.new_reader, made.job.logprobs
+        job, made.model, request_id(request.scope), service.token_texts, made.new_reader, job.keywords.get("logprobs")
     )
     return await reply(service, request, body, dialect)
 
@@ -54,9 +55,9 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
     check_readable(service.llm, tools)
     ids = prompt.ids
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    count = (body.top_logprobs or 0) if body.logprobs else None
     keywords = body.keywords(
-        max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens)
+        max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     keywords |= service.adapter_keywords(model)
     if tools.forced:
@@ -65,10 +66,8 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
                 400, "a tool_choice that forces a call excludes other structured output", param="tool_choice"
             )
         keywords["grammar"] = tools.grammar()
-    prediction = await service.in_worker(predicted_tokens, service, body.prediction)
-    job = Job(
-        (ids,), keywords, n, prediction=prediction, logprobs=count, media=prompt.media or None, **body.job_fields()
-    )
+    keywords["prediction"] = await service.in_worker(predicted_tokens, service, body.prediction)
+    job = Job((ids,), keywords, n, media=prompt.media, **body.job_fields())
     return Chat(job, model, partial(reader_for, service.llm, tools, ids, bool(body.stop)))
 
 

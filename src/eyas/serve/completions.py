@@ -43,14 +43,15 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         lambda: tuple(service.encode(prompt, special) for prompt in prompts)
     )
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
-    keywords = body.keywords(max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS))
+    keywords = body.keywords(
+        max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+    )
     keywords |= service.adapter_keywords(model)
-    fields = body.job_fields()
     if middles:
-        middles[0].end(keywords, fields)
-    if body.echo and body.prompt_logprobs is None:
-        fields["prompt_logprobs"] = body.logprobs
-    job = Job(ids, keywords, n, logprobs=body.logprobs, **fields)
+        middles[0].end(keywords)
+    job = Job(ids, keywords, n, **body.job_fields())
     echoes = (
         await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts])
         if body.echo

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 
 from eyas.api import LLM, TextReader
+from eyas.arguments import MediaIds
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.features import RequestFeature
 from eyas.errors import EyasError
-from eyas.features import Logprobs, Predicted, Traced
+from eyas.features import Traced
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError
@@ -132,11 +132,13 @@ class Engine:
         prepared = []
         for prompt in job.prompts:
             self._check_prompt(prompt)
-            seed = job.keywords.get("seed")
+            seed, whole = job.keywords.get("seed"), MediaIds(prompt, job.media) if job.media else prompt
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else (seed + sample) % 2**63
-                request, reader = self.llm.request(prompt, **{**job.keywords, "seed": own})
-                prepared.append((_with_fields(request, job), reader))
+                request, reader = self.llm.request(whole, **{**job.keywords, "seed": own})
+                if job.cycles:
+                    request = replace(request, features=(*request.features, Traced()))
+                prepared.append((request, reader))
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:
@@ -159,7 +161,8 @@ class Engine:
         deadline = time.monotonic() + min(job.timeout or self.settings.timeout, self.settings.timeout)
         sequences = []
         for i, (request, reader) in enumerate(prepared):
-            maker = DeltaMaker(i, reader, job.stop_token_ids, CycleWriter(self.llm.tokenizer) if job.cycles else None)
+            writer = CycleWriter(self.llm.tokenizer) if job.cycles else None
+            maker = DeltaMaker(i, reader, job.keywords.get("stop_token_ids", ()), writer)
             sequences.append(Sequence(i, request, method, deadline, answer, maker, SequenceTimes(len(request.prompt))))
         self._inbox.put(lambda: self._waiting.extend(sequences))
         return answer
@@ -295,20 +298,3 @@ class Engine:
         if news and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self._loop.call_soon_threadsafe(put)
-
-
-def _with_fields(request: Request, job: Job) -> Request:
-    """The request with the fields that a job sets in addition to the keywords of `LLM.request`."""
-    features: list[RequestFeature] = [Predicted(job.prediction)] if job.prediction else []
-    if job.logprobs is not None or job.prompt_logprobs is not None:
-        features.append(Logprobs(job.logprobs, job.prompt_logprobs))
-    if job.cycles:
-        features.append(Traced())
-    return replace(
-        request,
-        eos=request.eos | job.stop_token_ids,
-        min_tokens=job.min_tokens,
-        draft=job.draft,
-        media=job.media,
-        features=(*request.features, *features),
-    )

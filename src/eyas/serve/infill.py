@@ -27,9 +27,9 @@ async def infill(service: Service, request: Request, body: InfillBody) -> Respon
     ids = (*made.ids, *begun)
     asked = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
     new_tokens = answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens)
-    keywords, fields = body.keywords(max_new_tokens=new_tokens), body.job_fields()
-    made.end(keywords, fields)
-    job = Job((ids,), keywords | service.adapter_keywords(model), **fields)
+    keywords = body.keywords(max_new_tokens=new_tokens)
+    made.end(keywords)
+    job = Job((ids,), keywords | service.adapter_keywords(model), **body.job_fields())
     return await reply(service, request, body, Infill(job, model, request_id(request.scope), service.token_texts))
 
 

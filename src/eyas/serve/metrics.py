@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from eyas.serve.records import CycleFigures, Delta
+from eyas.serve.records import CycleSums, Delta
 from eyas.serve.stats import RecentTokens
 
 __all__ = ["Metrics", "SequenceTimes"]
@@ -133,26 +132,25 @@ class Metrics:
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta, _ in news))
         if cached := sum(delta.cached_tokens for delta, _ in news):
             self.cached_tokens.inc(cached)
-        self._count([cycle for delta, _ in news for cycle in delta.cycles])
+        self._count(CycleSums.of([cycle for delta, _ in news for cycle in delta.cycles]))
         for delta, times in news:
             self._time(now, len(delta.token_ids), times)
             self.recent.add(now, delta)
             if delta.finish:
                 self.ended(times, delta.finish)
 
-    def _count(self, cycles: Sequence[CycleFigures]) -> None:
-        """Count drafted and accepted tokens, each cycle of a sequence by itself."""
-        for decision, count in Tally(cycle.plan for cycle in cycles).items():
+    def _count(self, sums: CycleSums) -> None:
+        """Raise the counters of drafted and accepted tokens."""
+        for decision, count in sums.plans.items():
             self._with_label(self.cycles, decision=decision).inc(count)
-        if cycles:
-            self.cycle_tokens.inc(sum(cycle.emitted for cycle in cycles))
-        if drafts := [cycle for cycle in cycles if cycle.drafted]:
-            self.drafts.inc(len(drafts))
-            self.draft_tokens.inc(sum(cycle.drafted for cycle in drafts))
-            self.accepted_tokens.inc(sum(cycle.accepted for cycle in drafts))
-        positions = Tally(min(position, DEEPEST - 1) for cycle in cycles for position in range(cycle.accepted))
-        for position, count in positions.items():
-            self._with_label(self.accepted_by_position, position=str(position)).inc(count)
+        if sums.cycles:
+            self.cycle_tokens.inc(sums.emitted)
+        if sums.drafts:
+            self.drafts.inc(sums.drafts)
+            self.draft_tokens.inc(sums.drafted)
+            self.accepted_tokens.inc(sums.accepted)
+        for position, count in enumerate(sums.accepted_at):
+            self._with_label(self.accepted_by_position, position=str(min(position, DEEPEST - 1))).inc(count)
 
     def _time(self, now: float, tokens: int, times: SequenceTimes) -> None:
         """The latency of what has just come."""

@@ -37,12 +37,12 @@ class Middle:
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
 
-    def end(self, keywords: dict[str, Any], fields: dict[str, Any]) -> None:
-        """Add what ends the middle to the keywords and the fields of a Job."""
+    def end(self, keywords: dict[str, Any]) -> None:
+        """Add what ends the middle to the keywords of a Job."""
         given = keywords.get("stop") or ()
         if stops := [*([given] if isinstance(given, str) else given), *self.stop]:
             keywords["stop"] = stops
-        fields["stop_token_ids"] |= self.stop_token_ids
+        keywords["stop_token_ids"] = self.stop_token_ids.union(keywords.get("stop_token_ids") or ())
 
 
 def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> Middle:

@@ -7,15 +7,17 @@ Totals   a sequence so far: its Deltas added up
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from eyas.features import TokenLogprobs
 
-__all__ = ["Delta", "Job", "Totals"]
+__all__ = ["CycleFigures", "CycleSums", "Delta", "Job", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,7 @@ class Job:
     keywords: Mapping[str, Any]  # keywords of `LLM.request`
     n: int = 1
     method: str | None = None  # a drafting method other than the server's own
-    draft: str | int = "auto"  # as `Request.draft`: "auto", "off", or the most draft tokens of a cycle
-    prediction: tuple[int, ...] = ()  # text that the answer probably repeats
-    media: Mapping[str, Tensor] | None = None  # images of the only prompt, as in `Request`
-    min_tokens: int = 0  # these and the next two as in `Request`
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()  # further tokens that end a sequence
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # images of the only prompt
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
 
@@ -81,6 +77,37 @@ class CycleFigures:
     plan: str  # `Step.drafted_by`
 
 
+@dataclass(frozen=True)
+class CycleSums:
+    """Counts over cycles, from which everything that the server says about drafts is computed."""
+
+    cycles: int
+    emitted: int  # tokens
+    seconds: float
+    drafts: int  # cycles in which something was drafted
+    drafted: int  # draft tokens
+    accepted: int  # draft tokens
+    accepted_at: tuple[int, ...]  # cycles that accepted a draft token at depth 1, 2, ...
+    plans: Mapping[str, int]  # cycles by what was drafted
+
+    @classmethod
+    def of(cls, cycles: Sequence[CycleFigures]) -> CycleSums:
+        """Add the cycles up."""
+        return cls(
+            cycles=len(cycles),
+            emitted=sum(cycle.emitted for cycle in cycles),
+            seconds=sum(cycle.seconds for cycle in cycles),
+            drafts=sum(cycle.drafted > 0 for cycle in cycles),
+            drafted=sum(cycle.drafted for cycle in cycles),
+            accepted=sum(cycle.accepted for cycle in cycles),
+            accepted_at=tuple(
+                sum(cycle.accepted > depth for cycle in cycles)
+                for depth in range(max((cycle.accepted for cycle in cycles), default=0))
+            ),
+            plans=Counter(cycle.plan for cycle in cycles),
+        )
+
+
 @dataclass
 class Totals:
     """A sequence so far."""
@@ -110,15 +137,15 @@ class Totals:
     def speculation(self) -> dict[str, Any]:
         """Acceptance, under the names of vLLM's `metrics.speculative_decoding`."""
         drafts = [cycle for cycle in self.cycles if cycle.drafted]
-        drafted, accepted = sum(c.drafted for c in drafts), sum(c.accepted for c in drafts)
-        deepest = max((c.accepted for c in drafts), default=-1)
+        sums = CycleSums.of(drafts)
+        reached = (sums.drafts, *sums.accepted_at, 0) if drafts else (0,)
         return {
-            "mean_acceptance_length": 1 + accepted / len(drafts) if drafts else None,
-            "draft_acceptance_rate": accepted / drafted if drafted else None,
-            "acceptance_histogram": [sum(c.accepted == n for c in drafts) for n in range(deepest + 1)],
-            "num_spec_steps": len(drafts),
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafted,
+            "mean_acceptance_length": 1 + sums.accepted / sums.drafts if drafts else None,
+            "draft_acceptance_rate": sums.accepted / sums.drafted if drafts else None,
+            "acceptance_histogram": [here - deeper for here, deeper in pairwise(reached)],
+            "num_spec_steps": sums.drafts,
+            "num_accepted_draft_tokens": sums.accepted,
+            "num_draft_tokens": sums.drafted,
             "num_spec_tokens": max((c.drafted for c in drafts), default=0),
             "per_step_accepted": [c.accepted for c in drafts],
             "per_step_drafted": [c.drafted for c in drafts],

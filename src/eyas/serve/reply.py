@@ -119,6 +119,7 @@ async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep
 def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
     """Token counts, as OpenAI reports them. A prompt counts once, however many samples it has."""
     prompt, completion = sum(map(len, job.prompts)), sum(len(t.token_ids) for t in totals)
+    prediction = job.keywords.get("prediction") or ()
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -127,9 +128,7 @@ def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": sum(t.predicted for t in totals),
-            "rejected_prediction_tokens": sum(max(0, len(job.prediction) - t.predicted) for t in totals)
-            if job.prediction
-            else 0,
+            "rejected_prediction_tokens": sum(max(0, len(prediction) - t.predicted) for t in totals),
         },
     }
 

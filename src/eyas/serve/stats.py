@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from typing import Any, NamedTuple
 
-from eyas.serve.records import CycleFigures, Delta
+from eyas.metrics import tau
+from eyas.serve.records import CycleFigures, CycleSums, Delta
 
 __all__ = ["RecentTokens"]
 
@@ -42,20 +43,16 @@ class RecentTokens:
         with self._lock:
             self._forget(now)
             moments = list(self._moments)
-        cycles = [cycle for moment in moments for cycle in moment.cycles]
-        drafts = [cycle for cycle in cycles if cycle.drafted]
-        deepest = max((cycle.accepted for cycle in drafts), default=0)
+        sums = CycleSums.of([cycle for moment in moments for cycle in moment.cycles])
         seconds = min(WINDOW_SECONDS, max(now - self._started, 1e-3))
         return {
             "seconds": seconds,
             "tokens_per_second": sum(moment.tokens for moment in moments) / seconds,
-            "cycles": len(cycles),
-            "tau": sum(cycle.emitted for cycle in cycles) / len(cycles) if cycles else None,
-            "mean_cycle_ms": 1000 * sum(cycle.seconds for cycle in cycles) / len(cycles) if cycles else None,
-            "accepted_by_depth": [
-                sum(cycle.accepted > depth for cycle in drafts) / len(drafts) for depth in range(deepest)
-            ],
-            "decisions": dict(Counter(cycle.plan for cycle in cycles)),
+            "cycles": sums.cycles,
+            "tau": tau(sums.emitted, sums.cycles) if sums.cycles else None,
+            "mean_cycle_ms": 1000 * sums.seconds / sums.cycles if sums.cycles else None,
+            "accepted_by_depth": [count / sums.drafts for count in sums.accepted_at],
+            "decisions": dict(sums.plans),
         }
 
     def _forget(self, now: float) -> None:

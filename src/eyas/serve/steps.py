@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from eyas.api import TextReader
 from eyas.core.engine import Step
@@ -23,7 +23,7 @@ class DeltaMaker:
     """
 
     def __init__(
-        self, index: int, reader: TextReader, stop_ids: frozenset[int] = frozenset(), writer: CycleWriter | None = None
+        self, index: int, reader: TextReader, stop_ids: Collection[int] = (), writer: CycleWriter | None = None
     ) -> None:
         self.index = index
         self.reader = reader

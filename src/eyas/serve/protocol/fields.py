@@ -197,24 +197,13 @@ class GenerationBody(Body):
         return bool(self.cycles)
 
     def job_fields(self) -> dict[str, Any]:
-        """The fields of a Job that every dialect sets from these names."""
+        """Return the fields of a Job that are no keywords of `LLM.request`."""
+        names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
         return {
-            "min_tokens": self.min_tokens or 0,
-            "stop_token_ids": frozenset(self.stop_token_ids or ()),
-            "prompt_logprobs": self.prompt_logprobs,
+            "method": self.speculation if names_method else None,
             "timeout": self.timeout,
             "cycles": self.wants_cycles,
-            **self._speculation(),
         }
-
-    def _speculation(self) -> dict[str, Any]:
-        """Keywords that the field `speculation` asks for: a method, or whether and how much to draft."""
-        asked = self.speculation
-        if asked is None or asked is True or asked == "auto":
-            return {}
-        if asked is False or asked == "off":
-            return {"draft": "off"}
-        return {"method": asked} if isinstance(asked, str) else {"draft": asked}
 
     def keywords(self, **more: Any) -> dict[str, Any]:
         """The keywords of `LLM.generate` among the fields that are given, and those of `more` that
@@ -235,10 +224,12 @@ class GenerationBody(Body):
             given |= {"top_p": 1.0, "top_k": 1}
         if given.get("seed") == -1:  # as in vLLM and llama.cpp
             del given["seed"]
+        if isinstance(self.speculation, int) or self.speculation in ("auto", "off"):
+            given["draft"] = self.speculation
         return {"temperature": 1.0, **given}
 
 
 KEYWORDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
-    "stop", "ignore_eos", "response_format", "regex", "grammar", "choice",
+    "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "response_format", "regex", "grammar", "choice",
 )  # fmt: skip

@@ -14,15 +14,18 @@ a mapping that holds only the options which the user gave.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 from rich.markup import escape
 
 from eyas.core.options import Option, field_docstrings, list_options, parse_option, plain_type
+from eyas.core.params import Sampling
 from eyas.errors import OptionError
 
 Options = TypeVar("Options")
@@ -44,16 +47,36 @@ def annotated(annotation: Any, **settings: Any) -> Any:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def option_group(kind: type[Options]) -> type[Options]:
-    """A frozen dataclass whose fields are options; the docstring below a field is its help."""
+def option_group(kind: type[Options], described: Mapping[str, str] = MappingProxyType({})) -> type[Options]:
+    """A frozen dataclass whose fields are options; the docstring below a field is its help.
+
+    Args:
+        described: the help of fields that have no docstring below them.
+    """
     kind = dataclass(frozen=True, kw_only=True)(kind)
-    described = field_docstrings(kind)
+    described = {**described, **field_docstrings(kind)}
     for name, annotation in get_type_hints(kind, include_extras=True).items():
         default = getattr(kind, name, None)
         settings = {"help": described[name]} if name in described else {}
         shown = default is not None and default is not False and default != ()
         kind.__annotations__[name] = annotated(annotation, show_default=shown, **settings)
     return Parameter(name="*")(kind)
+
+
+def sampling_options(*names: str) -> Callable[[type[Options]], type[Options]]:
+    """Make an `option_group` that begins with these fields of `Sampling`, as they are declared there."""
+
+    def decorate(kind: type[Options]) -> type[Options]:
+        declared = {field.name: field for field in fields(Sampling) if field.name in names}
+        types, own = get_type_hints(Sampling), inspect.get_annotations(kind)
+        kind.__annotations__ = {name: Annotated[types[name], "Sampling"] for name in declared}
+        kind.__annotations__ |= own
+        for name, field_ in declared.items():
+            setattr(kind, name, field_.default)
+        described = {name: text[:1].upper() + text[1:] for name, text in field_docstrings(Sampling).items()}
+        return option_group(kind, described)
+
+    return decorate
 
 
 AS_JSON = Annotated[bool, "Output", Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
@@ -135,28 +158,18 @@ class DraftOptions:
     draft_weights: DRAFT_WEIGHTS = "exact"
 
 
-@option_group
+TEMPERATURE = ("temperature",)
+PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+
+
+@sampling_options(*TEMPERATURE)
 class TemperatureOptions:
     """The temperature, where a command takes one."""
 
-    temperature: Annotated[float, "Sampling"] = 0.0
-    """0: always the most probable token."""
 
-
-@option_group
+@sampling_options(*(field.name for field in fields(Sampling) if field.name not in TEMPERATURE + PENALTIES))
 class FilterOptions:
-    """How tokens are sampled from the target's distribution; see `eyas.Sampling`."""
-
-    top_k: Annotated[int, "Sampling"] = 0
-    """Sample from the k most probable tokens; 0: from all."""
-    top_p: Annotated[float, "Sampling"] = 1.0
-    """Sample from the most probable tokens that together have this probability."""
-    min_p: Annotated[float, "Sampling"] = 0.0
-    """Sample from tokens of at least this share of the best token's probability."""
-    repetition_penalty: Annotated[float, "Sampling"] = 1.0
-    """Above 1: repeat less."""
-    seed: Annotated[int, "Sampling"] = 0
-    """The same seed gives the same text."""
+    """How tokens are sampled from the target's distribution: every other field of `eyas.Sampling`."""
 
 
 @option_group
@@ -174,14 +187,10 @@ class LengthOptions:
     """End before this text; several may be given."""
 
 
-@option_group
+@sampling_options("presence_penalty", "frequency_penalty")
 class PenaltyOptions:
     """Options that change the distribution of an answer's tokens further."""
 
-    presence_penalty: Annotated[float, "Sampling"] = 0.0
-    """Subtracted from the score of each token that the answer holds; -2 to 2."""
-    frequency_penalty: Annotated[float, "Sampling"] = 0.0
-    """The same for each time that it occurs."""
     logit_bias: Annotated[tuple[str, ...], "Sampling", "ID:NUMBER"] = ()
     """Add to the score of a token; -100: nearly never. May be given several times."""
     min_tokens: Annotated[int, "Sampling", "N"] = 0

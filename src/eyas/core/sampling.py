@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
-from eyas.errors import OptionError
+from eyas.core.params import Sampling
 
 __all__ = [
     "GumbelNoise",
@@ -38,105 +38,6 @@ __all__ = [
 
 # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
 Processor = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, repr=False)
-class Sampling:
-    """How one request draws its tokens. OptionError for impossible values.
-
-    Attributes:
-        temperature: 0 = greedy (the most probable token), otherwise logits are divided by it.
-        top_k: keep the k most probable tokens; 0 = all.
-        top_p: keep the most probable tokens that together hold this mass; 1 = all.
-        min_p: drop tokens less probable than this share of the most probable one; 0 = none.
-        repetition_penalty: logits of tokens already in the sequence are divided by it (multiplied
-            when negative); 1 = off.
-        presence_penalty: subtracted from the logits of tokens that occur in the answer; from -2 to
-            2, 0 = off.
-        frequency_penalty: subtracted as often as the token occurs in the answer; from -2 to 2, 0 =
-            off.
-        logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is
-            nearly a ban.
-        seed: the seed of the row's random numbers. Same seed, same prompt, same text.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        def require(good: bool, what: str) -> None:
-            if not good:
-                raise OptionError(what)
-
-        require(
-            _finite(self.temperature) and self.temperature >= 0,
-            f"temperature must be 0 or more, got {self.temperature}",
-        )
-        require(
-            _whole(self.top_k) and self.top_k >= 0, f"top_k must be a whole number, 0 (off) or more, got {self.top_k}"
-        )
-        require(_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
-        require(_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, got {self.min_p}")
-        require(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty must be above 0 (1 = off), got {self.repetition_penalty}",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(_finite(value) and -2 <= value <= 2, f"{name} must be from -2 to 2 (0 = off), got {value}")
-        for token, bias in self.logit_bias:
-            require(_whole(token) and token >= 0, f"logit_bias: {token!r} is no token id")
-            require(
-                _finite(bias) and -100 <= bias <= 100,
-                f"logit_bias: the bias of token {token} must be from -100 to 100, got {bias}",
-            )
-        require(
-            _whole(self.seed) and 0 <= self.seed < 2**63,
-            f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}",
-        )
-
-    def __repr__(self) -> str:
-        changed = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"Sampling({', '.join(changed)})"
-
-    @property
-    def has_adjustments(self) -> bool:
-        """Whether penalties or a logit bias change the logits (`core.adjustments`)."""
-        return self.repetition_penalty != 1.0 or bool(
-            self.presence_penalty or self.frequency_penalty or self.logit_bias
-        )
-
-    @property
-    def is_raw_softmax(self) -> bool:
-        """Whether temperature and filters change nothing (temperature 1, no top-k, top-p or
-        min-p)."""
-        return self.temperature == 1.0 and not self.has_filters
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether top-k, top-p or min-p exclude tokens."""
-        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the row decodes greedily. Temperatures below 1e-5 count as 0, because dividing by
-        them would overflow float32."""
-        return self.temperature < 1e-5
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def apply_sampling(

@@ -6,10 +6,12 @@ the response lists them in a header (`x-eyas-ignored-fields`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
+from eyas.core.params import Sampling
 from eyas.errors import OptionError
 from eyas.serve.errors import ApiError
 from eyas.serve.protocol.structure import STRUCTURE_FIELDS, structure_keywords
@@ -126,17 +128,13 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None  # padding against readers of encrypted traffic: none is sent
 
 
-class GenerationBody(Body):
-    """Sampling, length and stream of a request."""
+SAMPLING = {field.name: (get_type_hints(Sampling)[field.name] | None, None) for field in fields(Sampling)}
+
+
+class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  # type: ignore[misc, call-overload]
+    """The fields of `Sampling`, length and stream of a request."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: another one for each request
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -230,6 +228,5 @@ class GenerationBody(Body):
 
 
 KEYWORDS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed",
-    "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "response_format", "regex", "grammar", "choice",
+    *SAMPLING, "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "response_format", "regex", "grammar", "choice",
 )  # fmt: skip

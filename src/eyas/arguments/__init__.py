@@ -81,7 +81,6 @@ class GenerateKeywords(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    epsilon_cutoff: float | None
     repetition_penalty: float | None
     seed: int | None
     presence_penalty: float | None

@@ -24,7 +24,6 @@ class Sampling:
         top_k: keep the k most probable tokens; 0 = all.
         top_p: keep the most probable tokens that together hold this mass; 1 = all.
         min_p: drop tokens less probable than this share of the most probable one; 0 = none.
-        epsilon_cutoff: drop tokens less probable than this, but for the most probable one; 0 = none.
         repetition_penalty: logits of tokens already in the sequence are divided by it (multiplied
             when negative); 1 = off.
         presence_penalty: subtracted from the logits of tokens that occur in the answer; from -2 to
@@ -45,7 +44,6 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    epsilon_cutoff: float = 0.0
 
     def __post_init__(self) -> None:
         def require(good: bool, what: str) -> None:
@@ -60,10 +58,6 @@ class Sampling:
             _whole(self.top_k) and self.top_k >= 0, f"top_k must be a whole number, 0 (off) or more, got {self.top_k}"
         )
         require(_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
-        require(
-            _finite(self.epsilon_cutoff) and 0 <= self.epsilon_cutoff < 1,
-            f"epsilon_cutoff must be from 0 to below 1, got {self.epsilon_cutoff}",
-        )
         require(_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, got {self.min_p}")
         require(
             _finite(self.repetition_penalty) and self.repetition_penalty > 0,
@@ -103,7 +97,7 @@ class Sampling:
     @property
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p exclude tokens."""
-        return bool(self.top_k) or self.top_p < 1.0 or max(self.min_p, self.epsilon_cutoff) > 0.0
+        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def greedy(self) -> bool:

@@ -58,7 +58,7 @@ def apply_sampling(
            are subtracted;
         4. before `min_tokens`, tokens that end the text are excluded;
         5. `custom`: the mask of a constraint, then logits processors;
-        6. temperature, 7. top_k, 8. top_p, 9. min_p, 10. epsilon_cutoff.
+        6. temperature, 7. top_k, 8. top_p, 9. min_p.
 
     2 and 5 to 9 are the order of transformers' generate, 1 to 3 that of vLLM. With greedy sampling
     steps 6 to 9 are left out, so rounding cannot move the argmax.
@@ -89,10 +89,6 @@ def apply_sampling(
     if sampling.min_p > 0.0:
         p_NV = scores_NV.softmax(-1)
         scores_NV = scores_NV.masked_fill(p_NV < sampling.min_p * p_NV.amax(-1, keepdim=True), -math.inf)
-    if sampling.epsilon_cutoff > 0.0:
-        p_NV = scores_NV.softmax(-1)
-        unlikely_NV = (p_NV < sampling.epsilon_cutoff) & (p_NV < p_NV.amax(-1, keepdim=True))
-        scores_NV = scores_NV.masked_fill(unlikely_NV, -math.inf)
     return scores_NV
 
 

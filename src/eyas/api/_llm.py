@@ -30,12 +30,12 @@ from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.media import reads_media
 from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
 from eyas.grammar import Grammars, structure_of
 from eyas.targets.adapters import BASE
+from eyas.targets.media import reads_media
 from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
 
 __all__ = ["LLM", "Chat"]

@@ -18,7 +18,6 @@ from eyas.api._llm import LLM
 from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
-from eyas.core.placement import is_tensor_parallel
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
@@ -28,6 +27,7 @@ from eyas.targets.adapters import is_peft_model
 from eyas.targets.fingerprints import base_has_fingerprint, has_fingerprint
 from eyas.targets.gguf_files import as_folder
 from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
+from eyas.targets.placement import is_tensor_parallel
 from eyas.targets.pretrained import DeviceMap, check_config, has_tokenizer, read_tokenizer, split_gguf
 from eyas.targets.quantised import library_of
 

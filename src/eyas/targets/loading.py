@@ -10,8 +10,8 @@ import torch
 
 from eyas.core.target import Target
 from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
-from eyas.targets.adapters import AdapterSet, add_adapter_layers, digest, is_peft_model, merge
-from eyas.targets.fingerprints import fingerprint_of
+from eyas.targets.adapters import AdapterSet, AdapterView, add_adapter_layers, digest, is_peft_model, merge
+from eyas.targets.fingerprints import Origin, fingerprint_of
 from eyas.targets.pretrained import DeviceMap, read_model
 from eyas.targets.quantised import library_of
 
@@ -59,7 +59,7 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Ta
     if is_peft_model(model):
         found = AdapterSet(model)
         target = Target(model.get_base_model(), name)
-        target.adapters, target.adapter = found, found.active
+        target.adapters = AdapterView(found, found.active)
         return target
     target = Target(model, name)
     if not adapters:
@@ -69,11 +69,12 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Ta
         found = AdapterSet.load(model, adapters)
         found.use("")
         target = Target(model, name)
-        target.adapters = found
+        target.adapters = AdapterView(found, "")
+        origin = Origin(base)
     else:
         target = Target((add_adapter_layers if library_of(model) else merge)(model, adapters), name)
-        target.merged_adapter_digest = digest(adapters)
-    target.base_fingerprint = base
+        origin = Origin(base, digest(adapters))
+    target.extensions += (origin,)
     return target
 
 

@@ -17,12 +17,14 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
+
+from eyas.errors import ModelError, one_line
 
 __all__ = ["OnChunk", "OnLogits", "TargetExtension", "TargetState", "known_extensions"]
 
@@ -143,8 +145,19 @@ class TargetExtension:
 
 @cache
 def known_extensions() -> tuple[type[TargetExtension], ...]:
-    """Return the extensions in the folder and those of installed packages, in their order."""
+    """Return the extensions in the folder and those of installed packages, in their order.
+
+    Raises:
+        ModelError: an installed package's extension cannot be loaded.
+    """
     names = [f"eyas.{FOLDER.name}.{module.name}" for module in pkgutil.iter_modules([str(FOLDER)])]
     found = [getattr(importlib.import_module(name), "Extension", None) for name in names]
-    found += [point.load() for point in entry_points(group=GROUP)]
+    found += [_loaded(point) for point in entry_points(group=GROUP)]
     return tuple(sorted((kind for kind in found if kind is not None), key=lambda kind: kind.order))
+
+
+def _loaded(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # the code of another package
+        raise ModelError(f"the target extension {point.value} cannot be loaded: {one_line(error, 200)}") from error

@@ -225,7 +225,7 @@ class Target:
                     f"a model of type {self.family.model_type} cannot be served: it has recurrent state, and no target extension "
                     "keeps it"
                 )
-            cache = cache or DynamicCache()
+            cache = DynamicCache() if cache is None else cache
             logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
         layout = layout_of(cache)
         for extension in self.extensions:

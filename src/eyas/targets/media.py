@@ -43,6 +43,9 @@ class Extension(TargetExtension):
     def applies(cls, model: PreTrainedModel) -> bool:
         return True
 
+    def __init__(self, target: Target) -> None:
+        self.shifts_positions = shifts_positions(target.model)
+
     def check_media(self, target: Target, media: Mapping[str, Any], tokens: Sequence[int]) -> bool:
         check_media(target.model, target.family.has_states, media, tokens)
         return True
@@ -72,7 +75,7 @@ class Extension(TargetExtension):
         return read.logits_TV[-1]
 
     def open(self, session: TargetSession) -> TargetState | None:
-        return PositionShifts(session.length_B) if shifts_positions(session.target.model) else None
+        return PositionShifts(session.length_B) if self.shifts_positions else None
 
 
 class PositionShifts(TargetState):

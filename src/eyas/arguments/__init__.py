@@ -23,6 +23,8 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
+    "MODES",
+    "STRUCTURE_KEYWORDS",
     "GenerateKeywords",
     "MediaIds",
     "Messages",
@@ -37,6 +39,7 @@ __all__ = [
     "dtype_name",
     "generate_keywords",
     "load_keywords",
+    "mode_of",
     "on_or_off",
     "placement_of",
     "plain_number",
@@ -115,6 +118,7 @@ DEFAULTS: dict[str, Any] = {
     "raw": False,
 }
 
+STRUCTURE_KEYWORDS = ("response_format", "regex", "grammar", "choice")  # they say which texts an answer may have
 # Keywords of transformers' generate that change nothing here when they have one of these values.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (None, 1),
@@ -157,6 +161,9 @@ LOADED_ELSEWHERE = (
     "subfolder",
     "token",
 )
+
+MODES = ("auto", "fixed")
+SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -441,3 +448,23 @@ def on_or_off(value: Any) -> Any:
         if value is None or isinstance(value, bool)
         else value
     )
+
+
+def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The mode of trees, auto or fixed, and the options of the method alone.
+
+    `tree` with the name of a mode decides. Without it, trees are fixed where an option describes
+    them, else auto. With tree=auto and such options, trees grow no larger than the options allow.
+
+    Raises:
+        OptionError: `tree` is another name.
+    """
+    mode = options.get("tree")
+    if not isinstance(mode, str):
+        shaped = any(name.partition(".")[0] in SHAPED for name in options)
+        return "fixed" if shaped else "auto", dict(options)
+    if mode not in MODES:
+        raise OptionError(
+            f"unknown tree {mode!r}; {near(mode, MODES)}; a tree's own options are --tree.nodes and others"
+        )
+    return mode, {name: value for name, value in options.items() if name != "tree"}

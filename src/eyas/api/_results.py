@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from eyas.core.engine import Request, Step
 from eyas.core.requests import TokenLogprobs
 from eyas.core.sampling import Processor
+from eyas.core.totals import StepTotals, tau, tokens_per_second
 from eyas.errors import InputError
-from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings
 
 __all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shortened"]

@@ -31,7 +31,7 @@ LAYERS = {
     **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
-    "api": 6,
+    **dict.fromkeys(["api", "media"], 6),
     **dict.fromkeys(["accelerate", "bench", "hooks", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line

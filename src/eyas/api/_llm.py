@@ -9,7 +9,6 @@ from typing import Any, Unpack, cast, overload
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas.api._media import has_media, media_prompt
 from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Answer, Result, TextReader, shortened
 from eyas.api._stream import Stream
@@ -22,6 +21,7 @@ from eyas.arguments import (
     as_processors,
     as_prompts,
     generate_keywords,
+    has_media,
     whole_number,
     with_generate_keywords,
 )
@@ -31,11 +31,10 @@ from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
-from eyas.core.sockets import POLICY, STRUCTURE, Structures
+from eyas.core.sockets import MEDIA, POLICY, STRUCTURE, Structures
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
-from eyas.targets.adapters import BASE
-from eyas.targets.media import reads_media
+from eyas.targets.loading import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
 
 __all__ = ["LLM", "Chat", "new_policy"]
@@ -351,11 +350,8 @@ class LLM:
     def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
         """The prompt that the target's processor makes of messages with images. Keywords as in
         `text.render`."""
-        if not reads_media(self.target.model):
-            raise InputError(
-                f"{type(self.target.model).__name__} reads text alone: leave the images out of the messages"
-            )
-        return media_prompt(messages, getattr(self.target.model.config, "name_or_path", ""), **template)
+        made: MediaIds = MEDIA.plug_for("messages with images").media_prompt(messages, self.target.model, **template)
+        return made
 
     def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """The constraint that the keywords ask for; None where the text is free."""

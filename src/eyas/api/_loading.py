@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,19 +17,15 @@ from eyas.api._targets import TargetSettings, known_target, read_target
 from eyas.arguments import adapters_of, load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
-from eyas.core.sockets import RUNNER, PlainRunner
+from eyas.core.sockets import HEAD, RUNNER, PlainRunner
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, OptionError, UnknownOptionError, near
 from eyas.hardware import release_threads
-from eyas.targets.fingerprints import base_has_fingerprint, has_fingerprint
-from eyas.targets.placement import is_tensor_parallel
-from eyas.targets.quantised import library_of
 
 __all__ = ["LOAD_KEYWORDS", "load"]
 
-log = logging.getLogger(__name__)  # the command line shows its messages
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # method for a head format, if it is not the format's own
 AUTO = "auto"  # the draft that the list of published heads has for the target
 WITHOUT_HEAD = "suffix"  # the default method without a head
@@ -133,9 +128,6 @@ def load(
         drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
     runner.warm_up(drafter)
     release_threads()
-    if mode == "auto" and is_tensor_parallel(loaded_target.model):
-        log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
-        mode = "fixed"
     policy = new_policy(drafter) if mode == "auto" else None
     return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
 
@@ -236,24 +228,15 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
             f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
             stacklevel=4,
         )
-    if method.target_fingerprint and base_has_fingerprint(target, method.target_fingerprint):
-        if method.needs_weights:
-            warnings.warn(
-                f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted",
-                stacklevel=4,
-            )
-    elif method.target_fingerprint and not has_fingerprint(target, method.target_fingerprint):
-        known = "other weights than these quantised ones" if library_of(target.model) else "another target"
-        warnings.warn(
-            f"{draft} was trained for {known}: the text stays the same, but less of it may be drafted",
-            stacklevel=4,
-        )
-    elif not method.target_fingerprint and _knows_other_tokens(method, target):
+    if not method.target_fingerprint and _knows_other_tokens(method, target):
         warnings.warn(
             f"the token embeddings in {draft} are not those of {target.name}: the head was made for another model, so little of "
             "the text may be drafted; the text stays the same",
             stacklevel=4,
         )
+    for plug in HEAD.plugs:
+        if doubt := plug.doubt(method, str(draft), target):
+            warnings.warn(doubt, stacklevel=4)
 
 
 def _knows_other_tokens(method: DraftMethod, target: Target) -> bool:

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eyas.core.sockets import TARGET, KnownTarget, Source
 from eyas.core.target import Target
 from eyas.errors import ModelError, OptionError
-from eyas.targets.adapters import is_peft_model
-from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
+from eyas.targets.loading import is_peft_model, load_target, pick_device, pick_dtype, target_of
 from eyas.targets.pretrained import DeviceMap, check_config, read_tokenizer
 
 __all__ = ["TargetSettings", "known_target", "read_target"]

@@ -23,6 +23,7 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
+    "MEDIA_PARTS",
     "MODES",
     "STRUCTURE_KEYWORDS",
     "GenerateKeywords",
@@ -38,6 +39,7 @@ __all__ = [
     "device_name",
     "dtype_name",
     "generate_keywords",
+    "has_media",
     "load_keywords",
     "mode_of",
     "on_or_off",
@@ -164,6 +166,7 @@ LOADED_ELSEWHERE = (
 
 MODES = ("auto", "fixed")
 SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree
+MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the processors of transformers read them
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -210,6 +213,15 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
             )
         prompts += inner
     return prompts, False
+
+
+def has_media(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages of which one holds an image or the like."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS for part in parts)
 
 
 def _as_lists(prompt: Any) -> Any:

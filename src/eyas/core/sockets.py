@@ -5,6 +5,9 @@ of these parts; it asks a socket.
     runner       computes the target and the draft net faster               runners     the model's own forward
     policy       decides in each cycle how much is drafted                  adaptive    the method's own options, in every cycle
     structure    makes constraints of a schema, a grammar, an expression    grammar     such a request is refused
+    media        reads messages with images, sounds or videos               media       such messages are refused
+    head         knows for which target a head was trained              targets     no warning if it was another one
+    adapter      makes the target of a model with adapters              targets     adapters are refused
     target       knows targets that are neither a folder nor a hub id       named,      folders, hub ids, and models that
                                                                             targets     the caller has loaded
 
@@ -35,7 +38,19 @@ from eyas.core.drafter import Drafter
 from eyas.core.target import Target
 from eyas.errors import OptionError
 
-__all__ = ["POLICY", "RUNNER", "STRUCTURE", "TARGET", "KnownTarget", "PlainRunner", "Socket", "Source"]
+__all__ = [
+    "ADAPTER",
+    "HEAD",
+    "MEDIA",
+    "POLICY",
+    "RUNNER",
+    "STRUCTURE",
+    "TARGET",
+    "KnownTarget",
+    "PlainRunner",
+    "Socket",
+    "Source",
+]
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -76,6 +91,33 @@ class StructurePlug(Protocol):
 
     def Grammars(self, tokenizer: Any, vocab_size: int) -> Structures:
         """Return the structures of a tokenizer, compiled once."""
+
+
+class MediaPlug(Protocol):
+    """Reads messages that hold more than text."""
+
+    def media_prompt(self, messages: Any, model: Any, **template: Any) -> Any:
+        """Return them as `arguments.MediaIds`, by a processor that comes with the model. The keywords are those
+        of `text.render`."""
+
+
+class HeadPlug(Protocol):
+    """Knows something about heads."""
+
+    def doubt(self, method: Any, draft: str, target: Target) -> str:
+        """Return why a head may draft little for a target, for a warning; "" if nothing is known.
+
+        Args:
+            method: a `drafters.DraftMethod` with the head's weights.
+            draft: the name of the head.
+        """
+
+
+class AdapterPlug(Protocol):
+    """Serves targets with adapters."""
+
+    def target_with_adapters(self, model: Any, name: str, adapters: Any) -> Target:
+        """Return the target of a model and adapters, or of a PeftModel. See `targets.loading.target_of`."""
 
 
 class Source(NamedTuple):
@@ -164,4 +206,7 @@ class PlainRunner:
 RUNNER = Socket[RunnerPlug]("runner")
 POLICY = Socket[PolicyPlug]("policy")
 STRUCTURE = Socket[StructurePlug]("structure")
+MEDIA = Socket[MediaPlug]("media")
+HEAD = Socket[HeadPlug]("head")
+ADAPTER = Socket[AdapterPlug]("adapter")
 TARGET = Socket[TargetPlug]("target")

@@ -30,13 +30,13 @@ from transformers import PreTrainedModel
 
 from eyas.core.extensions import TargetExtension
 from eyas.errors import EyasError, ModelError, OptionError, near, one_line
+from eyas.targets.loading import BASE
 from eyas.targets.pretrained import REASON_LENGTH, is_missing_path
 
-__all__ = ["BASE", "AdapterSet", "AdapterView", "Extension", "add_adapter_layers", "digest", "is_peft_model", "merge"]
+__all__ = ["AdapterSet", "AdapterView", "Extension", "add_adapter_layers", "digest", "merge"]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
-BASE = "base"  # in requests: the model without an adapter
 # Kinds of adapters that compute something outside of the model's layers; the model's own forward
 # would leave it out.
 UNSUPPORTED_KINDS = (
@@ -194,11 +194,6 @@ class Extension(TargetExtension):
     @classmethod
     def applies(cls, model: PreTrainedModel) -> bool:
         return any(isinstance(module, _layer_kinds()) for module in model.modules())
-
-
-def is_peft_model(model: object) -> bool:
-    """Whether the object is a PeftModel, which holds a model."""
-    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
 def _layer_kinds() -> tuple[type, ...]:

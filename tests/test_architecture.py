@@ -24,7 +24,7 @@ EYAS = Path(__file__).resolve().parents[1] / "src" / "eyas"
 LAYERS = {
     "errors": -3,  # the lowest: every package may refuse what it cannot serve
     **dict.fromkeys(["files", "formats"], -2),
-    **dict.fromkeys(["gpu", "hardware", "kernels", "objectives", "timing"], -1),
+    **dict.fromkeys(["gpu", "hardware", "kernels", "locks", "objectives", "timing"], -1),
     "core": 0,
     **dict.fromkeys(["nn", "losses", "targets", "text", "tiny", "datastore"], 1),
     "checkpoints": 2,

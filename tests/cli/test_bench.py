@@ -20,7 +20,7 @@ from eyas.bench.contestants import Drafting, Question
 from eyas.bench.entries import HEADS
 from eyas.bench.profile import TRACED
 from eyas.bench.record import FORMAT, Answer
-from eyas.files import locked_folder
+from eyas.locks import locked_folder
 
 pytestmark = pytest.mark.slow
 

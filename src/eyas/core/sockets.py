@@ -7,6 +7,7 @@ of these parts; it asks a socket.
     structure    makes constraints of a schema, a grammar, an expression    grammar     such a request is refused
     media        reads messages with images, sounds or videos               media       such messages are refused
     head         knows for which target a head was trained              targets     no warning if it was another one
+    files        finds the broken file when a target cannot be loaded       targets     the library's own message
     adapter      makes the target of a model with adapters              targets     adapters are refused
     target       knows targets that are neither a folder nor a hub id       named,      folders, hub ids, and models that
                                                                             targets     the caller has loaded
@@ -40,6 +41,7 @@ from eyas.errors import OptionError
 
 __all__ = [
     "ADAPTER",
+    "FILES",
     "HEAD",
     "MEDIA",
     "POLICY",
@@ -110,6 +112,18 @@ class HeadPlug(Protocol):
         Args:
             method: a `drafters.DraftMethod` with the head's weights.
             draft: the name of the head.
+        """
+
+
+class FilesPlug(Protocol):
+    """Examines files."""
+
+    def fault(self, folder: Path, files: str) -> str:
+        """Return what is wrong with files of a folder, on one line; "" if nothing is found.
+
+        Args:
+            files: "model", "tokenizer", "config" (config.json), "layers" (the same: whether it asks for too
+                many of them), or "generation" (generation_config.json).
         """
 
 
@@ -209,4 +223,5 @@ STRUCTURE = Socket[StructurePlug]("structure")
 MEDIA = Socket[MediaPlug]("media")
 HEAD = Socket[HeadPlug]("head")
 ADAPTER = Socket[AdapterPlug]("adapter")
+FILES = Socket[FilesPlug]("files")
 TARGET = Socket[TargetPlug]("target")

@@ -22,7 +22,7 @@ from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, OptionError, UnknownOptionError, near
-from eyas.hardware import release_threads
+from eyas.threads import release_threads
 
 __all__ = ["LOAD_KEYWORDS", "load"]
 

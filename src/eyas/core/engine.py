@@ -41,7 +41,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
 from eyas.errors import EyasError, OptionError
-from eyas.hardware import release_threads
+from eyas.threads import release_threads
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.core.sockets import KnownTarget, Source
-from eyas.targets.gguf_files import as_folder
-from eyas.targets.pretrained import has_tokenizer, split_gguf
+from eyas.targets.gguf_files import as_folder, split_gguf
+from eyas.targets.pretrained import has_tokenizer
 
 __all__ = ["find_target"]
 

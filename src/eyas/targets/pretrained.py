@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from huggingface_hub import try_to_load_from_cache
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,14 +35,12 @@ __all__ = [
     "REASON_LENGTH",
     "DeviceMap",
     "check_config",
-    "check_gguf",
-    "check_gguf_packages",
+    "check_path",
     "has_tokenizer",
     "is_missing_path",
-    "read_gguf_tokenizer",
+    "one_line_errors",
     "read_model",
     "read_tokenizer",
-    "split_gguf",
 ]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
@@ -77,7 +74,7 @@ def read_model(
     trust_remote_code: bool = False,
     role: str = "target",
     device_map: DeviceMap | None = None,
-    gguf_file: str | None = None,
+    keywords: Mapping[str, Any] | None = None,
     device: torch.device = CPU,
     own_dtype: bool = False,
 ) -> PreTrainedModel:
@@ -88,8 +85,7 @@ def read_model(
         dtype: a torch dtype, or "auto" for the checkpoint's own.
         role: how messages call the model: "target", "draft model".
         device_map: where its weights go, instead of the CPU.
-        gguf_file: a file in GGUF format in that folder; its weights become plain ones
-            (`targets.gguf_files` does it faster, once for each file).
+        keywords: further keywords of `from_pretrained`. With "config" no config.json is read.
         device: the device of the model. A quantised model is loaded there, as its library may not
             be able to move it.
         own_dtype: a quantised checkpoint keeps its own dtype, in which its scales are stored.
@@ -97,14 +93,13 @@ def read_model(
     Raises:
         ModelError: the model cannot be loaded or tensors are missing; the message names the file
             if one is broken.
-        OptionError: a package that reads GGUF files is missing.
     """
-    config = check_config(source, trust_remote_code, role, gguf_file)
-    options = {} if gguf_file is None else {"config": config, **_gguf_options(gguf_file)}
-    quantised = getattr(config, "quantization_config", None) is not None and gguf_file is None
+    options = dict(keywords or {})
+    config = options.get("config") or check_config(source, trust_remote_code, role)
+    quantised = "config" not in options and getattr(config, "quantization_config", None) is not None
     if quantised and device != CPU and device_map is None:
         options["device_map"] = {"": device}
-    with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "model"):
+    with one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "model"):
         loaded: Any = _auto_class(config).from_pretrained(
             str(source),
             dtype="auto" if quantised and own_dtype else dtype,
@@ -140,27 +135,19 @@ def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
     return {"device_map": device_map.device_map, "offload_folder": device_map.folder}
 
 
-def check_config(
-    source: str | Path, trust_remote_code: bool = False, role: str = "target", gguf_file: str | None = None
-) -> PreTrainedConfig:
+def check_config(source: str | Path, trust_remote_code: bool = False, role: str = "target") -> PreTrainedConfig:
     """Read a model's configuration before anything large is read.
 
     Raises:
         ModelError: the name is neither a folder of a model nor a hub id, or transformers refuses
             the configuration.
-        OptionError: a package that reads GGUF files is missing.
     """
-    if gguf_file is not None:
-        check_gguf(source, gguf_file)
-        with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, place=f"{gguf_file}: "):
-            stated: PreTrainedConfig = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
-            return stated
-    _check_path(source, role)
+    check_path(source, role)
     folder = _folder(source)
     # transformers would list every layer in its error
     if folder is not None and (fault := _fault(folder, "layers")):
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
-    with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "config", "config.json: "):
+    with one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "config", "config.json: "):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     folder = _folder(source)  # a hub id is in the cache by now
     # transformers ignores a broken generation_config.json
@@ -187,7 +174,7 @@ def read_tokenizer(
             raise _no_tokenizer(source)
         return None
     try:
-        with _one_line_errors(f"the tokenizer in {str(source)!r} cannot be loaded", source, "tokenizer"):
+        with one_line_errors(f"the tokenizer in {str(source)!r} cannot be loaded", source, "tokenizer"):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(source), trust_remote_code=trust_remote_code
             )
@@ -210,74 +197,19 @@ def read_tokenizer(
     return None if empty else tokenizer
 
 
-def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
-    """(folder or hub id, file in GGUF format or None): a path to such a file is split into its
-    folder and its name."""
-    path = Path(source)
-    if gguf_file is None and path.suffix == ".gguf" and path.is_file():
-        return path.parent, path.name
-    return source, gguf_file
-
-
 def has_tokenizer(source: str | Path) -> bool:
     """Whether a local folder, or what the cache has of a hub id, holds files of a tokenizer."""
     folder = _folder(source)
     return folder is not None and _has_files_of_tokenizer(folder)
 
 
-def read_gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
-    one from the file."""
-    try:
-        with _one_line_errors("", source):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
-            return tokenizer
-    except ModelError as error:
-        log.info("no tokenizer from %s%s", gguf_file, error)
-        return None
-
-
-def check_gguf(source: str | Path, gguf_file: str) -> None:
-    """Refuse a file in GGUF format before anything large is read.
-
-    Raises:
-        ModelError: the folder has no such file, or `source` is neither a folder nor a hub id.
-        OptionError: a package that reads GGUF files is missing.
-    """
-    _check_path(source, "target", gguf_file)
-    check_gguf_packages()
-
-
-def check_gguf_packages() -> None:
-    """Raise OptionError where a package that reads GGUF files is missing."""
-    for package in ("gguf", "accelerate"):
-        if find_spec(package) is None:
-            raise OptionError(
-                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
-            )
-
-
-def _gguf_options(gguf_file: str) -> dict[str, Any]:
-    """Keywords of from_pretrained that make plain weights of a file in GGUF format. An older
-    transformers has no GgufConfig, and always makes plain weights."""
-    settings = getattr(transformers, "GgufConfig", None)
-    return {"gguf_file": gguf_file, **({} if settings is None else {"quantization_config": settings(dequantize=True)})}
-
-
 def _no_tokenizer(source: str | Path) -> ModelError:
     return ModelError(f"there is no tokenizer in {str(source)!r}: name the folder or hub id of one")
 
 
-def _check_path(source: str | Path, role: str, gguf_file: str | None = None) -> None:
-    """ModelError for a name that can be neither a model's folder nor a hub id."""
+def check_path(source: str | Path, role: str) -> None:
+    """Raise ModelError for a name that can be neither a model's folder nor a hub id."""
     path, name = Path(source), str(source)
-    if gguf_file is not None and path.is_dir():
-        if not (path / gguf_file).is_file():
-            there = ", ".join(sorted(file.name for file in path.glob("*.gguf"))[:5])
-            raise ModelError(
-                f"{role} folder {name!r} has no file {gguf_file!r}; files in GGUF format there: {there or 'none'}"
-            )
-        return
     if path.is_file():
         raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").exists():
@@ -319,7 +251,7 @@ def _has_files_of_tokenizer(folder: Path) -> bool:
 
 
 @contextmanager
-def _one_line_errors(beginning: str, source: str | Path, files: str = "", place: str = "") -> Iterator[None]:
+def one_line_errors(beginning: str, source: str | Path, files: str = "", place: str = "") -> Iterator[None]:
     """Turn exceptions of a library into a ModelError of one line.
 
     The line names the first broken file, or else holds the library's message.

@@ -33,8 +33,10 @@ class TargetSettings(NamedTuple):
 
 def known_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
     """Return what a plug knows about a target; None for a folder, a hub id or a loaded model."""
-    found = (plug.find_target(target, gguf_file, cache) for plug in TARGET.plugs)
-    return next((known for known in found if known is not None), None)
+    for plug in TARGET.plugs:
+        if (known := plug.find_target(target, gguf_file, cache)) is not None:
+            return known
+    return None
 
 
 def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:

@@ -31,8 +31,9 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
 from eyas.errors import EyasError, InputError
-from eyas.files import locked_folder, write_text
+from eyas.files import write_text
 from eyas.hardware import cpu_name
+from eyas.locks import locked_folder
 from eyas.metrics import Interval, bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
 
 RESAMPLES = 4000

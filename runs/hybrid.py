@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from eyas.core.target import Target, TargetSession
 from eyas.core.tree import Tree, Verdict
+from eyas.targets.recurrent import RowStates, state_modules
 
 SCHEMA = "eyas.hybrid/1"
 COMMON = {"vocab_size": 16_384, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
@@ -106,11 +107,11 @@ def measure(model_type: str, rows: int, prompt: int, rounds: int) -> dict[str, A
             if turn >= 2:  # the first ones warm up
                 ms[name].append(1e3 * (time.perf_counter() - began))
     base = float(np.median(ms["one token"]))
-    state_bytes = 0 if passes.session.states is None else passes.session.states.bytes
+    state_bytes = sum(state.bytes for state in passes.session.states if isinstance(state, RowStates))
     return {
         "parameters": sum(weight.numel() for weight in target.model.parameters()),
         "parameters_of_state_modules": sum(
-            weight.numel() for one in target.state_modules for weight in one.module.parameters()
+            weight.numel() for one in state_modules(target) for weight in one.module.parameters()
         ),
         "state_bytes_per_row": state_bytes // rows,
         "ms": {name: quantiles(values, 0.25, 0.5, 0.75, digits=2) for name, values in ms.items()},

@@ -610,7 +610,7 @@ MUTATIONS = (
         "states of nodes are read with numbers of the main device",
         on_two_devices("suffix", "lfm2"),
         rewrite(
-            "core.recurrent:RowStates.commit",
+            "targets.recurrent:RowStates.commit",
             "LAST.to(ONE.device)",
             "LAST",
             "HERE, NODE = ROWS.to(ONE.device), LAST.to(ONE.device)",

@@ -14,18 +14,12 @@ import pytest
 
 from eyas import files
 from eyas.errors import InputError
-from eyas.files import (
-    check_output_folder,
-    locked_output,
-    parse_json,
-    remove_leftovers,
-    sha256_of_file,
-    write_atomically,
-)
+from eyas.files import parse_json, remove_leftovers, sha256_of_file, write_atomically
+from eyas.locks import check_output_folder, locked_output
 
 HOLDER = """
 import sys, time
-from eyas.files import locked_output
+from eyas.locks import locked_output
 with locked_output(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

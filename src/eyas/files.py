@@ -1,9 +1,6 @@
-"""Files that stay whole, whatever happens while they are written, and that one process writes at a time.
+"""Files that stay whole, whatever happens while they are written. `eyas.locks` lets one process at a time write.
 
     write_atomically    a file is replaced as a whole: temporary name, fsync, rename
-    locked_output       one process at a time writes into an output; the second one is refused
-    locked_folder       makes and locks an output folder
-    check_output_folder whether a folder can be made and locked, asked before anything slow is done
     remove_leftovers    temporary files of processes that are gone
     sha256_of_file      the checksum by which a changed file is noticed; sha256_of_folder: those of all files
     kept_sha256         the same, computed once for as long as the system says that the file is unchanged
@@ -25,9 +22,7 @@ import hashlib
 import json
 import os
 import re
-import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,11 +32,8 @@ from eyas.errors import InputError, first_line
 
 __all__ = [
     "CHECKSUMS",
-    "check_output_folder",
     "is_altered",
     "kept_sha256",
-    "locked_folder",
-    "locked_output",
     "parse_json",
     "prepare_folder",
     "read_versioned",
@@ -56,7 +48,6 @@ __all__ = [
 
 Content = TypeVar("Content")
 
-LOCK = ".lock"
 CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecimal"}
 
 
@@ -179,90 +170,6 @@ def _is_running(pid: int) -> bool:
     except (OSError, OverflowError) as error:
         return isinstance(error, PermissionError)
     return True
-
-
-@contextmanager
-def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
-    """Keep other processes from writing into an output file or folder while the block runs.
-
-    The lock is a file `.lock` in a folder, which must exist, or `.NAME.lock` next to a file. The
-    operating system gives it up when its process ends, however that happens, so that a lock file
-    of a dead process does not block. A device or a pipe is not locked.
-
-    Args:
-        path: the output.
-        part: the part of the output that is locked; different parts may be written at once.
-
-    Raises InputError when another process holds the lock, with its number and its machine, or
-    when the lock file cannot be written.
-    """
-    from filelock import FileLock, Timeout
-
-    path = Path(path)
-    if path.exists() and not (path.is_dir() or path.is_file()):
-        yield
-        return
-    name = f".{part}{LOCK}" if part else LOCK
-    file = path / name if path.is_dir() else path.with_name(f".{path.name}{name}")
-    lock = FileLock(file)
-    try:
-        if not file.parent.is_dir():  # filelock would make it
-            raise FileNotFoundError(errno.ENOENT, "no such folder")
-        lock.acquire(timeout=0)
-        file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
-    except Timeout:
-        raise InputError(
-            f"{path} is being written by {_holder(file)}: wait until it ends, or name another output"
-        ) from None
-    except OSError as error:
-        raise InputError(f"cannot write into {path}: {(error.strerror or str(error)).lower()}") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.write_text("")
-        lock.release()
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Make an output folder and keep other processes from writing into it while the block runs.
-    InputError when another one holds its lock, or when it cannot be written.
-    """
-    prepare_folder(folder)
-    with locked_output(folder):
-        remove_leftovers(folder)
-        yield
-
-
-def check_output_folder(folder: str | Path) -> None:
-    """Refuse a folder that cannot be written into, before anything slow is done. Nothing stays.
-
-    Raises InputError when another process holds its lock (`locked_output`), when the path is no
-    folder, or when it cannot be made. The work itself makes it and takes the lock again.
-    """
-    folder = Path(folder)
-    if folder.is_dir():
-        with locked_output(folder):
-            return
-    if folder.exists():
-        raise InputError(f"cannot write into {folder}: it is a file; name a folder")
-    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-    with write_errors(folder):
-        folder.mkdir(parents=True)
-    for path in missing:
-        with suppress(OSError):  # another process uses it by now
-            path.rmdir()
-
-
-def _holder(file: Path) -> str:
-    """The process that holds a lock, for people."""
-    try:
-        holder = json.loads(file.read_text())
-        since = time.strftime("%H:%M:%S", time.localtime(holder["since"]))
-        return f"process {holder['pid']} on {holder['host']} (since {since})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
 
 
 # --- reading and writing text

@@ -1,10 +1,8 @@
 """This machine: its processor's name and the installed versions, which measurements are recorded
-with; and its OpenMP threads."""
+with."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform
 import subprocess
 import sys
@@ -16,12 +14,10 @@ import torch
 
 from eyas import __version__
 
-__all__ = ["BFLOAT16_CURE", "command_output", "cpu", "cpu_name", "multiplies_bfloat16", "release_threads", "versions"]
+__all__ = ["BFLOAT16_CURE", "command_output", "cpu", "cpu_name", "multiplies_bfloat16", "versions"]
 
 BFLOAT16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 BFLOAT16_CURE = "torch's code for matrix units ends with an illegal instruction here; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 goes without it"
-
-OMP_PAUSE_HARD = 2  # value of omp_pause_resource_t in OpenMP 5.0
 
 
 def cpu() -> dict[str, str]:
@@ -61,32 +57,6 @@ def multiplies_bfloat16() -> bool:
     except (OSError, subprocess.SubprocessError):
         return False
     return done.returncode == 0
-
-
-def release_threads() -> None:
-    """End the OpenMP threads that wait for the calling thread's next parallel region, which would
-    start them again in 0.1 ms.
-
-    GNU's OpenMP counts the threads of all callers, waiting ones too. Once they are more than the
-    cores, threads no longer spin at barriers but sleep, and a forward of another thread takes three
-    times as long. So whoever has no work left for its threads ends them.
-    """
-    library = _gnu_openmp()
-    if library is not None:
-        library.omp_pause_resource_all(OMP_PAUSE_HARD)
-
-
-@cache
-def _gnu_openmp() -> ctypes.CDLL | None:
-    """The library that torch has loaded; None where it uses another one, or an old one without this
-    function."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return None
-    return library if hasattr(library, "omp_pause_resource_all") else None
 
 
 def command_output(*command: str) -> str | None:

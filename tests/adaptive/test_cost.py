@@ -13,8 +13,9 @@ import torch
 import zoo
 from curves import curve
 from eyas import drafters
-from eyas.adaptive import cost, make_controller, mode_of
+from eyas.adaptive import cost, make_controller
 from eyas.adaptive.cost import Costs, cost_key, cost_path, load_costs
+from eyas.arguments import mode_of
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, TreeSize

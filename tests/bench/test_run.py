@@ -33,7 +33,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
-from eyas.files import locked_folder
+from eyas.locks import locked_folder
 from eyas.metrics import acceptance_by_depth
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ import zoo
 from eyas.bench.contestants import Drafting, Question
 from eyas.bench.entries import HEADS
 from eyas.bench.record import FORMAT, Answer
-from eyas.files import locked_folder
+from eyas.locks import locked_folder
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 
 import processes
 from eyas import drafters
-from eyas.files import locked_output
+from eyas.locks import locked_output
 
 pytestmark = pytest.mark.slow  # processes of their own
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import processes
 from eyas import checkpoints
-from eyas.files import locked_output
+from eyas.locks import locked_output
 from eyas.train import loop
 
 pytestmark = pytest.mark.slow

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 import zoo
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
-from eyas.core.recurrent import RowStates
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import find
+from eyas.targets.recurrent import RowStates
 from reference import run
 
 V, T, COUNT, ROWS = 3, 4, 1000, 100

@@ -21,12 +21,13 @@ import zoo
 from eyas import drafters
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
-from eyas.core.levels import Level, tree_levels
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
 from eyas.drafters import Drafter, DraftSession
 from eyas.errors import ModelError
+from eyas.targets.levels import Level, tree_levels
+from eyas.targets.recurrent import state_modules
 from reference import Oracle, plain_decode, run
 from test_lossless import DRAWN, SAMPLINGS, make
 
@@ -289,7 +290,7 @@ def test_projections_run_once_for_all_levels(
 ) -> None:
     """Guards the cost: the weights of a state module's projections are read once per pass, not once
     per level. Falcon-H1 scales its input first, so its input projection is none of them."""
-    one = target(family).state_modules[0]
+    one = state_modules(target(family))[0]
     assert (len(one.first), one.last is not None) == (first, last)
     session, sizes = target(family).open(1), list[tuple[int, ...]]()
     session.prefill(0, [5, 6, 7])

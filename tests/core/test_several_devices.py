@@ -18,10 +18,11 @@ import zoo
 from eyas import drafters, runners
 from eyas.core.cache import KVCache, Layout
 from eyas.core.engine import Decoder, Request
-from eyas.core.placement import device_of
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import FitError, ModelError, OptionError
+from eyas.targets.placement import device_of
+from eyas.targets.recurrent import state_modules
 from reference import Oracle, plain_decode, run
 from test_lossless import DRAWN, make
 from toy_tokenizer import VOCAB, byte_tokenizer
@@ -63,7 +64,7 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
             if session.cache.stores_of(k):
                 (place,) = {weight.device for weight in layer.parameters()}
                 assert {store.device for store in session.cache.keys_values(k)} == {place}
-        for one in target.state_modules:
+        for one in state_modules(target):
             (place,) = {weight.device for weight in one.module.parameters()}
             assert one.device == place
         return decoder

@@ -36,8 +36,10 @@ def test_rows_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
         for p in PROMPTS
     ]
     places = [torch.device("cpu", index) for index in range(2)]
-    monkeypatch.setattr("eyas.core.target.check_layers", lambda layers: None)  # weights say "cpu", hooks "cpu:1"
-    monkeypatch.setattr("eyas.core.target.devices_of", lambda cache: [places[k % 2] for k in range(len(cache.layers))])
+    monkeypatch.setattr("eyas.targets.placement.check_layers", lambda layers: None)  # weights say "cpu", hooks "cpu:1"
+    monkeypatch.setattr(
+        "eyas.targets.placement.devices_of", lambda cache: [places[k % 2] for k in range(len(cache.layers))]
+    )
     monkeypatch.setattr("accelerate.hooks.set_module_tensor_to_device", lambda *_, **__: None)
     named = {name: f"cpu:{place}" for name, place in halves(whole).items()}
     model: Any = dispatch_model(whole, named, main_device="cpu:0", skip_keys=whole._skip_keys_device_placement)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eyas
 from eyas.targets import gguf_files
-from eyas.targets.pretrained import _gguf_options
 from quantised_models import quiet, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
@@ -74,7 +73,9 @@ def test_a_folder_holds_the_weights_that_transformers_reads(kind: str, tmp_path:
     """Guards the whole way: names, the order of heads, shapes, dtypes; to the bit."""
     write_gguf(tmp_path / "model.gguf", kind)
     with quiet():
-        own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **_gguf_options("model.gguf"))
+        own = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float32, **gguf_files._keywords(tmp_path, "model.gguf")
+        )
         kept = AutoModelForCausalLM.from_pretrained(gguf_files.kept_folder(tmp_path / "model.gguf"), dtype="auto")
     ours, theirs = kept.state_dict(), own.state_dict()
     assert ours.keys() == theirs.keys()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eyas import checkpoints
 from eyas.errors import EyasError, InputError
-from eyas.files import locked_output
+from eyas.locks import locked_output
 from eyas.train.data import Batches
 from eyas.train.log import TrainLog, read_log
 from eyas.train.state import load_state
@@ -200,7 +200,7 @@ def test_the_log_keeps_what_the_state_knows(tmp_path: Path) -> None:
 
 HOLD = """
 import sys
-from eyas.files import locked_output
+from eyas.locks import locked_output
 with locked_output(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

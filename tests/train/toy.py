@@ -40,7 +40,7 @@ class ToyTarget:
 
         # what a fingerprint is made of
         self.model = nn.ParameterDict({"table": nn.Parameter(self.table), "weight": nn.Parameter(self.weight)})
-        self.adapters, self.merged_adapter_digest, self.base_fingerprint = None, "", ""
+        self.adapters, self.extensions = None, ()
 
     def encode(self, tokens_RT: Tensor, feature_layers: Any) -> Tensor:
         assert feature_layers == (1,)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack, cast, overload
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas.adaptive import make_controller
-from eyas.api._media import has_media, media_prompt
 from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Answer, Result, TextReader, shortened
 from eyas.api._stream import Stream
 from eyas.arguments import (
+    STRUCTURE_KEYWORDS,
     GenerateKeywords,
     MediaIds,
     Messages,
@@ -22,6 +20,7 @@ from eyas.arguments import (
     as_processors,
     as_prompts,
     generate_keywords,
+    has_media,
     whole_number,
     with_generate_keywords,
 )
@@ -29,19 +28,18 @@ from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.features import RequestFeature
-from eyas.core.media import reads_media
+from eyas.core.features import Constraint, RequestFeature
 from eyas.core.requests import check_steps
+from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, Structures
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
-from eyas.features import Constraint, Guidance, Logprobs, Predicted, Traced
-from eyas.grammar import Grammars, structure_of
-from eyas.targets.adapters import BASE
+from eyas.targets.loading import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
 
-__all__ = ["LLM", "Chat"]
+__all__ = ["LLM", "Chat", "new_policy"]
 
 DEFAULT_NEW_TOKENS = 256
+FEATURE_KEYWORDS = ("logits_processor", "prediction", "logprobs", "prompt_logprobs", *STRUCTURE_KEYWORDS)
 
 
 class LLM:
@@ -65,7 +63,7 @@ class LLM:
         self.eos = _eos(target.model, tokenizer)
         self._views: dict[str, tuple[Target, Drafter, Policy | None]] = {target.adapter: (target, drafter, policy)}
         self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (decoder_key, Decoder)
-        self._grammars: Grammars | None = None
+        self._structures: Structures | None = None  # made when a request first asks for one
 
     def __repr__(self) -> str:
         dtype = str(self.target.dtype).removeprefix("torch.")
@@ -96,7 +94,7 @@ class LLM:
         if adapter not in self._views:
             target = self.target.with_adapter(adapter)
             drafter = self.drafter.for_target(target)
-            self._views[adapter] = target, drafter, None if self.policy is None else make_controller(drafter)
+            self._views[adapter] = target, drafter, None if self.policy is None else new_policy(drafter)
         return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
@@ -209,8 +207,8 @@ class LLM:
         prompts, single = as_prompts(prompt)
         n = whole_number("n", n)
         params = generate_keywords(keywords)
-        variants = [{**keywords, "seed": (int(params["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [keywords]
-        answers = [Answer(*self.request(one, system=system, **each)) for one in prompts for each in variants]
+        variants = [{**params, "seed": (int(params["seed"]) + k) % 2**63} for k in range(n)] if n > 1 else [params]
+        answers = [Answer(*self._request(one, system, each)) for one in prompts for each in variants]
         results = dict(self._answer_each(answers, batch_size, reuse=n > 1))
         flat = [results[i] for i in range(len(answers))]
         each = flat if n == 1 else [flat[i : i + n] for i in range(0, len(flat), n)]
@@ -227,7 +225,8 @@ class LLM:
         """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in
         `generate`.
         """
-        answers = [Answer(*self.request(prompt, system=system, **keywords)) for prompt in prompts]
+        params = generate_keywords(keywords)
+        answers = [Answer(*self._request(_single(prompt), system, params)) for prompt in prompts]
         yield from self._answer_each(answers, batch_size)
 
     def _answer_each(
@@ -267,7 +266,7 @@ class LLM:
         """
         request, reader = self.request(prompt, system=system, **keywords)
         if on_step is not None:
-            request = replace(request, features=(*request.features, Traced()))
+            request = FEATURE.plug_for("on_step").traced(request)
         answer = Answer(request, reader)
         decoder, give_back = self.take_decoder(adapter=request.adapter)
         return Stream(decoder, answer, give_back, on_step)
@@ -286,14 +285,10 @@ class LLM:
         A string is a user's message where the tokenizer has a chat template, unless `raw`.
         `template`: `tools` and `chat_template_kwargs`, for it.
         """
-        prompts, _ = as_prompts(prompt)
-        if len(prompts) != 1:
-            raise InputError(
-                "the prompt is empty: give at least one token"
-                if not prompts
-                else f"one prompt at a time, not {len(prompts)}"
-            )
-        one = prompts[0].ids if isinstance(prompts[0], MediaIds) else prompts[0]
+        return self._ids(_single(prompt), system, raw, **template)
+
+    def _ids(self, prompt: Prompt, system: str | None = None, raw: bool = False, **template: Any) -> tuple[int, ...]:
+        one = prompt.ids if isinstance(prompt, MediaIds) else prompt
         has_template = not raw and self.tokenizer is not None and bool(getattr(self.tokenizer, "chat_template", None))
         extra = "a system message needs" if system else f"{min(template)} need" if template else ""
         if isinstance(one, tuple):
@@ -324,9 +319,15 @@ class LLM:
         Parameters as in `generate`.
         """
         params = generate_keywords(keywords)
+        return self._request(_single(prompt), system, params)
+
+    def _request(self, prompt: Prompt, system: str | None, params: Mapping[str, Any]) -> tuple[Request, TextReader]:
+        """As `request`, for a prompt of `as_prompts` and all keywords, as `generate_keywords` returns them."""
         template = template_keywords(params)
-        prompt = self._with_media(prompt, system, template)
-        ids = self.ids(prompt, system, params["raw"], **({} if isinstance(prompt, MediaIds) else template))
+        if has_media(prompt):
+            head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
+            prompt = self.media_prompt([*head, *cast(Messages, prompt)], **template)
+        ids = self._ids(prompt, system, params["raw"], **({} if isinstance(prompt, MediaIds) else template))
         eos = (frozenset() if params["ignore_eos"] else self.eos).union(params["stop_token_ids"])
         reader = TextReader(self.tokenizer, params["stop"])
         request = Request(
@@ -347,44 +348,30 @@ class LLM:
     def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
         """The prompt that the target's processor makes of messages with images. Keywords as in
         `text.render`."""
-        if not reads_media(self.target.model):
-            raise InputError(
-                f"{type(self.target.model).__name__} reads text alone: leave the images out of the messages"
-            )
-        return media_prompt(messages, getattr(self.target.model.config, "name_or_path", ""), **template)
-
-    def _with_media(self, prompt: Any, system: str | None, template: Mapping[str, Any]) -> Any:
-        """A prompt that holds more than text as `MediaIds`; any other as it is."""
-        if has_media(prompt):
-            head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
-            return self.media_prompt([*head, *prompt], **template)
-        if isinstance(prompt, Mapping):
-            prompts, _ = as_prompts(prompt)
-            return prompts[0] if prompts and isinstance(prompts[0], MediaIds) else prompt
-        return prompt
+        made: MediaIds = MEDIA.plug_for("messages with images").media_prompt(messages, self.target.model, **template)
+        return made
 
     def _features(self, params: Mapping[str, Any], eos: Collection[int]) -> tuple[RequestFeature, ...]:
-        """The features that the keywords ask for."""
+        """Return what the keywords ask for beyond sampling."""
+        asked = [name for name in FEATURE_KEYWORDS if params[name] is not None]
+        if not asked:
+            return ()
         processors = tuple(check_processor(p) for p in as_processors(params["logits_processor"]))
-        constraint = self._constraint(params, eos)
-        predicted = self._prediction(params["prediction"])
-        features: list[RequestFeature] = []
-        if processors or constraint is not None:
-            features.append(Guidance(processors, constraint))
-        if predicted:
-            features.append(Predicted(predicted))
-        if params["logprobs"] is not None or params["prompt_logprobs"] is not None:
-            features.append(Logprobs(params["logprobs"], params["prompt_logprobs"]))
-        return tuple(features)
+        constraint, prediction = self._constraint(params, eos), self._prediction(params["prediction"])
+        return FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
 
     def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """The constraint that the keywords ask for; None where the text is free."""
-        structure = structure_of(params)
+        asked = {name: params[name] for name in STRUCTURE_KEYWORDS if params[name] is not None}
+        if not asked:
+            return None
+        plug = STRUCTURE.plug_for(" and ".join(asked))
+        structure = plug.structure_of(asked)
         if structure is None:
             return None
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
-        return self._grammars.constraint(structure, eos)
+        if self._structures is None:
+            self._structures = plug.Grammars(self.tokenizer, self.target.vocab_size)
+        return self._structures.constraint(structure, eos)
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
         """Token ids of a predicted text."""
@@ -473,7 +460,7 @@ class Chat:
                 "the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}"
             )
         params = generate_keywords(keywords, self.keywords)
-        answer = Answer(*self.llm.request([*self.messages, {"role": "user", "content": text}], **params))
+        answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
         return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
 
     def _decoder(self, adapter: str) -> Decoder:
@@ -490,6 +477,23 @@ class Chat:
                 {"role": "user", "content": text},
                 {"role": "assistant", "content": reply},
             ]
+
+
+def new_policy(drafter: Drafter) -> Policy | None:
+    """Return a policy that has learnt nothing yet; None where nothing plugs in, or there is nothing to decide."""
+    return None if POLICY.plug is None else POLICY.plug.make_controller(drafter)
+
+
+def _single(prompt: Any) -> Prompt:
+    """Return a prompt as `as_prompts` does. Raise InputError unless it is exactly one."""
+    prompts, _ = as_prompts(prompt)
+    if len(prompts) != 1:
+        raise InputError(
+            "the prompt is empty: give at least one token"
+            if not prompts
+            else f"one prompt at a time, not {len(prompts)}"
+        )
+    return prompts[0]
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -12,28 +11,21 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas import checkpoints, drafters, named, runners, tiny
-from eyas.adaptive import make_controller, mode_of
-from eyas.api._llm import LLM
-from eyas.arguments import adapters_of, load_keywords, on_or_off, placement_of
+from eyas import checkpoints, drafters
+from eyas.api._llm import LLM, new_policy
+from eyas.api._targets import TargetSettings, known_target, read_target
+from eyas.arguments import adapters_of, load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
-from eyas.core.placement import is_tensor_parallel
+from eyas.core.sockets import HEAD, RUNNER, PlainRunner
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
-from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
-from eyas.hardware import release_threads
-from eyas.targets.adapters import is_peft_model
-from eyas.targets.fingerprints import base_has_fingerprint, has_fingerprint
-from eyas.targets.gguf_files import as_folder
-from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
-from eyas.targets.pretrained import DeviceMap, check_config, has_tokenizer, read_tokenizer, split_gguf
-from eyas.targets.quantised import library_of
+from eyas.errors import CheckpointError, OptionError, UnknownOptionError, near
+from eyas.threads import release_threads
 
 __all__ = ["LOAD_KEYWORDS", "load"]
 
-log = logging.getLogger(__name__)  # the command line shows its messages
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # method for a head format, if it is not the format's own
 AUTO = "auto"  # the draft that the list of published heads has for the target
 WITHOUT_HEAD = "suffix"  # the default method without a head
@@ -110,23 +102,19 @@ def load(
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
     """
-    device, weights_map = placement_of(target, device, device_map, offload_folder)
+    device, spread = placement_of(target, device, device_map, offload_folder)
     options, dtype, device = load_keywords(options, dtype, device)
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
-    if (model := named.find(target)) is not None:
-        method = method or (model.best if draft in (None, AUTO) else None)
-        if draft in (None, AUTO) and method is not None:
-            draft = model.heads.get(drafters.find(method).head_format)
-    elif named.is_name(target):
-        warnings.warn(
-            f"took the folder {target} that is here; the model {target} is loaded where there is none", stacklevel=2
-        )
-    loaded_target, loaded_tokenizer = _load_target(
-        target, tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), weights_map, gguf_file, cache
-    )
-    loaded_target = runners.with_fastest_runner(
+    known = known_target(target, gguf_file, cache)
+    if known is not None and known.best is not None and draft in (None, AUTO):
+        method = method or known.best
+        draft = known.heads.get(drafters.find(method).head_format)
+    settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread, gguf_file)
+    loaded_target, loaded_tokenizer = read_target(target, known, settings)
+    runner = RUNNER.plug or PlainRunner()
+    loaded_target = runner.with_fastest_runner(
         loaded_target,
         on_or_off(kernels),
         own=isinstance(target, str | Path | None),
@@ -138,95 +126,10 @@ def load(
         draft, drafter = _listed_drafter(loaded_target, method, options, draft_with)
     else:
         drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
-    runners.warm_up(drafter)
+    runner.warm_up(drafter)
     release_threads()
-    if mode == "auto" and is_tensor_parallel(loaded_target.model):
-        log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
-        mode = "fixed"
-    policy = make_controller(drafter) if mode == "auto" else None
+    policy = new_policy(drafter) if mode == "auto" else None
     return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
-
-
-def _load_target(
-    source: Any,
-    tokenizer: Any,
-    dtype: str,
-    device: str,
-    trust_remote_code: bool,
-    adapters: dict[str, str] | str | None,
-    device_map: DeviceMap | None,
-    gguf_file: str | None = None,
-    cache: bool = True,
-) -> tuple[Target, PreTrainedTokenizerBase | None]:
-    """The target and its tokenizer, from the arguments of `load`."""
-    model = named.find(source)
-    if gguf_file is not None and (model is not None or not isinstance(source, str | Path)):
-        raise OptionError(
-            "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
-        )
-    if model is not None and model.place is not None:
-        folder, name = model.place(source)
-        return _load_folder(folder, tokenizer, dtype, device, trust_remote_code, adapters, device_map, name)
-    if model is not None:
-        place = torch.device(pick_device(device))
-        kind = pick_dtype(dtype, place)
-        embedded: torch.nn.Module = tiny.model()
-        embedded.to(device=place, dtype=torch.float32 if isinstance(kind, str) else kind)
-        made = target_of(embedded, named.EMBEDDED, adapters)
-        return made, tiny.tokenizer() if tokenizer is None else _tokenizer(tokenizer)
-    if isinstance(source, PreTrainedModel) or is_peft_model(source):
-        if adapters:
-            raise OptionError(
-                "put the adapter into a model that you loaded by PeftModel.from_pretrained, and give eyas.load the result"
-            )
-        name = (source.get_base_model() if is_peft_model(source) else source).name_or_path
-        loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else read_tokenizer(name) if name else None
-        return target_of(source, name or type(source).__name__), loaded_tokenizer
-    if not isinstance(source, str | Path):
-        raise ModelError(
-            f"a target is a folder, a hub id or a causal language model of transformers, not {type(source).__name__}"
-        )
-    source, gguf_file = split_gguf(source, gguf_file)
-    if gguf_file is None:
-        return _load_folder(source, tokenizer, dtype, device, trust_remote_code, adapters, device_map)
-    with as_folder(source, gguf_file, cache) as folder:
-        if tokenizer is None and has_tokenizer(source):
-            tokenizer = source
-        elif tokenizer is None and not has_tokenizer(folder):
-            warnings.warn(f"no tokenizer in {gguf_file}: name one (tokenizer=..., --tokenizer)", stacklevel=3)
-        name = f"{source}/{gguf_file}"
-        return _load_folder(folder, tokenizer, dtype, device, trust_remote_code, adapters, device_map, name)
-
-
-def _load_folder(
-    source: str | Path,
-    tokenizer: Any,
-    dtype: str,
-    device: str,
-    trust_remote_code: bool,
-    adapters: dict[str, str] | str | None,
-    device_map: DeviceMap | None,
-    name: str = "",
-) -> tuple[Target, PreTrainedTokenizerBase | None]:
-    """The target in a folder or at a hub id, and its tokenizer unless another one is named."""
-    check_config(source, trust_remote_code)
-    named = tokenizer is not None
-    loaded_tokenizer = (_tokenizer if named else read_tokenizer)(tokenizer if named else source, trust_remote_code)
-    target = load_target(source, dtype, device, trust_remote_code, adapters=adapters, device_map=device_map, name=name)
-    return target, loaded_tokenizer
-
-
-def _tokenizer(source: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that the caller names; None for False. ModelError where there is none."""
-    if source is False:
-        return None
-    if isinstance(source, PreTrainedTokenizerBase):
-        return source
-    if not isinstance(source, str | Path):
-        raise ModelError(
-            f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(source).__name__}"
-        )
-    return read_tokenizer(source, trust_remote_code, required=True)
 
 
 def _load_drafter(
@@ -325,24 +228,15 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
             f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
             stacklevel=4,
         )
-    if method.target_fingerprint and base_has_fingerprint(target, method.target_fingerprint):
-        if method.needs_weights:
-            warnings.warn(
-                f"{draft} was trained for {target.name} alone: with an adapter less of the text may be drafted",
-                stacklevel=4,
-            )
-    elif method.target_fingerprint and not has_fingerprint(target, method.target_fingerprint):
-        known = "other weights than these quantised ones" if library_of(target.model) else "another target"
-        warnings.warn(
-            f"{draft} was trained for {known}: the text stays the same, but less of it may be drafted",
-            stacklevel=4,
-        )
-    elif not method.target_fingerprint and _knows_other_tokens(method, target):
+    if not method.target_fingerprint and _knows_other_tokens(method, target):
         warnings.warn(
             f"the token embeddings in {draft} are not those of {target.name}: the head was made for another model, so little of "
             "the text may be drafted; the text stays the same",
             stacklevel=4,
         )
+    for plug in HEAD.plugs:
+        if doubt := plug.doubt(method, str(draft), target):
+            warnings.warn(doubt, stacklevel=4)
 
 
 def _knows_other_tokens(method: DraftMethod, target: Target) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from eyas.core.engine import Request, Step
-from eyas.core.sampling import Processor
+from eyas.core.totals import StepTotals, tau, tokens_per_second
 from eyas.errors import InputError
-from eyas.features import TokenLogprobs, logprobs_of, processors_of
-from eyas.metrics import StepTotals, tau, tokens_per_second
 from eyas.text import StopStrings
+
+if TYPE_CHECKING:
+    from eyas.features import TokenLogprobs
 
 __all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shortened"]
 
@@ -36,14 +38,14 @@ class Stats:
     cached_tokens: int = 0  # prompt tokens whose keys and values were in the cache already
 
     @classmethod
-    def of(cls, totals: StepTotals, processors: Sequence[Processor] = ()) -> Stats:
-        """The figures of the steps of one request."""
+    def of(cls, totals: StepTotals, request: Request) -> Stats:
+        """Return the figures of the steps of one request."""
         return cls(
             cycles=totals.cycles,
             accepted_lengths=tuple(totals.accepted_lengths),
             seconds=totals.seconds,
             prefill_seconds=totals.prefill_seconds,
-            slow_processors=tuple(type(p).__name__ for p in processors),
+            slow_processors=tuple(name for feature in request.features for name in feature.runs_per_node),
             tokens=totals.emitted,
             decisions=dict(totals.decisions),
             predicted_tokens=totals.predicted_tokens,
@@ -145,23 +147,28 @@ class Answer:
         self.request = request
         self.reader = reader
         self.totals = StepTotals()
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        # None: not asked for
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def add(self, step: Step) -> Piece:
         self.totals.add(step)
-        logprobs = step.extra.get("logprobs", ())
-        self.logprobs += logprobs
-        self.prompt_logprobs += step.extra.get("prompt_logprobs", ())
+        logprobs: tuple[TokenLogprobs, ...] = step.extra.get("logprobs", ())
+        if "logprobs" in step.extra:
+            self.logprobs = (self.logprobs or []) + list(logprobs)
+        self.prompt_logprobs = step.extra.get("prompt_logprobs", self.prompt_logprobs)
         return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, logprobs)
 
     def result(self) -> Result:
         """The answer so far; one that was cancelled counts as ended by its length."""
         totals = self.totals
-        stats = Stats.of(totals, processors_of(self.request))
-        asked = logprobs_of(self.request)
-        logprobs = None if asked.answer is None else tuple(self.logprobs)
-        prompt_logprobs = None if asked.prompt is None else self.prompt_logprobs
+        stats = Stats.of(totals, self.request)
+        logprobs = None if self.logprobs is None else tuple(self.logprobs)
         return Result(
-            self.reader.text(), tuple(totals.token_ids), totals.finish or "length", stats, logprobs, prompt_logprobs
+            self.reader.text(),
+            tuple(totals.token_ids),
+            totals.finish or "length",
+            stats,
+            logprobs,
+            self.prompt_logprobs,
         )

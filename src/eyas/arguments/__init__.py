@@ -23,6 +23,9 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
+    "MEDIA_PARTS",
+    "MODES",
+    "STRUCTURE_KEYWORDS",
     "GenerateKeywords",
     "MediaIds",
     "Messages",
@@ -36,7 +39,9 @@ __all__ = [
     "device_name",
     "dtype_name",
     "generate_keywords",
+    "has_media",
     "load_keywords",
+    "mode_of",
     "on_or_off",
     "placement_of",
     "plain_number",
@@ -115,6 +120,7 @@ DEFAULTS: dict[str, Any] = {
     "raw": False,
 }
 
+STRUCTURE_KEYWORDS = ("response_format", "regex", "grammar", "choice")  # they say which texts an answer may have
 # Keywords of transformers' generate that change nothing here when they have one of these values.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (None, 1),
@@ -157,6 +163,10 @@ LOADED_ELSEWHERE = (
     "subfolder",
     "token",
 )
+
+MODES = ("auto", "fixed")
+SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree
+MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the processors of transformers read them
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -203,6 +213,15 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
             )
         prompts += inner
     return prompts, False
+
+
+def has_media(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages of which one holds an image or the like."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS for part in parts)
 
 
 def _as_lists(prompt: Any) -> Any:
@@ -441,3 +460,23 @@ def on_or_off(value: Any) -> Any:
         if value is None or isinstance(value, bool)
         else value
     )
+
+
+def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The mode of trees, auto or fixed, and the options of the method alone.
+
+    `tree` with the name of a mode decides. Without it, trees are fixed where an option describes
+    them, else auto. With tree=auto and such options, trees grow no larger than the options allow.
+
+    Raises:
+        OptionError: `tree` is another name.
+    """
+    mode = options.get("tree")
+    if not isinstance(mode, str):
+        shaped = any(name.partition(".")[0] in SHAPED for name in options)
+        return "fixed" if shaped else "auto", dict(options)
+    if mode not in MODES:
+        raise OptionError(
+            f"unknown tree {mode!r}; {near(mode, MODES)}; a tree's own options are --tree.nodes and others"
+        )
+    return mode, {name: value for name, value in options.items() if name != "tree"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import OptionError
-from eyas.targets.adapters import BASE
+from eyas.targets.loading import BASE
 
 __all__ = ["adapters_of"]
 

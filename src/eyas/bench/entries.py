@@ -22,8 +22,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from eyas import checkpoints, drafters, named, tiny
-from eyas.adaptive import MODES, make_controller, mode_of
+from eyas.adaptive import make_controller
 from eyas.api import LLM
+from eyas.arguments import MODES, mode_of
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.run import VANILLA, reason_of
 from eyas.bench.simulate import parse_rates, simulated

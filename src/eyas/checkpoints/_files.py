@@ -24,7 +24,7 @@ from torch import Tensor
 from eyas.errors import CheckpointError, InputError, first_line
 from eyas.files import CHECKSUMS, is_altered
 
-__all__ = ["find", "read_config", "read_tensors", "write"]
+__all__ = ["find", "mapping", "read_config", "read_tensors", "short", "write"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
@@ -96,6 +96,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"the folder has no {_CONFIG}: is it the folder of a draft head?")
     return _read_json(folder / _CONFIG)
+
+
+def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object; empty when absent or null."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"config.json has {key} {short(value)}; it must be an object or null")
+    return value
+
+
+def short(value: Any) -> str:
+    """The value for a message, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eyas.checkpoints._files import mapping, short
+from eyas.checkpoints._weights import Shape
 from eyas.errors import CheckpointError
 
 __all__ = [
     "Shape", "count", "flag", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
     "read_rope", "refuse_qkv_bias", "text", "write_layer",
 ]  # fmt: skip
-
-Shape = tuple[int, ...]
 
 LARGEST_COUNT = 2**31
 # kinds of RoPE, with the numbers that they must and may have
@@ -85,7 +85,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json has heads of width {head_dim}; RoPE needs an even one")
     act = config.get("hidden_act", "silu")
     if act != "silu":
-        raise CheckpointError(f"config.json has hidden_act {_short(act)}; only silu is known in heads of this format")
+        raise CheckpointError(f"config.json has hidden_act {short(act)}; only silu is known in heads of this format")
     return {
         "hidden_size": hidden,
         "intermediate_size": count(config, "intermediate_size"),
@@ -131,7 +131,7 @@ def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | N
         return None
     if not isinstance(kind, str) or kind not in _SCALINGS:
         known = ", ".join(["default", *_SCALINGS])
-        raise CheckpointError(f"config.json has a RoPE of type {_short(kind)}; known here: {known}")
+        raise CheckpointError(f"config.json has a RoPE of type {short(kind)}; known here: {known}")
     needed, optional = _SCALINGS[kind]
     if kind == "yarn" and rope.get("original_max_position_embeddings") is None and positions is not None:
         rope = {**rope, "original_max_position_embeddings": positions}
@@ -177,21 +177,11 @@ def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
 # --- single values -----------------------------------------------------------------------------------
 
 
-def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object; empty when absent or null."""
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be an object or null")
-    return value
-
-
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """A whole number from 1 to 2^31."""
     value = _present(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_COUNT:
-        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be a whole number above 0")
+        raise CheckpointError(f"config.json has {key} {short(value)}; it must be a whole number above 0")
     return value
 
 
@@ -199,14 +189,14 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     """A number above 0 that float32 holds."""
     value = _present(config, key, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < value < 1e30:
-        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be a number above 0")
+        raise CheckpointError(f"config.json has {key} {short(value)}; it must be a number above 0")
     return float(value)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     value = _present(config, key, default)
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be true or false")
+        raise CheckpointError(f"config.json has {key} {short(value)}; it must be true or false")
     return value
 
 
@@ -214,7 +204,7 @@ def text(config: Mapping[str, Any], key: str) -> str:
     """A string; empty when absent or null."""
     value = config.get(key) or ""
     if not isinstance(value, str):
-        raise CheckpointError(f"config.json has {key} {_short(value)}; it must be a string")
+        raise CheckpointError(f"config.json has {key} {short(value)}; it must be a string")
     return value
 
 
@@ -224,9 +214,3 @@ def _present(config: Mapping[str, Any], key: str, default: Any) -> Any:
     if value is None:
         raise CheckpointError(f"config.json has no {key}")
     return value
-
-
-def _short(value: Any) -> str:
-    """The value for a message, at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -16,14 +16,14 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from eyas.checkpoints._files import find, read_config, read_tensors, write
-from eyas.checkpoints._llama import Shape, mapping
+from eyas.checkpoints._files import find, mapping, read_config, read_tensors, write
 from eyas.errors import CheckpointError, near
 
 __all__ = [
     "ExportTarget",
     "Format",
     "Published",
+    "Shape",
     "Weights",
     "differences",
     "expect",
@@ -33,6 +33,7 @@ __all__ = [
     "save",
 ]
 
+Shape = tuple[int, ...]
 Published = tuple[dict[str, Any], dict[str, Tensor]]
 """A config.json and the tensors beside it."""
 

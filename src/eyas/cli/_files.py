@@ -25,7 +25,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 from eyas.cli._errors import FULL
 from eyas.cli._options import STDIN
 from eyas.errors import EyasError, InputError, OptionError, near
-from eyas.files import locked_output, parse_json
+from eyas.files import parse_json
+from eyas.locks import locked_output
 from eyas.text import template_keywords
 
 if TYPE_CHECKING:

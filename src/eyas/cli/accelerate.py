@@ -29,7 +29,7 @@ from eyas.cli._load import check_exact, load, load_target, need_tokenizer, quiet
 from eyas.cli._options import AS_JSON, DraftOptions, SamplingOptions, TargetOptions, option_group
 from eyas.cli._show import print_table
 from eyas.errors import InputError, OptionError, near
-from eyas.files import check_output_folder, locked_folder
+from eyas.locks import check_output_folder, locked_folder
 
 if TYPE_CHECKING:
     from eyas.accelerate.forecast import Forecast

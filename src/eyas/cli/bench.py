@@ -88,7 +88,7 @@ def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions,
     need_packages("bench", "bench", "matplotlib")
     from eyas.bench.simulate import parse_rates
     from eyas.core.sampling import Sampling
-    from eyas.files import locked_folder
+    from eyas.locks import locked_folder
 
     keywords = sampling_of(sampling)
     for temperature in job.temperature:

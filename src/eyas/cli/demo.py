@@ -151,7 +151,7 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
     """The model with the method. The embedded one, unless the user chose, with a small tree: `auto`
     has too few cycles to measure."""
     from eyas import drafters, named, tiny
-    from eyas.adaptive import mode_of
+    from eyas.arguments import mode_of
     from eyas.core.options import option_defaults
 
     model = TargetOptions(target=target, verbose=job.verbose)

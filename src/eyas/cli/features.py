@@ -22,7 +22,7 @@ from eyas.cli._load import load_target, need_tokenizer
 from eyas.cli._options import TargetOptions, TrainMethodOptions, option_group
 from eyas.cli._show import ProgressBar, progress_bar
 from eyas.errors import InputError, OptionError
-from eyas.files import check_output_folder, locked_output
+from eyas.locks import check_output_folder, locked_output
 
 if TYPE_CHECKING:
     from eyas.api import LLM

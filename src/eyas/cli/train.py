@@ -18,7 +18,7 @@ from eyas.cli._errors import Interrupted, note
 from eyas.cli._load import check_exact, load_target, quiet
 from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
 from eyas.errors import EyasError, OptionError
-from eyas.files import check_output_folder
+from eyas.locks import check_output_folder
 
 if TYPE_CHECKING:
     from eyas.api import LLM

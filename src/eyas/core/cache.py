@@ -32,7 +32,6 @@ __all__ = [
     "additive_mask",
     "commit_path",
     "common_prefix",
-    "devices_of",
     "layout_of",
     "slot_mask",
     "slot_positions",
@@ -56,13 +55,6 @@ def layout_of(cache: Cache) -> Layout:
     """The layout of a growing cache that a forward of the model has filled."""
     stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
     return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
-
-
-def devices_of(cache: Cache) -> tuple[torch.device | None, ...]:
-    """The device of each layer's keys in a growing cache that a forward of the model has filled;
-    None for a layer without keys."""
-    stored = (getattr(layer, "keys", None) for layer in cache.layers)
-    return tuple(None if keys is None else keys.device for keys in stored)
 
 
 class LayerCache:

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from eyas.core.cycle import Cycle, CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter
-from eyas.core.media import check_media
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RequestDraftSession, check_draft
@@ -42,7 +41,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
 from eyas.errors import EyasError, OptionError
-from eyas.hardware import release_threads
+from eyas.threads import release_threads
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch"]
@@ -113,7 +112,7 @@ class Decoder:
                 f"this decoder serves the adapter {self.target.adapter!r}, and the request asks for {request.adapter!r}"
             )
         if request.media:
-            check_media(self.target.model, self.target.family.has_states, request.media, request.prompt)
+            self.target.check_media(request.media, request.prompt)
         self.target_session.check_fit(len(request.prompt), request.max_new_tokens)
         self._last_request_id += 1
         # transformers' -1, and ids beyond the vocabulary, are never drawn, so they end nothing

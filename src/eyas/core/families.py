@@ -91,7 +91,7 @@ REFUSED_KINDS: Mapping[str, str] = {
     ),
 }
 SERVED_KINDS = (FULL, SLIDING, CHUNKED)
-# layers with recurrent or convolutional state (core/recurrent.py)
+# layers with recurrent or convolutional state (targets/recurrent.py)
 STATE_KINDS = ("conv", "hybrid", "linear_attention", "mamba", "mamba2")
 MASKLESS_KINDS = ("mlp", "moe")  # layers that attend to nothing
 KIND_LISTS = ("layer_types", "layers_block_type", "block_types")
@@ -136,6 +136,7 @@ class Family:
     has_states: bool  # some layers have recurrent or convolutional state
     has_attention: bool  # some layers attend, so that masks and positions go in
     cache_argument: str  # the name under which its forward takes a cache
+    takes_logits_to_keep: bool  # its forward can compute the logits of the last tokens alone
 
 
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
@@ -158,6 +159,12 @@ def embed(family: Family, ids: torch.Tensor) -> torch.Tensor:
     return embeddings if family.embed_scale == 1.0 else embeddings * family.embed_scale
 
 
+def has_states(model: PreTrainedModel) -> bool:
+    """Return whether some layers of the model have recurrent or convolutional state."""
+    kinds = _kinds(model.config.get_text_config(decoder=True))
+    return bool(getattr(model, "_is_stateful", False)) or any(kind in STATE_KINDS for kind in kinds)
+
+
 def describe(model: PreTrainedModel) -> Family:
     """Read the facts about a loaded model, which is not changed.
 
@@ -169,9 +176,7 @@ def describe(model: PreTrainedModel) -> Family:
     config = model.config.get_text_config(decoder=True)
     base = _decoder(model)
     code = _names(base)
-    every_kind = _kinds(config)
-    kinds = tuple(kind for kind in every_kind if kind not in (*STATE_KINDS, *MASKLESS_KINDS))
-    has_states = bool(getattr(model, "_is_stateful", False)) or any(kind in STATE_KINDS for kind in every_kind)
+    kinds = tuple(kind for kind in _kinds(config) if kind not in (*STATE_KINDS, *MASKLESS_KINDS))
     cache_argument = cache_argument_of(base)
     has_attention = cache_argument != "cache_params"
     _refuse_layers(config, kinds)
@@ -180,7 +185,8 @@ def describe(model: PreTrainedModel) -> Family:
     layers = _layers(config, base)
     if len(layers) == 0:
         raise _refusal(config, "its configuration asks for no layers: repair num_hidden_layers in config.json")
-    if has_states and len(kinds) <= 1:
+    stateful = has_states(model)
+    if stateful and len(kinds) <= 1:
         kinds = ()  # one mask for all layers that attend; the model makes none for the other layers then
     mask_kinds = kinds if _takes_dict(code) else ()
     if not mask_kinds and len(kinds) > 1 and "create_sliding_window_causal_mask" in code:
@@ -201,9 +207,10 @@ def describe(model: PreTrainedModel) -> Family:
         context=context,
         context_reason=reason,
         shares_keys=bool(getattr(config, "num_kv_shared_layers", 0)),
-        has_states=has_states,
+        has_states=stateful,
         has_attention=has_attention,
         cache_argument=cache_argument,
+        takes_logits_to_keep="logits_to_keep" in inspect.signature(model.forward).parameters,
     )
 
 

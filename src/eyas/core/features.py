@@ -22,7 +22,7 @@ This module knows no model and no method. Letters: N nodes of one row's tree, V 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from eyas.core.sampling import Sampling
     from eyas.core.target import Target
 
-__all__ = ["MAX_CONTINUATION", "Continuation", "PromptLogits", "RequestFeature", "RowFeature", "RowNodes"]
+__all__ = ["MAX_CONTINUATION", "Constraint", "Continuation", "PromptLogits", "RequestFeature", "RowFeature", "RowNodes"]
 
 MAX_CONTINUATION = 16  # tokens
 
@@ -46,6 +46,43 @@ class Continuation(NamedTuple):
 
     tokens: list[int]  # at most MAX_CONTINUATION
     chance: float  # estimated probability that the target draws a token of it, given those before
+
+
+class Constraint(Protocol):
+    """The texts that one request may have. It follows the emitted tokens, so it serves one request,
+    once."""
+
+    def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """The tokens that may follow each node of a tree.
+
+        Args:
+            parents: the parent of each of N nodes, -1 for node 0, the root; each parent before its
+                children.
+            tokens: the token of each node. The root's has been accepted already, or is the prompt's
+                last token.
+
+        Returns:
+            bool [N, V] on the CPU. No True for a node that completes the text, so that nothing may
+            follow. All True for a node that the constraint forbids: one whose token its parent's row
+            excludes, or that is below such a node, or after the end of the text. Such nodes are
+            never accepted.
+        """
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Follow the emitted tokens, in order, an EOS included. Called after every cycle, and after
+        the first token."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow the accepted tokens: the request then ends with "stop"."""
+        ...
+
+    def forced(self, limit: int) -> list[int]:
+        """The tokens that must come next, at most `limit`; they may be drafted, and are verified
+        like any draft."""
+        ...
 
 
 class RowNodes(NamedTuple):
@@ -71,6 +108,11 @@ class PromptLogits:
 
 class RequestFeature:
     """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
+
+    @property
+    def runs_per_node(self) -> tuple[str, ...]:
+        """Names of what runs once for each node of a tree, which is slow."""
+        return ()
 
     def check(self, request: Request, vocab: int) -> None:
         """Raise InputError if it cannot be served.

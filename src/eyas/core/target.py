@@ -19,9 +19,8 @@ to).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,25 +30,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from eyas.core import families
-from eyas.core.cache import KVCache, Layout, additive_mask, devices_of, layout_of, slot_mask, slot_positions
-from eyas.core.media import read_media, shifts_positions
+from eyas.core.cache import KVCache, Layout, additive_mask, layout_of, slot_mask, slot_positions
+from eyas.core.extensions import OnChunk, OnLogits, TargetState, known_extensions
 from eyas.core.ops import REFERENCE, Backend, Ops
-from eyas.core.placement import check_layers, device_of, has_several_devices
-from eyas.core.recurrent import RowStates
-from eyas.core.state_modules import PROBE_TOKENS, ProbeCache, StateModule
 from eyas.core.tree import TargetOutput, Tree, Verdict
-from eyas.errors import FitError, ModelError, OptionError
+from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.formats import EXACT, WeightFormat
 
 __all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
-# The same for models whose state modules cannot continue from a state with several tokens at once
-# (`StateModule.reads_chunks`):
-FIRST_CHUNK_MAMBA1 = 8192  # at the beginning of a text
-LATER_CHUNK_MAMBA1 = 16  # later; each of these tokens has a state of its own in memory
-
-OnChunk = Callable[[Tensor, Tensor, int], None]  # (tokens_T, features_TF, position of the first)
 
 
 @dataclass(frozen=True)
@@ -124,25 +114,40 @@ class Runner(Protocol):
 
 
 class Adapters(Protocol):
-    """Adapters (LoRA and the like) that requests choose from (`targets.adapters`)."""
+    """Adapters (LoRA and the like) that requests choose from, and the one that a view of the target
+    uses (`targets.adapters`)."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
 
-    def check(self, name: str) -> None:
-        """Check that an adapter has this name. Raise OptionError if none has."""
+    @property
+    def used(self) -> str:
+        """The adapter of this view; "": none."""
         ...
 
-    def use(self, name: str) -> None:
-        """Switch the model to this adapter; "": to none."""
+    def view(self, name: str) -> Adapters:
+        """Return a view with this adapter; "": without one. Raise OptionError for an unknown name."""
+        ...
+
+    def switch(self) -> None:
+        """Switch the model to this view's adapter."""
         ...
 
 
 class Target:
     """An unmodified model in eval mode.
 
-    Its layers may compute on several devices (`core.placement`). `device` is the main one, where
-    its methods take and return all tensors.
+    `device` is the main one, where its methods take and return all tensors; an extension may let
+    layers compute on others.
+
+    Attributes:
+        extensions: what it has beyond layers with keys and values (`core.extensions`).
+        adapters: adapters that requests choose from; None: there are none. They are no extension,
+            because they alone act before every use of the model.
+        draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "exact",
+            "fp8" or "int4".
+        layout: sizes that each layer caches.
+        head_is_exact: whether `head` reproduces the model's logits.
 
     Raises:
         ModelError: the model cannot be served; the message names the family and the reason.
@@ -151,31 +156,37 @@ class Target:
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         if model.training:
             raise ModelError("the model is in training mode: call model.eval() first")
-        self.device, self.dtype = device_of(model), model.dtype
         self.model, self.name = model, name
         self.family = families.describe(model)
-        self.has_several_devices = has_several_devices(model)
-        if self.has_several_devices:
-            check_layers(self.family.layers)
-        # num_embeddings: number of rows of the embedding table
-        self.num_embeddings, self.hidden_size = _weight(self.family.embedding).shape
-        self.num_layers = len(self.family.layers)
-        self.context = self.family.context
+        self.device, self.dtype = model.device, model.dtype
         self.runner: Runner = ModelRunner()
-        # weight format of draft nets for this target, see `Ops.draft_net`: "exact", "fp8" or "int4"
         self.draft_weights = "exact"
-        self.shifts_positions = shifts_positions(model)
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.adapters: Adapters | None = None  # adapters that requests choose from
-        self.adapter = ""  # the adapter that this view of the target uses; "": none
-        # `targets.adapters.digest` of the adapter that is always in use, merged into the weights or
-        # not; "": there is none
-        self.merged_adapter_digest = ""
-        self.base_fingerprint = ""  # the weights' fingerprint before an adapter was added; "": there is none
-        self.state_modules: tuple[StateModule, ...] = ()
-        # the device of each layer's keys and values; (): all are on `device`
-        self.layer_devices: tuple[torch.device | None, ...] = ()
+        self.adapters: Adapters | None = None
+        self.extensions = tuple(kind(self) for kind in known_extensions() if kind.applies(model))
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.family.layers)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of rows of the embedding table."""
+        return _weight(self.family.embedding).shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return _weight(self.family.embedding).shape[1]
+
+    @property
+    def context(self) -> int:
+        """Positions that a request may use, prompt and new tokens together."""
+        return self.family.context
+
+    @property
+    def adapter(self) -> str:
+        """The adapter that this view of the target uses; "": none."""
+        return "" if self.adapters is None else self.adapters.used
 
     def with_adapter(self, name: str) -> Target:
         """A view of the target with this adapter; "": without one. The model is shared. OptionError
@@ -186,37 +197,39 @@ class Target:
             raise OptionError(
                 f"there is no adapter {name!r}: give eyas.load adapters by name: adapter={{name: folder}}"
             )
-        self.adapters.check(name)
         other = copy(self)
-        other.adapter = name
+        other.adapters = self.adapters.view(name)
         return other
 
     def _use_adapter(self) -> None:
         """Switch the model to this view's adapter."""
         if self.adapters is not None:
-            self.adapters.use(self.adapter)
+            self.adapters.switch()
 
     def _probe(self) -> tuple[Layout, int, bool]:
-        """Run the model on a few tokens, and find its state modules.
+        """Run the model on a few tokens.
 
         Returns:
             (sizes that each layer caches, V, whether `head` reproduces the model's logits)
         """
-        states = ProbeCache(self.model) if self.family.has_states else None
-        cache, ids = states or DynamicCache(), torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        if states is not None:
-            ids = torch.arange(PROBE_TOKENS, device=self.device)[None].clamp(max=self.num_embeddings - 1)
-        with (
-            torch.no_grad(),
-            self.tap((self.num_layers,)) as features,
-            states.watching(self.model) if states else nullcontext(),
-        ):
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        if count := max((extension.probe_tokens for extension in self.extensions), default=0):
+            ids = torch.arange(count, device=self.device)[None].clamp(max=self.num_embeddings - 1)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            features = stack.enter_context(self.tap((self.num_layers,)))
+            caches = [stack.enter_context(extension.probing()) for extension in self.extensions]
+            cache = next((one for one in caches if one is not None), None)
+            if cache is None and self.family.has_states:
+                raise ModelError(
+                    f"a model of type {self.family.model_type} cannot be served: it has recurrent state, and no target extension "
+                    "keeps it"
+                )
+            cache = DynamicCache() if cache is None else cache
             logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
         layout = layout_of(cache)
-        if self.has_several_devices:
-            self.layer_devices = devices_of(cache)
-        if states is not None:
-            self.state_modules = states.state_modules()
+        for extension in self.extensions:
+            extension.probed(cache)
         head_logits = self.head(features())
         exact = head_logits.shape == logits.shape and torch.allclose(
             head_logits.float(), logits.float(), rtol=1e-2, atol=1e-3
@@ -327,6 +340,18 @@ class Target:
             f"the target's logits are NaN ({where}): its weights or dtype ({self.dtype}) are broken; try --dtype float32"
         )
 
+    def own_forward_only(self, runner: str) -> str:
+        """Return why this kind of runner cannot serve the target (`TargetExtension.own_forward_only`);
+        "": it can."""
+        reasons = (extension.own_forward_only.get(runner, "") for extension in self.extensions)
+        return next(filter(None, reasons), "")
+
+    def check_media(self, media: Mapping[str, Any], tokens: Sequence[int]) -> None:
+        """Check a prompt's further inputs (`Request.media`). Raise InputError or ModelError if they
+        cannot be read."""
+        if not any([extension.check_media(self, media, tokens) for extension in self.extensions]):
+            raise InputError(f"{', '.join(media)}: no target extension reads more than tokens; give text alone")
+
     def run_with(self, runner: Runner) -> Target:
         """A copy of the target whose forwards are run by `runner`; the model is shared."""
         other = copy(self)
@@ -347,17 +372,12 @@ class TargetSession:
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
-        self.cache = KVCache(
-            target.layout, rows, target.dtype, target.device, target.runner.ops.commit, target.layer_devices
-        )
-        self.states: RowStates | None = None  # recurrent and convolutional states; None: the target has none
-        if target.state_modules:
-            self.states = RowStates(target.state_modules, rows, len(target.layout), target.device)
-            self.cache.layers = self.states.cache_layers
+        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.runner.ops.commit)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
-        # added to slot numbers to get positions (images)
-        self.shift_B = torch.zeros_like(self.length_B) if target.shifts_positions else None
         self.lengths = [0] * rows  # the host's copy of `length_B`; stale between `commit` and `set_host_lengths`
+        opened = [extension.open(self) for extension in target.extensions]
+        # what rows hold beyond keys and values; () for most targets
+        self.states: tuple[TargetState, ...] = tuple(state for state in opened if state is not None)
 
     def reserve(self, tokens: int) -> None:
         """Allocate slots for `tokens` tokens per row, before a request starts; FitError, with the
@@ -389,7 +409,7 @@ class TargetSession:
 
     @torch.inference_mode()
     def prefill(
-        self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: Callable[[Tensor, int], None] | None = None,
+        self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: OnLogits | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the
@@ -403,7 +423,9 @@ class TargetSession:
         """
         assert tokens, "at least one token"
         if media:
-            return self._prefill_with_media(row, tokens, on_chunk, on_logits, media)
+            assert self.lengths[row] == 0, "a prompt with media is read whole"
+            readings = (one.read_media(self, row, tokens, media, on_chunk, on_logits) for one in self.target.extensions)
+            return next(logits_V for logits_V in readings if logits_V is not None)
         logits_V = None
         start = 0
         while start < len(tokens):
@@ -415,10 +437,6 @@ class TargetSession:
             output = self._run(
                 range(row, row + 1), chunk_1T, order_1T, causal_1TT, begin + T, prompt=True, last_only=on_logits is None
             )
-            if self.states is not None and begin and not self.states.reads_chunks:
-                self._commit_chain(
-                    torch.tensor([T if b == row else 0 for b in range(self.rows)], device=self.target.device)
-                )
             self.length_B[row] += T
             self.lengths[row] += T
             if on_chunk is not None:
@@ -426,40 +444,15 @@ class TargetSession:
             if on_logits is not None:
                 on_logits(output.logits_BNV[0], begin)
             logits_V = output.logits_BNV[0, -1]
-        if self.states is not None:
-            self.states.mark(row, self.lengths[row])
+        for state in self.states:
+            state.prompt_read(row, self.lengths[row])
         assert logits_V is not None
         return logits_V
 
-    def _prefill_with_media(
-        self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None, on_logits: Callable[[Tensor, int], None] | None,
-        media: Mapping[str, Any],
-    ) -> Tensor:  # fmt: skip
-        """As `prefill`, in one call of the model's own forward; its keys and values are copied into
-        the row."""
-        assert self.lengths[row] == 0, "a prompt with media is read whole"
-        target, T = self.target, len(tokens)
-        tokens_1T = torch.tensor([list(tokens)], device=target.device)
-        read = read_media(target.model, tokens_1T, media, target.tap(self.feature_layers), on_logits is not None)
-        self.cache.prepare(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
-        for number, (keys, values) in read.keys_values.items():
-            if self.cache.stores_of(number):
-                self.cache.update(keys, values, number)
-        self.length_B[row] = T
-        self.lengths[row] = T
-        if self.shift_B is not None:
-            self.shift_B[row] = read.position_shift
-        if on_chunk is not None:
-            on_chunk(tokens_1T[0], read.features_TF, 0)
-        if on_logits is not None:
-            on_logits(read.logits_TV, 0)
-        return read.logits_TV[-1]
-
     def _chunk(self, row: int) -> int:
         """Most tokens of a prompt that go through the model at a time."""
-        if self.states is None or self.states.reads_chunks:
-            return PREFILL_CHUNK
-        return LATER_CHUNK_MAMBA1 if self.lengths[row] else FIRST_CHUNK_MAMBA1
+        limits = (state.max_chunk(row, self.lengths[row]) for state in self.states)
+        return next((limit for limit in limits if limit is not None), PREFILL_CHUNK)
 
     @torch.inference_mode()
     def forward(self, tokens_BN: Tensor, tree: Tree, rows: Sequence[int] = ()) -> TargetOutput:
@@ -518,13 +511,8 @@ class TargetSession:
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
         self.cache.prepare(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
         position_RQ = length_R[:, None] + depth_RT[:, T - Q :]
-        if self.shift_B is not None:
-            position_RQ = (
-                position_RQ
-                + (self.shift_B[rows.start : rows.stop] if isinstance(rows, range) else self.shift_B[list(rows)])[
-                    :, None
-                ]
-            )
+        for state in self.states:
+            position_RQ = state.positions(position_RQ, rows)
         # nodes past the context are never emitted, but the model needs a valid position for them
         if width > target.context:
             position_RQ = position_RQ.clamp(max=target.context - 1)
@@ -534,24 +522,19 @@ class TargetSession:
             prompt,
             counts,
         )  # fmt: skip
-        with self._reading(inputs, prompt):
+        if not self.states:
             return target.runner(inputs)
-
-    def _reading(self, inputs: ForwardInput, prompt: bool) -> AbstractContextManager[None]:
-        """The context in which a forward reads and writes the rows' states, if the target has
-        any."""
-        if self.states is None:
-            return nullcontext()
-        if prompt and (self.states.reads_chunks or self.lengths[inputs.rows[0]] == 0):
-            return self.states.prompt(inputs.rows[0], fresh=self.lengths[inputs.rows[0]] == 0)
-        return self.states.tree(inputs.rows, inputs.depth_RT, inputs.visible_RQT)
+        with ExitStack() as stack:
+            for state in self.states:
+                stack.enter_context(state.reading(inputs, self.length_B, fresh=self.lengths[rows[0]] == 0))
+            return target.runner(inputs)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, active_B: Tensor) -> None:
         """Commit the accepted nodes of the active rows; the slots of other nodes are free again."""
         self.cache.commit(self.length_B, verdict.path_BP)
-        if self.states is not None:
-            self.states.commit(self.length_B, verdict.path_BP, verdict.length_B, active_B)
+        for state in self.states:
+            state.commit(self.length_B, verdict.path_BP, verdict.length_B, active_B)
         self.length_B = torch.addcmul(self.length_B, verdict.length_B, active_B)
 
     @torch.inference_mode()
@@ -561,16 +544,10 @@ class TargetSession:
 
         `most`: upper bounds of the new lengths, known to the host.
         """
-        if self.states is not None:
-            self._commit_chain(count_B)
+        for state in self.states:
+            state.advance(self.length_B, count_B)
         self.length_B = self.length_B + count_B
         self.lengths = list(most)
-
-    def _commit_chain(self, count_B: Tensor) -> None:
-        """Commit the states of the first `count_B` nodes of each row, which are a chain."""
-        assert self.states is not None
-        chain_BP = torch.arange(self.states.node_count, device=self.target.device).expand(self.rows, -1)
-        self.states.commit(self.length_B, chain_BP, count_B, count_B > 0)
 
     def set_host_lengths(self, lengths: Sequence[int]) -> None:
         """Set the host's copy of the lengths, which it reads after each cycle."""
@@ -580,33 +557,27 @@ class TargetSession:
         """The most tokens, up to `most`, to which `truncate` can cut a row, and which `copy` can
         copy. Fewer only if the target has states."""
         most = min(most, self.lengths[row])
-        return most if self.states is None else self.states.longest_known_prefix(row, self._length(row), most)
-
-    def _length(self, row: int) -> int:
-        """Number of committed tokens; `lengths` may be an upper bound."""
-        return int(self.length_B[row])
+        for state in self.states:
+            most = state.longest_known_prefix(row, self.length_B, most)
+        return most
 
     def truncate(self, row: int, length: int) -> None:
         """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has
         returned."""
         assert length <= self.lengths[row]
-        if self.states is not None:
-            self.states.truncate(row, length, self._length(row))
+        for state in self.states:
+            state.truncate(row, length, self.length_B)
         self.length_B[row] = length
         self.lengths[row] = length
-        if self.shift_B is not None and length == 0:
-            self.shift_B[row] = 0
 
     @torch.inference_mode()
     def copy(self, source: int, row: int, length: int) -> None:
         """Replace a row's text by the first `length` tokens of another row's, a number that
         `longest_known_prefix` has returned."""
         assert length <= self.lengths[source]
-        if self.states is not None:
-            self.states.copy(source, row, length, self._length(source))
+        for state in self.states:
+            state.copy(source, row, length, self.length_B)
         self.cache.copy(source, row, length)
-        if self.shift_B is not None:
-            self.shift_B[row] = 0  # texts after images are not copied
         self.length_B[row] = length
         self.lengths[row] = length
 
@@ -614,8 +585,8 @@ class TargetSession:
         """Empty a row whose keys and values may be NaN."""
         self.truncate(row, 0)
         self.cache.clear(row)
-        if self.states is not None:
-            self.states.clear(row)
+        for state in self.states:
+            state.clear(row)
 
 
 class ModelRunner:
@@ -634,11 +605,7 @@ class ModelRunner:
         extra: dict[str, Any] = {}
         # With logits_to_keep as a number, layers that share keys (Gemma 4) compute the last token
         # only, but drafts read the features of all; as a tensor it must be on the LM head's device.
-        if (
-            inputs.last_only
-            and target._takes_logits_to_keep
-            and not (target.family.shares_keys and target.has_several_devices)
-        ):
+        if inputs.last_only and target.family.takes_logits_to_keep:
             last = inputs.tokens_RQ.shape[1] - 1
             extra["logits_to_keep"] = torch.tensor([last], device=target.device) if target.family.shares_keys else 1
         with target.tap(inputs.feature_layers) as features:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from eyas.checkpoints import Weights, expect
 from eyas.core.families import FULL, SLIDING
-from eyas.core.placement import is_tensor_parallel
 from eyas.core.target import Target
 from eyas.drafters._nets import init_matrices, placed, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError, one_line
+from eyas.targets.placement import is_tensor_parallel
 
 __all__ = ["Net", "SharedKeysValues", "load_net", "random_net", "source_layers"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.drafter import Drafter
 from eyas.core.target import Target
-from eyas.nn import Documents
+
+if TYPE_CHECKING:
+    from eyas.nn import Documents
 
 __all__ = ["Batch", "DraftMethod", "Loss"]
 

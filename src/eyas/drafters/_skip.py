@@ -119,7 +119,7 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
         [_layer(layers[k], k, [part for part in output_kinds if part[0] == k], output_kinds) for k in kept]
     )
     made = Target(view, f"{target.name} without {format_parts(skipped)}")
-    made.adapters, made.adapter = target.adapters, target.adapter
+    made.adapters = target.adapters
     return made
 
 

@@ -8,8 +8,10 @@
 Each is a `core.features.RequestFeature` in `Request.features`. The loop imports none of them.
 """
 
-from eyas.features.guidance import Constraint, Guidance, processors_of
+from eyas.core.features import Constraint
+from eyas.features.guidance import Guidance, processors_of
 from eyas.features.logprobs import Logprobs, TokenLogprobs, logprobs_of
+from eyas.features.plug_feature import traced
 from eyas.features.predictions import Predicted
 from eyas.features.traces import RawLogits, Trace, Traced
 
@@ -24,4 +26,5 @@ __all__ = [
     "Traced",
     "logprobs_of",
     "processors_of",
+    "traced",
 ]

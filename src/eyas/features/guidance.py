@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
-from eyas.core.features import MAX_CONTINUATION, Continuation, RequestFeature, RowFeature, RowNodes
+from eyas.core.features import MAX_CONTINUATION, Constraint, Continuation, RequestFeature, RowFeature, RowNodes
 from eyas.core.requests import Request
 from eyas.core.sampling import Processor, Sampling, apply_sampling
 from eyas.core.target import Target
 from eyas.errors import EyasError, InputError, code_of_request
-from eyas.features.constraints import Constraint, GuardedConstraint, tree_mask
+from eyas.features.constraints import GuardedConstraint, tree_mask
 
 __all__ = ["Constraint", "Guidance", "apply_processors", "make_custom", "processors_of"]
 
@@ -47,6 +47,10 @@ class Guidance(RequestFeature):
 
     processors: tuple[Processor, ...] = ()
     constraint: Constraint | None = None
+
+    @property
+    def runs_per_node(self) -> tuple[str, ...]:
+        return tuple(type(processor).__name__ for processor in self.processors)
 
     def open(self, request: Request, target: Target) -> RowFeature:
         guarded = None if self.constraint is None else GuardedConstraint(self.constraint, target.vocab_size)

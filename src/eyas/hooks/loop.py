@@ -20,7 +20,6 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from eyas.api import LLM, Stats
 from eyas.core.requests import Step
 from eyas.errors import EyasError
-from eyas.features import processors_of
 from eyas.hooks.sampling import Distribution
 from eyas.metrics import StepTotals
 
@@ -173,4 +172,4 @@ def decode(llm: LLM, distribution: Distribution, lockstep: Lockstep, rows: int) 
     # a decoder that reuses prefixes must not be kept: the weights may change before the next call
     if not shared:
         give_back()
-    return tuple(Stats.of(total, processors_of(request)) for total, request in zip(totals, requests, strict=True))
+    return tuple(Stats.of(total, request) for total, request in zip(totals, requests, strict=True))

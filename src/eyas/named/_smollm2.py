@@ -23,8 +23,7 @@ from pathlib import Path
 
 from eyas.errors import ModelError, one_line
 from eyas.files import kept_sha256, user_cache, write_atomically, write_errors
-from eyas.targets.gguf_files import kept_folder
-from eyas.targets.pretrained import check_gguf_packages
+from eyas.targets.gguf_files import check_gguf_packages, kept_folder
 
 __all__ = ["HUB", "QUANTISED", "place"]
 

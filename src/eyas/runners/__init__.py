@@ -20,7 +20,6 @@ from copy import copy
 import torch
 
 from eyas.core.ops import Ops
-from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.gpu import available as has_gpu_kernels
@@ -34,7 +33,6 @@ from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.gpu_proof import fault_of_kernels, fault_of_runner
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.warm_up import warm_up
-from eyas.targets import quantised
 
 __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 
@@ -84,7 +82,7 @@ def with_fastest_runner(
             f"draft weights fp8 need a GPU of compute capability {least} or more; the target is on {target.device}"
         )
     _disable_cudnn_attention(target.device)
-    _warn_about_mixing(target)
+    _warn_of_caveats(target)
     made = copy(_with_runner(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
     if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_dots()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
@@ -127,14 +125,6 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
         return target
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
-    # CUDA graphs have not been tested with quantised layers
-    if target.device.type == "cuda" and quantised.library_of(target.model):
-        if kernels != "auto":
-            warnings.warn(
-                f"the model runs by its own forward: its layers are computed by {quantised.library_of(target.model)}",
-                stacklevel=4,
-            )
-        return target
     if target.device.type == "cuda":
         return _with_graphs(target, kernels, own)
     if kernels == "compile":
@@ -147,20 +137,10 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
         return _with_cycle_kernels(target)
 
 
-def _warn_about_mixing(target: Target) -> None:
-    """Warn of quantised layers that treat a pass over a tree otherwise than single tokens."""
-    library = quantised.library_of(target.model)
-    if library and (layer := quantised.mixing_layer(target.model)):
-        way_out = (
-            "load with llm_int8_threshold=0.0"
-            if library == "bitsandbytes"
-            else "choose scales by token, or weights only"
-        )
-        warnings.warn(
-            f"{library} rounds the inputs of {layer} by all tokens of a pass together, so a tree's tokens get other numbers "
-            f"than single ones and the text may differ from plain decoding's: {way_out}",
-            stacklevel=4,
-        )
+def _warn_of_caveats(target: Target) -> None:
+    for extension in target.extensions:
+        if caveat := extension.caveat():
+            warnings.warn(caveat, stacklevel=4)
 
 
 def _with_cycle_kernels(target: Target) -> Target:
@@ -174,32 +154,9 @@ def _with_cycle_kernels(target: Target) -> Target:
 def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
     """The target by CUDA graphs, once its kernels and a graph have given the numbers of the model's
     own forward; else as it is."""
-    if rope := _growing_rope(target):
+    if reason := target.own_forward_only("graphs") or _growing_rope(target):
         if kernels != "auto":
-            warnings.warn(
-                f"no CUDA graphs: {rope} rotary positions depend on the length, which the host has to look at",
-                stacklevel=5,
-            )
-        return target
-    if target.has_several_devices:
-        if kernels != "auto":
-            warnings.warn(
-                "no CUDA graphs: the model's layers are on several devices, and a graph belongs to one", stacklevel=5
-            )
-        return target
-    if has_offloaded_weights(target.model) or is_tensor_parallel(target.model):
-        if kernels != "auto":
-            warnings.warn(
-                "no CUDA graphs: each forward fetches weights that wait, or exchanges results with other processes",
-                stacklevel=5,
-            )
-        return target
-    if target.state_modules:
-        if kernels != "auto":
-            warnings.warn(
-                "no CUDA graphs: the host sorts the nodes of each tree by depth, for the model's recurrent state",
-                stacklevel=5,
-            )
+            warnings.warn(reason, stacklevel=5)
         return target
     log.info(
         "GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)"
@@ -242,8 +199,9 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def _growing_rope(target: Target) -> str:
-    """The kind of RoPE whose frequencies depend on the length of the text ("dynamic", "longrope");
-    "" if there is none."""
+    """Why a target has no CUDA graphs, if it has a kind of RoPE whose frequencies depend on the
+    length of the text; "" if it has none."""
     rope = getattr(target.model.config, "rope_parameters", None) or {}
     kinds = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)}
-    return next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")
+    kind = next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")
+    return kind and f"no CUDA graphs: {kind} rotary positions depend on the length, which the host has to look at"

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from eyas import kernels
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
-from eyas.core.placement import has_offloaded_weights, is_tensor_parallel
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
@@ -32,8 +31,6 @@ from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._proofs import Proof
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import CpuOps
-from eyas.targets.adapters import has_adapter_layers
-from eyas.targets.quantised import library_of
 
 __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
 
@@ -291,18 +288,8 @@ def _refuse(target: Target) -> None:
         raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
     if family.model_type not in FAMILIES:
         raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
-    if is_tensor_parallel(target.model):
-        raise UnsuitedError("the kernels compute whole layers, and its weights are split over processes (tp_plan)")
-    if target.has_several_devices:
-        raise UnsuitedError("the kernels run whole models on one device, and a device_map puts its layers on several")
-    if has_offloaded_weights(target.model):
-        raise UnsuitedError("the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere")
-    if library_of(target.model):
-        raise UnsuitedError(f"its layers are kept quantised and are computed by {library_of(target.model)}")
-    if has_adapter_layers(target.model):
-        raise UnsuitedError(
-            "the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))"
-        )
+    if reason := target.own_forward_only("kernels"):
+        raise UnsuitedError(reason)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsuitedError(f"the kernels do not know its rotary positions ({rope.get('rope_type')})")

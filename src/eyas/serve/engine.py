@@ -19,14 +19,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import SystemRandom
 
 from eyas.api import LLM, TextReader
 from eyas.arguments import MediaIds
 from eyas.core.engine import Decoder, Request, Step
 from eyas.errors import EyasError
-from eyas.features import Traced
+from eyas.features import traced
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError
@@ -136,9 +136,7 @@ class Engine:
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else (seed + sample) % 2**63
                 request, reader = self.llm.request(whole, **{**job.keywords, "seed": own})
-                if job.cycles:
-                    request = replace(request, features=(*request.features, Traced()))
-                prepared.append((request, reader))
+                prepared.append((traced(request) if job.cycles else request, reader))
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:

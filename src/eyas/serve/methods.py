@@ -12,7 +12,7 @@ from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options
 from eyas.errors import OptionError
-from eyas.hardware import release_threads
+from eyas.threads import release_threads
 
 __all__ = ["PLAIN", "Methods"]
 

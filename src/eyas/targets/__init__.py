@@ -1,9 +1,13 @@
-"""Where targets come from, and what they may be beyond plain weights.
+"""Where targets come from, and what they may be beyond plain weights. A module with a class
+`Extension` declares what some targets have beyond layers with keys and values (`core.extensions`).
 
 pretrained.py     read a model and its tokenizer from a folder or the hub
 gguf_files.py     convert a file in GGUF format, once
 loading.py        make the `Target`
 adapters.py       LoRA and the like: merged, or chosen by requests
 quantised.py      layers that a library keeps quantised
+placement.py      layers on several devices, weights that wait elsewhere or are split over processes
+recurrent.py      states of Mamba, delta nets and convolutions (levels.py, state_modules.py)
+media.py          prompts with images
 fingerprints.py   whether a target is the one that a head was trained for
 """

@@ -6,8 +6,8 @@ requests choose from.
     digest(folder)                     -> a hash of the adapter's tensors
     AdapterSet.load(model, folders)    -> layers of PEFT around the model's own; `use` switches the whole model to one of them
 
-The whole model has one adapter at a time. `Target.with_adapter` makes a view of the target for each
-adapter, and a view switches the model before each of its forwards. A Decoder belongs to one view,
+The whole model has one adapter at a time. `Target.with_adapter` makes a view of the target, with an
+`AdapterView`, for each adapter, and a view switches the model before each of its forwards. A Decoder belongs to one view,
 so a batch never mixes adapters, and keys and values that one adapter made are never read by
 another.
 
@@ -24,19 +24,19 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
 from transformers import PreTrainedModel
 
+from eyas.core.extensions import TargetExtension
 from eyas.errors import EyasError, ModelError, OptionError, near, one_line
+from eyas.targets.loading import BASE
 from eyas.targets.pretrained import REASON_LENGTH, is_missing_path
 
-__all__ = ["BASE", "AdapterSet", "add_adapter_layers", "digest", "has_adapter_layers", "is_peft_model", "merge"]
+__all__ = ["AdapterSet", "AdapterView", "Extension", "add_adapter_layers", "digest", "merge"]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
-BASE = "base"  # in requests: the model without an adapter
 # Kinds of adapters that compute something outside of the model's layers; the model's own forward
 # would leave it out.
 UNSUPPORTED_KINDS = (
@@ -164,15 +164,36 @@ class AdapterSet:
             raise OptionError(f"there is no adapter {name!r}; {near(name, (*self.names, BASE))}")
 
 
-def is_peft_model(model: object) -> bool:
-    """Whether the object is a PeftModel, which holds a model."""
-    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+class AdapterView(NamedTuple):
+    """The adapters of a model, and the one that a view of the target uses (`core.target.Adapters`)."""
+
+    adapters: AdapterSet
+    used: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.adapters.names
+
+    def view(self, name: str) -> AdapterView:
+        self.adapters.check(name)
+        return AdapterView(self.adapters, name)
+
+    def switch(self) -> None:
+        self.adapters.use(self.used)
 
 
-def has_adapter_layers(model: nn.Module) -> bool:
-    """Whether layers of PEFT are in the model. `weight` of such a layer is the base model's,
-    without the adapter."""
-    return any(isinstance(module, _layer_kinds()) for module in model.modules())
+class Extension(TargetExtension):
+    """Layers of PEFT in the model. `weight` of such a layer is the base model's, without the
+    adapter."""
+
+    order = 30
+    own_forward_only: Mapping[str, str] = {
+        "kernels": "the kernels would leave out the adapter that is in its layers: merge it (eyas.load(..., adapter=folder))"
+    }
+
+    @classmethod
+    def applies(cls, model: PreTrainedModel) -> bool:
+        return any(isinstance(module, _layer_kinds()) for module in model.modules())
 
 
 def _layer_kinds() -> tuple[type, ...]:

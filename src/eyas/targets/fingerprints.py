@@ -4,28 +4,46 @@ draft head was trained for."""
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eyas.core.placement import value_of
+from eyas.core.extensions import TargetExtension
 from eyas.core.target import Target
 from eyas.targets import quantised
+from eyas.targets.placement import value_of
 
-__all__ = ["base_has_fingerprint", "fingerprint", "fingerprint_of", "has_fingerprint", "same_weights"]
+__all__ = ["Origin", "base_has_fingerprint", "fingerprint", "fingerprint_of", "has_fingerprint", "same_weights"]
+
+
+@dataclass(frozen=True)
+class Origin(TargetExtension):
+    """What a target's weights were before eyas added adapters.
+
+    Attributes:
+        base: fingerprint of the weights without an adapter; "": none was added.
+        digest: `targets.adapters.digest` of the adapter that is always in use, merged into the
+            weights or not; "": there is none.
+    """
+
+    base: str = ""
+    digest: str = ""
+
+
+def _origin(target: Target) -> Origin:
+    return next((one for one in target.extensions if isinstance(one, Origin)), Origin())
 
 
 def fingerprint(target: Target) -> str:
     """A short identification of the weights, which is saved with draft heads. If adapters are
     switched between, that of the base model."""
-    if target.adapters is not None and target.base_fingerprint:
-        return target.base_fingerprint
-    return (
-        f"{target.merged_adapter_digest}+{fingerprint_of(target.model)}"
-        if target.merged_adapter_digest
-        else fingerprint_of(target.model)
-    )
+    origin = _origin(target)
+    if target.adapters is not None and origin.base:
+        return origin.base
+    own = fingerprint_of(target.model)
+    return f"{origin.digest}+{own}" if origin.digest else own
 
 
 def has_fingerprint(target: Target, recorded: str) -> bool:
@@ -35,7 +53,8 @@ def has_fingerprint(target: Target, recorded: str) -> bool:
 
 def base_has_fingerprint(target: Target, recorded: str) -> bool:
     """Whether `recorded` is that of the weights before an adapter was added."""
-    return bool(target.base_fingerprint) and same_weights(recorded, target.base_fingerprint)
+    base = _origin(target).base
+    return bool(base) and same_weights(recorded, base)
 
 
 def fingerprint_of(model: nn.Module) -> str:

@@ -23,25 +23,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 from huggingface_hub import hf_hub_download
 from rich.console import Console
 from rich.progress import track
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from eyas.errors import InputError, ModelError, one_line
+from eyas.errors import InputError, ModelError, OptionError, one_line
 from eyas.files import CHECKSUMS, kept_sha256, prepare_folder, sha256_of_folder, user_cache, write_errors, write_text
-from eyas.targets.pretrained import check_gguf, read_gguf_tokenizer, read_model
+from eyas.targets.pretrained import check_path, one_line_errors, read_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["as_folder", "kept_folder"]
+__all__ = ["as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
@@ -89,7 +92,7 @@ def kept_folder(path: Path) -> Path:
     """
     from filelock import FileLock
 
-    check_gguf(path.parent, path.name)
+    _check(path.parent, path.name)
     prepare_folder(_cache())
     folder = _cache() / _key(path)
     with write_errors(folder), FileLock(_cache() / f".{folder.name}.lock"):  # a second process waits, and finds it
@@ -101,9 +104,67 @@ def kept_folder(path: Path) -> Path:
     return folder
 
 
+def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
+    """(folder or hub id, file in GGUF format or None): a path to such a file is split into its
+    folder and its name."""
+    path = Path(source)
+    if gguf_file is None and path.suffix == ".gguf" and path.is_file():
+        return path.parent, path.name
+    return source, gguf_file
+
+
+def check_gguf_packages() -> None:
+    """Raise OptionError where a package that reads GGUF files is missing."""
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise OptionError(
+                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
+            )
+
+
+def _check(source: str | Path, gguf_file: str) -> None:
+    """Refuse a file in GGUF format before anything large is read.
+
+    Raises:
+        ModelError: the folder has no such file, or `source` is neither a folder nor a hub id.
+        OptionError: a package that reads GGUF files is missing.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        check_path(source, "target")
+    elif not (folder / gguf_file).is_file():
+        there = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))[:5])
+        raise ModelError(
+            f"target folder {str(source)!r} has no file {gguf_file!r}; files in GGUF format there: {there or 'none'}"
+        )
+    check_gguf_packages()
+
+
+def _read_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
+    one from the file."""
+    try:
+        with one_line_errors("", source):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
+            return tokenizer
+    except ModelError as error:
+        log.info("no tokenizer from %s%s", gguf_file, error)
+        return None
+
+
+def _keywords(source: str | Path, gguf_file: str) -> dict[str, Any]:
+    """Keywords of from_pretrained that make plain weights of a file in GGUF format. An older
+    transformers has no GgufConfig, and always makes plain weights."""
+    with one_line_errors(f"target {str(source)!r} cannot be loaded", source, place=f"{gguf_file}: "):
+        config = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
+    settings = getattr(transformers, "GgufConfig", None)
+    plain = {} if settings is None else {"quantization_config": settings(dequantize=True)}
+    return {"config": config, "gguf_file": gguf_file, **plain}
+
+
 def _file(source: str | Path, gguf_file: str) -> Path:
     """The file, fetched where `source` is a hub id. ModelError where there is none."""
-    check_gguf(source, gguf_file)
+    _check(source, gguf_file)
     if Path(source).is_dir():
         return Path(source) / gguf_file
     try:
@@ -170,8 +231,8 @@ def _convert(path: Path, folder: Path) -> None:
     bars.disable_progress_bar()  # ours is for the whole file
     try:
         with _read_quickly() as parsed:
-            tokenizer = read_gguf_tokenizer(path.parent, path.name)
-            model = read_model(path.parent, torch.float32, gguf_file=path.name)
+            tokenizer = _read_tokenizer(path.parent, path.name)
+            model = read_model(path.parent, torch.float32, keywords=_keywords(path.parent, path.name))
         if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
             del model.config.quantization_config
         model.save_pretrained(folder)

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from eyas.core.sockets import ADAPTER
 from eyas.core.target import Target
 from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
-from eyas.targets.adapters import AdapterSet, add_adapter_layers, digest, is_peft_model, merge
-from eyas.targets.fingerprints import fingerprint_of
 from eyas.targets.pretrained import DeviceMap, read_model
-from eyas.targets.quantised import library_of
 
-__all__ = ["AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of"]
+__all__ = ["BASE", "AdapterFolders", "is_peft_model", "load_target", "pick_device", "pick_dtype", "target_of"]
 
+BASE = "base"  # in requests: the model without an adapter
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 
 
@@ -56,25 +55,14 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Ta
     `adapters` change the model: a single one, by its folder, is merged into the weights, or
     added in layers of its own if they are quantised; several, by name, are switched between.
     """
-    if is_peft_model(model):
-        found = AdapterSet(model)
-        target = Target(model.get_base_model(), name)
-        target.adapters, target.adapter = found, found.active
-        return target
-    target = Target(model, name)
-    if not adapters:
-        return target
-    base = fingerprint_of(model)
-    if isinstance(adapters, Mapping):
-        found = AdapterSet.load(model, adapters)
-        found.use("")
-        target = Target(model, name)
-        target.adapters = found
-    else:
-        target = Target((add_adapter_layers if library_of(model) else merge)(model, adapters), name)
-        target.merged_adapter_digest = digest(adapters)
-    target.base_fingerprint = base
-    return target
+    if not adapters and not is_peft_model(model):
+        return Target(model, name)
+    return ADAPTER.plug_for("adapters").target_with_adapters(model, name, adapters)
+
+
+def is_peft_model(model: object) -> bool:
+    """Whether the object is a PeftModel, which holds a model."""
+    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
 def pick_device(device: str) -> str:

@@ -1,25 +1,21 @@
 """Read a Hugging Face model and its tokenizer, from a folder or from the hub.
 
 A broken file makes the libraries raise exceptions of many kinds, often of many lines. Here each of
-them becomes a ModelError of one line, which names the broken file if one is found. This module
+them becomes a ModelError of one line, which names the broken file if a plug finds it (plug_files.py). This module
 knows files and transformers' Auto classes; it knows no tree, no cache and no method.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -32,38 +28,26 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eyas.errors import InputError, ModelError, OptionError, one_line
-from eyas.files import parse_json
+from eyas.core.sockets import FILES
+from eyas.errors import ModelError, OptionError, one_line
 
 __all__ = [
     "REASON_LENGTH",
     "DeviceMap",
     "check_config",
-    "check_gguf",
-    "check_gguf_packages",
+    "check_path",
     "has_tokenizer",
     "is_missing_path",
-    "read_gguf_tokenizer",
+    "one_line_errors",
     "read_model",
     "read_tokenizer",
-    "split_gguf",
 ]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 CPU = torch.device("cpu")
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # the names that configurations use
-MOST_LAYERS = 10_000
 REASON_LENGTH = 240  # characters of a library's message that are shown
-MODEL_JSON = ("config.json", "generation_config.json", "*.index.json")
-TOKENIZER_JSON = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-)
 TOKENIZER_FILES = (
     "tokenizer.*",
     "tokenizer_config.json",
@@ -90,7 +74,7 @@ def read_model(
     trust_remote_code: bool = False,
     role: str = "target",
     device_map: DeviceMap | None = None,
-    gguf_file: str | None = None,
+    keywords: Mapping[str, Any] | None = None,
     device: torch.device = CPU,
     own_dtype: bool = False,
 ) -> PreTrainedModel:
@@ -101,8 +85,7 @@ def read_model(
         dtype: a torch dtype, or "auto" for the checkpoint's own.
         role: how messages call the model: "target", "draft model".
         device_map: where its weights go, instead of the CPU.
-        gguf_file: a file in GGUF format in that folder; its weights become plain ones
-            (`targets.gguf_files` does it faster, once for each file).
+        keywords: further keywords of `from_pretrained`. With "config" no config.json is read.
         device: the device of the model. A quantised model is loaded there, as its library may not
             be able to move it.
         own_dtype: a quantised checkpoint keeps its own dtype, in which its scales are stored.
@@ -110,14 +93,13 @@ def read_model(
     Raises:
         ModelError: the model cannot be loaded or tensors are missing; the message names the file
             if one is broken.
-        OptionError: a package that reads GGUF files is missing.
     """
-    config = check_config(source, trust_remote_code, role, gguf_file)
-    options = {} if gguf_file is None else {"config": config, **_gguf_options(gguf_file)}
-    quantised = getattr(config, "quantization_config", None) is not None and gguf_file is None
+    options = dict(keywords or {})
+    config = options.get("config") or check_config(source, trust_remote_code, role)
+    quantised = "config" not in options and getattr(config, "quantization_config", None) is not None
     if quantised and device != CPU and device_map is None:
         options["device_map"] = {"": device}
-    with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _model_faults):
+    with one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "model"):
         loaded: Any = _auto_class(config).from_pretrained(
             str(source),
             dtype="auto" if quantised and own_dtype else dtype,
@@ -153,31 +135,23 @@ def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
     return {"device_map": device_map.device_map, "offload_folder": device_map.folder}
 
 
-def check_config(
-    source: str | Path, trust_remote_code: bool = False, role: str = "target", gguf_file: str | None = None
-) -> PreTrainedConfig:
+def check_config(source: str | Path, trust_remote_code: bool = False, role: str = "target") -> PreTrainedConfig:
     """Read a model's configuration before anything large is read.
 
     Raises:
         ModelError: the name is neither a folder of a model nor a hub id, or transformers refuses
             the configuration.
-        OptionError: a package that reads GGUF files is missing.
     """
-    if gguf_file is not None:
-        check_gguf(source, gguf_file)
-        with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _no_faults, f"{gguf_file}: "):
-            stated: PreTrainedConfig = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
-            return stated
-    _check_path(source, role)
+    check_path(source, role)
     folder = _folder(source)
     # transformers would list every layer in its error
-    if folder is not None and (fault := next(_layer_faults(folder), None)):
+    if folder is not None and (fault := _fault(folder, "layers")):
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
-    with _one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, _config_faults, "config.json: "):
+    with one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "config", "config.json: "):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     folder = _folder(source)  # a hub id is in the cache by now
     # transformers ignores a broken generation_config.json
-    if folder is not None and (fault := next(_json_faults(folder, ("generation_config.json",)), None)):
+    if folder is not None and (fault := _fault(folder, "generation")):
         raise ModelError(f"{role} {str(source)!r} cannot be loaded: {fault}")
     return config
 
@@ -200,7 +174,7 @@ def read_tokenizer(
             raise _no_tokenizer(source)
         return None
     try:
-        with _one_line_errors(f"the tokenizer in {str(source)!r} cannot be loaded", source, _tokenizer_faults):
+        with one_line_errors(f"the tokenizer in {str(source)!r} cannot be loaded", source, "tokenizer"):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(source), trust_remote_code=trust_remote_code
             )
@@ -223,74 +197,19 @@ def read_tokenizer(
     return None if empty else tokenizer
 
 
-def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
-    """(folder or hub id, file in GGUF format or None): a path to such a file is split into its
-    folder and its name."""
-    path = Path(source)
-    if gguf_file is None and path.suffix == ".gguf" and path.is_file():
-        return path.parent, path.name
-    return source, gguf_file
-
-
 def has_tokenizer(source: str | Path) -> bool:
     """Whether a local folder, or what the cache has of a hub id, holds files of a tokenizer."""
     folder = _folder(source)
     return folder is not None and _has_files_of_tokenizer(folder)
 
 
-def read_gguf_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
-    one from the file."""
-    try:
-        with _one_line_errors("", source, _no_faults):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
-            return tokenizer
-    except ModelError as error:
-        log.info("no tokenizer from %s%s", gguf_file, error)
-        return None
-
-
-def check_gguf(source: str | Path, gguf_file: str) -> None:
-    """Refuse a file in GGUF format before anything large is read.
-
-    Raises:
-        ModelError: the folder has no such file, or `source` is neither a folder nor a hub id.
-        OptionError: a package that reads GGUF files is missing.
-    """
-    _check_path(source, "target", gguf_file)
-    check_gguf_packages()
-
-
-def check_gguf_packages() -> None:
-    """Raise OptionError where a package that reads GGUF files is missing."""
-    for package in ("gguf", "accelerate"):
-        if find_spec(package) is None:
-            raise OptionError(
-                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
-            )
-
-
-def _gguf_options(gguf_file: str) -> dict[str, Any]:
-    """Keywords of from_pretrained that make plain weights of a file in GGUF format. An older
-    transformers has no GgufConfig, and always makes plain weights."""
-    settings = getattr(transformers, "GgufConfig", None)
-    return {"gguf_file": gguf_file, **({} if settings is None else {"quantization_config": settings(dequantize=True)})}
-
-
 def _no_tokenizer(source: str | Path) -> ModelError:
     return ModelError(f"there is no tokenizer in {str(source)!r}: name the folder or hub id of one")
 
 
-def _check_path(source: str | Path, role: str, gguf_file: str | None = None) -> None:
-    """ModelError for a name that can be neither a model's folder nor a hub id."""
+def check_path(source: str | Path, role: str) -> None:
+    """Raise ModelError for a name that can be neither a model's folder nor a hub id."""
     path, name = Path(source), str(source)
-    if gguf_file is not None and path.is_dir():
-        if not (path / gguf_file).is_file():
-            there = ", ".join(sorted(file.name for file in path.glob("*.gguf"))[:5])
-            raise ModelError(
-                f"{role} folder {name!r} has no file {gguf_file!r}; files in GGUF format there: {there or 'none'}"
-            )
-        return
     if path.is_file():
         raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").exists():
@@ -332,16 +251,14 @@ def _has_files_of_tokenizer(folder: Path) -> bool:
 
 
 @contextmanager
-def _one_line_errors(
-    beginning: str, source: str | Path, faults: Callable[[Path], Iterator[str]], place: str = ""
-) -> Iterator[None]:
+def one_line_errors(beginning: str, source: str | Path, files: str = "", place: str = "") -> Iterator[None]:
     """Turn exceptions of a library into a ModelError of one line.
 
     The line names the first broken file, or else holds the library's message.
 
     Args:
         beginning: the first words of the message.
-        faults: yields what is wrong with the files of a folder.
+        files: the files of the folder that may be broken, a word of `core.sockets.FilesPlug`; "": none.
         place: the file that is named before the library's message if no file is found broken.
     """
     try:
@@ -350,8 +267,13 @@ def _one_line_errors(
         raise
     except Exception as error:  # a broken file makes the libraries raise exceptions of many kinds
         folder = _folder(source)
-        fault = None if folder is None else next(faults(folder), None)
+        fault = None if folder is None or not files else _fault(folder, files)
         raise ModelError(f"{beginning}: {fault or place + _message(error)}") from error
+
+
+def _fault(folder: Path, files: str) -> str:
+    """Return what is wrong with these files of a folder, if a plug finds it; else ""."""
+    return next((fault for plug in FILES.plugs if (fault := plug.fault(folder, files))), "")
 
 
 def _message(error: Exception) -> str:
@@ -368,84 +290,3 @@ def _message(error: Exception) -> str:
 def _first_of(names: list[str], shown: int = 5) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
-
-
-def _no_faults(folder: Path) -> Iterator[str]:
-    """No faults: the library's message says what is wrong."""
-    yield from ()
-
-
-def _config_faults(folder: Path) -> Iterator[str]:
-    yield from _json_faults(folder, ("config.json",))
-
-
-def _layer_faults(folder: Path) -> Iterator[str]:
-    """A number of layers that no model has."""
-    try:
-        content = parse_json((folder / "config.json").read_bytes())
-    except (OSError, InputError):  # reported by `_config_faults`
-        return
-    for part in (content, content.get("text_config")) if isinstance(content, dict) else ():
-        for name in LAYER_COUNTS:
-            count = part.get(name) if isinstance(part, dict) else None
-            if isinstance(count, int) and count > MOST_LAYERS:
-                yield f"config.json: {name} is {count:,}, and no model has more than {MOST_LAYERS:,}: correct it"
-
-
-def _model_faults(folder: Path) -> Iterator[str]:
-    yield from _json_faults(folder, MODEL_JSON)
-    for path in sorted(folder.glob("*.index.json")):
-        if not isinstance(json.loads(path.read_text("utf-8")).get("weight_map"), dict):
-            yield f'{path.name} has no "weight_map" from tensor names to files'
-    tensors = sorted(folder.glob("*.safetensors"))
-    yield from _tensor_faults(tensors)
-    if not tensors:
-        yield from _pickle_faults(sorted(folder.glob("*.bin")))
-
-
-def _tokenizer_faults(folder: Path) -> Iterator[str]:
-    yield from _json_faults(folder, TOKENIZER_JSON)
-    for path in sorted(folder.glob("*.jinja")):
-        try:
-            path.read_text("utf-8")
-        except (OSError, ValueError) as error:
-            yield f"{path.name} is no text in UTF-8 ({error})"
-
-
-def _json_faults(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
-    """Files that do not hold one JSON object."""
-    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
-        try:
-            content = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            reason = "its brackets are nested too deeply" if isinstance(error, RecursionError) else error
-            yield f"{path.name} is no valid JSON ({reason}): fetch or write it again"
-            continue
-        if not isinstance(content, dict):
-            yield f"{path.name} holds {type(content).__name__} {str(content)[:20]!r} where a JSON object is expected"
-
-
-def _tensor_faults(paths: list[Path]) -> Iterator[str]:
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                tensors.keys()
-        except (OSError, SafetensorError) as error:
-            yield f"{path.name} is broken or cut off ({error}): fetch or write it again"
-
-
-def _pickle_faults(paths: list[Path]) -> Iterator[str]:
-    """Pickled weights that hold anything but tensors by name; nothing in them is run."""
-    for path in paths:
-        try:
-            content = torch.load(path, map_location="meta", weights_only=True)
-        except pickle.UnpicklingError:
-            yield (
-                f"{path.name} is a pickle that holds more than tensors and could run code, so it is not read (weights_only); "
-                "convert it to safetensors where you trust it"
-            )
-        except Exception as error:
-            yield f"{path.name} is broken or cut off ({one_line(error, REASON_LENGTH // 2)}): fetch or write it again"
-        else:
-            if not isinstance(content, dict):
-                yield f"{path.name} holds a {type(content).__name__} where tensors by name are expected"

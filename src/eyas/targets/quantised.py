@@ -10,7 +10,7 @@ does. The two give the same numbers, up to rounding, as long as a layer treats e
 itself. A layer that rounds its inputs by one scale for the whole pass (per-tensor dynamic scales),
 or that picks outlier columns from all tokens (bitsandbytes' LLM.int8), does not.
 
-This module knows no tree, no cache and no drafter, and imports none of these libraries.
+This module knows no tree and no drafter, and imports none of these libraries.
 Letters: T tokens, K inputs of a layer.
 """
 
@@ -22,8 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
-__all__ = ["layers_of", "library_of", "mixing_layer", "reference_output"]
+from eyas.core.extensions import TargetExtension
+from eyas.core.target import Target
+
+__all__ = ["Extension", "layers_of", "library_of", "mixing_layer", "reference_output"]
 
 # tolerance, relative to the norm of a token's outputs; another order of summation changes less
 TOLERANCE = {torch.float32: 1e-3}
@@ -31,6 +35,37 @@ CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
 OUTLIER = 100.0  # value of every input of the neighbouring tokens; far above the threshold of LLM.int8 (6)
 # largest input of the tested token, below that threshold, and the scale of its other inputs
 PEAK, REST = 5.5, 0.05
+
+
+class Extension(TargetExtension):
+    """Layers that a library keeps quantised."""
+
+    order = 20
+
+    @classmethod
+    def applies(cls, model: PreTrainedModel) -> bool:
+        return bool(layers_of(model))
+
+    def __init__(self, target: Target) -> None:
+        self.model, self.library = target.model, library_of(target.model)
+        self.own_forward_only = {
+            # CUDA graphs have not been tested with quantised layers
+            "graphs": f"the model runs by its own forward: its layers are computed by {self.library}",
+            "kernels": f"its layers are kept quantised and are computed by {self.library}",
+        }
+
+    def caveat(self) -> str:
+        if not (layer := mixing_layer(self.model)):
+            return ""
+        way_out = (
+            "load with llm_int8_threshold=0.0"
+            if self.library == "bitsandbytes"
+            else "choose scales by token, or weights only"
+        )
+        return (
+            f"{self.library} rounds the inputs of {layer} by all tokens of a pass together, so a tree's tokens get other numbers "
+            f"than single ones and the text may differ from plain decoding's: {way_out}"
+        )
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

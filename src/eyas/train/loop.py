@@ -34,7 +34,7 @@ from torch import Tensor
 
 from eyas.drafters import DraftMethod
 from eyas.errors import EyasError, InputError, OptionError
-from eyas.files import locked_folder
+from eyas.locks import locked_folder
 from eyas.train._process import InterruptHandler, flushed_denormals, frozen
 from eyas.train.config import TrainConfig
 from eyas.train.data import Example

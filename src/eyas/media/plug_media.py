@@ -1,4 +1,4 @@
-"""Messages with images, sounds or videos, by the processor that comes with the target."""
+"""Plugs the processors that come with targets into the socket "media" (core/sockets.py)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor
+from transformers import AutoProcessor, PreTrainedModel
 
-from eyas.arguments import MediaIds, Messages, as_prompts
+from eyas.arguments import MEDIA_PARTS, MediaIds, Messages, as_prompts
 from eyas.errors import InputError, one_line
+from eyas.targets.media import reads_media
 from eyas.text import check_messages, for_template
 
-__all__ = ["has_media", "media_prompt"]
-
-MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the processors of transformers read them
-
-
-def has_media(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages of which one holds an image or the like."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return False
-    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
-    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
-    return any(isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS for part in parts)
+__all__ = ["media_prompt"]
 
 
 def media_prompt(
     messages: Messages,
-    source: str,
+    model: PreTrainedModel,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -40,16 +30,19 @@ def media_prompt(
     """The prompt that the target's processor makes of messages, by its chat template.
 
     Args:
-        source: the target's folder or hub id.
+        model: the target's. Its processor is the one in its folder, or at its hub id.
         add_generation_prompt, continue_final_message, tools: see `text.render`.
         chat_template_kwargs: variables of the template; booleans only, such as enable_thinking, and none of a
             processor's steps, such as do_resize. Variables that the template does not have go to
             the processor, which would read files that other values name.
 
     Raises:
-        InputError: a message is malformed, there is no processor, a package that it needs is
-            missing, or it refuses the messages.
+        InputError: the model reads text alone, a message is malformed, there is no processor, a
+            package that it needs is missing, or it refuses the messages.
     """
+    if not reads_media(model):
+        raise InputError(f"{type(model).__name__} reads text alone: leave the images out of the messages")
+    source = getattr(model.config, "name_or_path", "")
     chat = check_messages(messages, MEDIA_PARTS)
     processor = _processor(source)
     _check_files(chat)

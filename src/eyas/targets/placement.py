@@ -19,21 +19,80 @@ This module knows accelerate's hooks and torch's DTensor, and imports neither.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
+from eyas.core.cache import KVCache
+from eyas.core.extensions import TargetExtension
+from eyas.core.target import Target, TargetSession
 from eyas.errors import ModelError
 
 __all__ = [
+    "Extension",
     "check_layers",
     "device_of",
+    "devices_of",
     "has_offloaded_weights",
     "has_several_devices",
     "is_tensor_parallel",
     "value_of",
 ]
+
+
+class Extension(TargetExtension):
+    """Weights that are not whole on one device."""
+
+    order = 10
+
+    @classmethod
+    def applies(cls, model: PreTrainedModel) -> bool:
+        waits = has_offloaded_weights(model) or is_tensor_parallel(model)
+        return waits or model.device.type == "meta" or has_several_devices(model)
+
+    def __init__(self, target: Target) -> None:
+        model = target.model
+        target.device = device_of(model)
+        self.has_several_devices = has_several_devices(model)
+        # the device of each layer's keys and values; (): all are on the main device
+        self.layer_devices: tuple[torch.device | None, ...] = ()
+        if self.has_several_devices:
+            check_layers(target.family.layers)
+            if target.family.shares_keys:  # logits_to_keep is a tensor then, which must be on the LM head's device
+                target.family = replace(target.family, takes_logits_to_keep=False)
+        self.own_forward_only = dict(_reasons(model, self.has_several_devices))
+
+    def probed(self, cache: Cache) -> None:
+        if self.has_several_devices:
+            self.layer_devices = devices_of(cache)
+
+    def open(self, session: TargetSession) -> None:
+        target = session.target
+        if self.layer_devices:
+            session.cache = KVCache(
+                target.layout, session.rows, target.dtype, target.device, target.runner.ops.commit, self.layer_devices
+            )
+
+
+def _reasons(model: nn.Module, several_devices: bool) -> Iterator[tuple[str, str]]:
+    """See `TargetExtension.own_forward_only`."""
+    split, offloaded = is_tensor_parallel(model), has_offloaded_weights(model)
+    if several_devices:
+        yield "graphs", "no CUDA graphs: the model's layers are on several devices, and a graph belongs to one"
+    elif split or offloaded:
+        yield (
+            "graphs",
+            "no CUDA graphs: each forward fetches weights that wait, or exchanges results with other processes",
+        )
+    if split:
+        yield "kernels", "the kernels compute whole layers, and its weights are split over processes (tp_plan)"
+    elif several_devices:
+        yield "kernels", "the kernels run whole models on one device, and a device_map puts its layers on several"
+    elif offloaded:
+        yield "kernels", "the kernels keep a copy of all weights, and a device_map lets some of them wait elsewhere"
 
 
 def has_offloaded_weights(model: nn.Module) -> bool:
@@ -76,6 +135,13 @@ def check_layers(layers: Iterable[nn.Module]) -> None:
             raise ModelError(
                 f"the parts of layer {number} lie on {_listed(places)}: write a device_map that keeps each layer whole"
             )
+
+
+def devices_of(cache: Cache) -> tuple[torch.device | None, ...]:
+    """The device of each layer's keys in a growing cache that a forward of the model has filled;
+    None for a layer without keys."""
+    stored = (getattr(layer, "keys", None) for layer in cache.layers)
+    return tuple(None if keys is None else keys.device for keys in stored)
 
 
 def _places(module: nn.Module) -> set[torch.device]:

@@ -13,11 +13,11 @@ parent, and its own state is stored for its children.
 When a path is accepted, the state of its last node becomes the row's committed state; those of the
 other nodes are dropped. No token is read twice, rows accept different numbers of tokens without
 padding, and every node is computed like a token of plain decoding: by the module's own forward, for
-one token (`core.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
+one token (`targets.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
 one pass, as they do in other models. A pass over a tree of depth d calls each state module d + 1
 times.
 
-The modules are the model's own (`core.state_modules`), and during a forward the states are in
+The modules are the model's own (`targets.state_modules`), and during a forward the states are in
 transformers' own cache layers. Prompts go through the modules in chunks, as in the model's
 `generate`.
 
@@ -29,25 +29,72 @@ level in all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from eyas.core.levels import Level, replaced_forward, run_levels, tree_levels
-from eyas.core.state_modules import StateModule, States, load_states, stored_states
+from eyas.core import families
+from eyas.core.extensions import TargetExtension, TargetState
+from eyas.core.target import ForwardInput, Target, TargetSession
+from eyas.targets.levels import Level, replaced_forward, run_levels, tree_levels
+from eyas.targets.state_modules import PROBE_TOKENS, ProbeCache, StateModule, States, load_states, stored_states
 
-__all__ = ["RowStates"]
+__all__ = ["Extension", "RowStates", "state_modules"]
 
 Forward = Callable[..., Any]
 
+# Tokens of a prompt at a time for modules that cannot continue from a state with several tokens at once
+# (`StateModule.reads_chunks`):
+FIRST_CHUNK_MAMBA1 = 8192  # at the beginning of a text
+LATER_CHUNK_MAMBA1 = 16  # later; each of these tokens has a state of its own in memory
 MARKS = 2  # copies of the state that each row keeps at most: a prompt's end among them
 
 
-class RowStates:
+class Extension(TargetExtension):
+    """The state modules of a model."""
+
+    order = 40
+    own_forward_only: Mapping[str, str] = {
+        "graphs": "no CUDA graphs: the host sorts the nodes of each tree by depth, for the model's recurrent state"
+    }
+    probe_tokens = PROBE_TOKENS
+
+    @classmethod
+    def applies(cls, model: PreTrainedModel) -> bool:
+        return families.has_states(model)
+
+    def __init__(self, target: Target) -> None:
+        self.model, self.modules = target.model, tuple[StateModule, ...]()
+
+    @contextmanager
+    def probing(self) -> Iterator[Cache]:
+        cache = ProbeCache(self.model)
+        with cache.watching(self.model):
+            yield cache
+
+    def probed(self, cache: Cache) -> None:
+        if isinstance(cache, ProbeCache):
+            self.modules = cache.state_modules()
+
+    def open(self, session: TargetSession) -> TargetState | None:
+        if not self.modules:
+            return None
+        states = RowStates(self.modules, session.rows, len(session.target.layout), session.target.device)
+        session.cache.layers = states.cache_layers
+        return states
+
+
+def state_modules(target: Target) -> tuple[StateModule, ...]:
+    """Return the modules of a target that keep recurrent or convolutional state."""
+    return next((one.modules for one in target.extensions if isinstance(one, Extension)), ())
+
+
+class RowStates(TargetState):
     """The states of B rows: those after the committed tokens, those of the uncommitted nodes, and
     marks.
 
@@ -74,6 +121,27 @@ class RowStates:
         self._path: tuple[Tensor, Tensor, Tensor] | None = None
 
     # --- forwards
+
+    def max_chunk(self, row: int, length: int) -> int | None:
+        if self.reads_chunks:
+            return None
+        return LATER_CHUNK_MAMBA1 if length else FIRST_CHUNK_MAMBA1
+
+    def reading(self, inputs: ForwardInput, length_B: Tensor, fresh: bool) -> AbstractContextManager[None]:
+        if not inputs.prompt:
+            return self.tree(inputs.rows, inputs.depth_RT, inputs.visible_RQT)
+        (row,) = inputs.rows
+        return self.prompt(row, fresh) if self.reads_chunks or fresh else self.chunk(row, inputs, length_B)
+
+    @contextmanager
+    def chunk(self, row: int, inputs: ForwardInput, length_B: Tensor) -> Iterator[None]:
+        """Within this context, a forward of the model reads a later chunk of a prompt token by
+        token, which is committed then."""
+        with self.tree(inputs.rows, inputs.depth_RT, inputs.visible_RQT):
+            yield
+        count_B = torch.zeros_like(length_B)
+        count_B[row] = self.node_count
+        self.advance(length_B, count_B)
 
     @contextmanager
     def prompt(self, row: int, fresh: bool) -> Iterator[None]:
@@ -181,7 +249,16 @@ class RowStates:
                 state[here_R] = nodes[key][here_R, node_R]
         self._path = length_B.clone(), path_BP, torch.where(active_B, count_B, 0)
 
+    def advance(self, length_B: Tensor, count_B: Tensor) -> None:
+        """Make the state of the last of the first `count_B` nodes, a chain, each row's committed
+        state."""
+        chain_BP = torch.arange(self.node_count, device=self.device).expand(self.rows, -1)
+        self.commit(length_B, chain_BP, count_B, count_B > 0)
+
     # --- cutting, copying and emptying rows
+
+    def prompt_read(self, row: int, length: int) -> None:
+        self.mark(row, length)
 
     def mark(self, row: int, length: int) -> None:
         """Keep a copy of the row's committed state, the one after `length` tokens."""
@@ -191,10 +268,9 @@ class RowStates:
         while len(marks) > MARKS:
             del marks[next(iter(marks))]
 
-    def longest_known_prefix(self, row: int, length: int, most: int) -> int:
-        """The largest number of tokens, up to `most`, after which the state is known; `length`: the
-        number of committed tokens."""
-        if most >= length:
+    def longest_known_prefix(self, row: int, length_B: Tensor, most: int) -> int:
+        """The largest number of tokens, up to `most`, after which the state is known."""
+        if most >= (length := int(length_B[row])):
             return length
         known = {0, *self.marks[row], *self._path_lengths(row)}
         return max((n for n in known if n <= most), default=0)
@@ -207,19 +283,21 @@ class RowStates:
         before = int(length_B[row])
         return range(before + 1, before + 1 + int(count_B[row]))
 
-    def truncate(self, row: int, length: int, committed: int) -> None:
-        """Cut a row of `committed` tokens back to `length`, at which its state is known
+    def truncate(self, row: int, length: int, length_B: Tensor) -> None:
+        """Cut a row back to `length` tokens, at which its state is known
         (`TargetSession.longest_known_prefix`)."""
-        if length != committed and length:
+        if length != int(length_B[row]) and length:
             self._set_row(row, self._states_at(row, length))
         self._forget(row, length)
 
-    def copy(self, source: int, row: int, length: int, committed: int) -> None:
-        """Replace a row's state by another row's after its first `length` of `committed` tokens."""
+    def copy(self, source: int, row: int, length: int, length_B: Tensor) -> None:
+        """Replace a row's state by another row's after its first `length` tokens."""
         if length:
             self._set_row(
                 row,
-                self._states_at(source, length) if length != committed else self._row_states(self.committed, source),
+                self._states_at(source, length)
+                if length != int(length_B[source])
+                else self._row_states(self.committed, source),
             )
         if source != row:
             self.marks[row] = {at: states for at, states in self.marks[source].items() if at <= length}

@@ -4,11 +4,11 @@ transformers makes of them.
 The model's own forward reads such a prompt, whole: only its code knows where the features of an
 image go, which tokens of an image see each other (in Gemma 3 all of them), and which positions they
 get (in Qwen's models in three dimensions). Its keys and values are then put into a row's cache
-(`TargetSession.prefill`). Text is then decoded as after any prompt. If positions do not advance by
+(`Extension.read_media`). Text is then decoded as after any prompt. If positions do not advance by
 one per token, the text's first position is not the prompt's length: `position_shift`.
 
-This module knows no cache of ours, no tree and no method. Letters: T tokens, V vocabulary, F
-feature width, K heads, h head size.
+This module knows no tree and no method. Letters: B rows, R rows of a forward, Q new nodes, T tokens,
+V vocabulary, F feature width, K heads, h head size.
 """
 
 from __future__ import annotations
@@ -22,14 +22,78 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from eyas.core.extensions import OnChunk, OnLogits, TargetExtension, TargetState
 from eyas.core.families import cache_argument_of
-from eyas.core.placement import has_several_devices
+from eyas.core.target import Target, TargetSession
 from eyas.errors import InputError, ModelError, one_line
+from eyas.targets.placement import has_several_devices
 
-__all__ = ["MediaPrompt", "check_media", "read_media", "reads_media", "shifts_positions"]
+__all__ = ["Extension", "MediaPrompt", "check_media", "read_media", "reads_media", "shifts_positions"]
 
 # Inputs of transformers' models that hold no text.
 MEDIA_INPUTS = frozenset({"pixel_values", "pixel_values_videos", "input_features", "input_values"})
+
+
+class Extension(TargetExtension):
+    """Prompts with further inputs than tokens, which the forward of every model may take."""
+
+    order = 50
+
+    @classmethod
+    def applies(cls, model: PreTrainedModel) -> bool:
+        return True
+
+    def __init__(self, target: Target) -> None:
+        self.shifts_positions = shifts_positions(target.model)
+
+    def check_media(self, target: Target, media: Mapping[str, Any], tokens: Sequence[int]) -> bool:
+        check_media(target.model, target.family.has_states, media, tokens)
+        return True
+
+    def read_media(
+        self, session: TargetSession, row: int, tokens: Sequence[int], media: Mapping[str, Any], on_chunk: OnChunk | None,
+        on_logits: OnLogits | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Read the prompt in one call of the model's own forward; its keys and values are copied
+        into the row."""
+        target, cache, T = session.target, session.cache, len(tokens)
+        tokens_1T = torch.tensor([list(tokens)], device=target.device)
+        read = read_media(target.model, tokens_1T, media, target.tap(session.feature_layers), on_logits is not None)
+        cache.prepare(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
+        for number, (keys, values) in read.keys_values.items():
+            if cache.stores_of(number):
+                cache.update(keys, values, number)
+        session.length_B[row] = T
+        session.lengths[row] = T
+        for state in session.states:
+            if isinstance(state, PositionShifts):
+                state.shift_B[row] = read.position_shift
+        if on_chunk is not None:
+            on_chunk(tokens_1T[0], read.features_TF, 0)
+        if on_logits is not None:
+            on_logits(read.logits_TV, 0)
+        return read.logits_TV[-1]
+
+    def open(self, session: TargetSession) -> TargetState | None:
+        return PositionShifts(session.length_B) if self.shifts_positions else None
+
+
+class PositionShifts(TargetState):
+    """By how much the positions of each row are shifted after its images."""
+
+    def __init__(self, length_B: Tensor) -> None:
+        self.shift_B = torch.zeros_like(length_B)  # added to the numbers of slots
+
+    def positions(self, position_RQ: Tensor, rows: Sequence[int]) -> Tensor:
+        shift_R = self.shift_B[rows.start : rows.stop] if isinstance(rows, range) else self.shift_B[list(rows)]
+        return position_RQ + shift_R[:, None]
+
+    def truncate(self, row: int, length: int, length_B: Tensor) -> None:
+        if length == 0:
+            self.shift_B[row] = 0
+
+    def copy(self, source: int, row: int, length: int, length_B: Tensor) -> None:
+        self.shift_B[row] = 0  # texts after images are not copied
 
 
 class MediaPrompt(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.core.state_modules import StateModule, on_tokens
+from eyas.targets.state_modules import StateModule, on_tokens
 
 __all__ = ["Level", "replaced_forward", "run_levels", "tree_levels"]
 

@@ -4,7 +4,7 @@ All families of transformers that keep such states in a cache reach them by four
 (`get_conv_state`, `update_conv_state`, `get_recurrent_state`, `update_recurrent_state`). A
 `ProbeCache` notes which module calls them. Then each module is tested alone, with the inputs that
 it had: reading one token after another, it must give the outputs that it gave for all of them at
-once, because trees are read in that way (`core.recurrent`). Some modules cannot continue from a
+once, because trees are read in that way (`targets.recurrent`). Some modules cannot continue from a
 state with several tokens at once (Mamba 1 then starts from zeros, without an error). They are found
 by the same test, and continue a text token by token.
 

@@ -1,0 +1,38 @@
+"""The OpenMP threads of torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+
+__all__ = ["release_threads"]
+
+OMP_PAUSE_HARD = 2  # value of omp_pause_resource_t in OpenMP 5.0
+
+
+def release_threads() -> None:
+    """End the OpenMP threads that wait for the calling thread's next parallel region, which would
+    start them again in 0.1 ms.
+
+    GNU's OpenMP counts the threads of all callers, waiting ones too. Once they are more than the
+    cores, threads no longer spin at barriers but sleep, and a forward of another thread takes three
+    times as long. So whoever has no work left for its threads ends them.
+    """
+    library = _gnu_openmp()
+    if library is not None:
+        library.omp_pause_resource_all(OMP_PAUSE_HARD)
+
+
+@cache
+def _gnu_openmp() -> ctypes.CDLL | None:
+    """The library that torch has loaded; None where it uses another one, or an old one without this
+    function."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return None
+    return library if hasattr(library, "omp_pause_resource_all") else None

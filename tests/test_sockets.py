@@ -1,0 +1,89 @@
+"""The trunk without its optional parts: each is hidden alone, and eyas still loads and decodes, or says what is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import eyas
+import processes
+import toy_tokenizer
+import zoo
+from eyas.core.engine import Request
+from reference import plain_decode
+
+PACKAGE = Path(eyas.__file__).parent
+# a hidden part -> how the one warning begins that says what else is left out with it
+LEFT_OUT = {
+    "adaptive": "",
+    "gpu": "eyas.runners.plug_runner is left out: No module named 'eyas.gpu'",
+    "grammar": "",
+    "kernels": "eyas.runners.plug_runner is left out: No module named 'eyas.kernels'",
+    "media": "",
+    "named": "",
+    "runners": "",
+}
+# what a hidden part alone can do -> what is said without it
+REFUSED = {
+    "runners": ({"weights": "int8"}, {}, "weights int8: no installed part of eyas serves this"),
+    "kernels": ({"kernels": "on"}, {}, "kernels on: no installed part of eyas serves this"),
+    "grammar": ({}, {"regex": "[a-z]+"}, "regex: no installed part of eyas serves this"),
+    "named": ({"target": None}, {}, "there is no embedded model in this installation"),
+}
+PROGRAM = """
+import json, sys, warnings
+
+folder, text, load, generate = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import eyas
+    llm = eyas.load(folder, tree="auto")
+    ids = llm.generate(text, max_new_tokens=24).token_ids
+refusal = ""
+try:
+    changed = eyas.load(**{"target": folder, "tree": "fixed", **load})
+    changed.generate(text, max_new_tokens=4, **generate)
+except eyas.EyasError as error:
+    refusal = str(error)
+said = [str(w.message) for w in caught if "left out" in str(w.message)]
+print(json.dumps({"file": eyas.__file__, "ids": ids, "policy": llm.policy is not None, "said": said, "refusal": refusal}))
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, eos_token_id=1).save_pretrained(folder)
+    toy_tokenizer.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", LEFT_OUT)
+def test_an_optional_part_is_missing(hidden: str, target: Path, tmp_path: Path) -> None:
+    """Guards against a trunk that needs its wings: with the folder of one of them gone, the default way decodes
+    the same ids, and what needed that folder is refused in one line. No false alarms: the ids are greedy, and
+    the least gap between two logits of this model is far above rounding."""
+    (tmp_path / "eyas").mkdir()
+    for entry in PACKAGE.iterdir():
+        if entry.name != hidden:
+            (tmp_path / "eyas" / entry.name).symlink_to(entry)
+    load, generate, refusal = REFUSED.get(hidden, ({}, {}, ""))
+    arguments = [str(target), "Hello there", json.dumps(load), json.dumps(generate)]
+    done = processes.run(
+        [sys.executable, "-c", PROGRAM, *arguments], env=processes.environment(PYTHONPATH=str(tmp_path))
+    )
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout.splitlines()[-1])
+    assert Path(got["file"]).parent == tmp_path / "eyas"
+    llm = eyas.load(target, "vanilla")
+    expected = plain_decode(llm.target.model, Request(llm.ids("Hello there"), 24, eyas.Sampling(), llm.eos))
+    assert got["ids"] == list(expected)
+    assert got["policy"] == (hidden not in ("adaptive", "kernels"))
+    assert bool(got["said"]) == bool(LEFT_OUT[hidden])
+    assert any(LEFT_OUT[hidden] in said for said in got["said"]) or not LEFT_OUT[hidden]
+    assert refusal in got["refusal"]
+    assert bool(got["refusal"]) == bool(refusal)

@@ -1,0 +1,113 @@
+"""Draw the house: the rings of the trunk, and the wings with the sockets that they plug into. Everything is read from the source.
+
+python runs/house.py            writes docs/pictures/house.svg
+python runs/house.py --check    exit status 1 when it is not what this program draws
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from _common import parser
+from _pictures import svg
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from eyas.files import write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+EYAS = ROOT / "src" / "eyas"
+PICTURE = ROOT / "docs" / "pictures" / "house.svg"
+# From the inside out; a ring imports the rings inside it and nothing else. What is not named here is a wing.
+RINGS = {
+    "core: the loop": ("core", "errors", "formats", "threads", "timing"),
+    "methods, and the files of their heads": ("drafters", "checkpoints", "nn", "losses", "objectives"),
+    "api: load, generate, stream, chat": ("api", "arguments", "text", "targets", "files"),
+}
+COLOURS = ("#cfe3f5", "#e3eef8", "#f1f6fb")
+WING = "#fbeed9"
+
+
+class Part(NamedTuple):
+    """A module or a package directly under src/eyas."""
+
+    name: str
+    lines: int
+    sockets: tuple[str, ...]  # that it plugs into
+    imports: frozenset[str]  # other parts
+
+
+def parts() -> dict[str, Part]:
+    """Return every part by its name, the package's own `__init__` left out."""
+    found = {}
+    for place in sorted(EYAS.iterdir()):
+        files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+        if place.name.startswith("__") or not files or files[0].suffix != ".py":
+            continue
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        sockets = (file.stem.removeprefix("plug_") for file in files if file.stem.startswith("plug_"))
+        imports = set(re.findall(r"from eyas\.(\w+)", text)) | set(
+            re.findall(r"^ *from eyas import (\w+)$", text, re.M)
+        )
+        found[place.stem] = Part(place.stem, text.count("\n"), tuple(sockets), frozenset(imports - {place.stem}))
+    return found
+
+
+def role(part: Part, known: Mapping[str, Part]) -> str:
+    """Return how a wing is joined to the rest: by its sockets, by what imports it, or as a user of the trunk."""
+    if part.sockets:
+        return f"socket: {', '.join(part.sockets)}"
+    if "api" in part.imports:
+        return "uses api"
+    users = [other.name for other in known.values() if part.name in other.imports]
+    return f"used by {', '.join(users[:3])}{', ...' * (len(users) > 3)}"
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
+    """Draw a box with round corners."""
+    shape = f"round,pad=0,rounding_size={min(width, height, 1.2) * 0.25}"
+    axes.add_patch(
+        FancyBboxPatch((x, y), width, height, boxstyle=shape, facecolor=colour, edgecolor="#5b6b7b", linewidth=1)
+    )
+
+
+def draw(figure: Figure) -> None:
+    """Draw the rings at the left, the wings at the right."""
+    axes = figure.subplots()
+    axes.set(xlim=(0, 20), ylim=(0, 12))
+    axes.set_axis_off()
+    known = parts()
+    inner = {name for names in RINGS.values() for name in names}
+    for depth, (title, names) in reversed(list(enumerate(RINGS.items()))):
+        margin = 1.75 * (len(RINGS) - 1 - depth)
+        height = 11.6 - 2 * margin
+        box(axes, 0.2 + 0.35 * margin, 0.2 + margin, 8.8 - 0.7 * margin, height, COLOURS[depth])
+        top = 0.2 + margin + height
+        axes.text(4.6, top - 0.3, title, ha="center", va="top", fontsize=11, weight="bold")
+        words = [f"{name} {known[name].lines:,}" for name in names if name in known]
+        for line, chunk in enumerate((words[:3], words[3:])):
+            axes.text(4.6, top - 0.75 - 0.38 * line, "   ".join(chunk), ha="center", va="top", fontsize=9)
+    files = sorted((EYAS / "core").glob("[a-z]*.py"))
+    for number, file in enumerate(files):
+        x, y = 1.75 + 2.05 * (number % 3), 6.85 - 0.33 * (number // 3)
+        axes.text(x, y, f"{file.stem} {len(file.read_text(encoding='utf-8').splitlines())}", fontsize=8, va="top")
+    wings = sorted(
+        (part for part in known.values() if part.name not in inner), key=lambda part: (not part.sockets, -part.lines)
+    )
+    for number, part in enumerate(wings):
+        column, row = number % 2, number // 2
+        x, y = 10.2 + 4.9 * column, 11.0 - 1.12 * row
+        box(axes, x, y, 4.6, 0.92, WING if part.sockets else "#f6f6f6")
+        axes.text(x + 0.2, y + 0.6, f"{part.name}", va="center", fontsize=10, weight="bold")
+        axes.text(x + 4.4, y + 0.6, f"{part.lines:,}", va="center", ha="right", fontsize=9)
+        axes.text(x + 0.2, y + 0.24, role(part, known), va="center", fontsize=8, color="#444444")
+    axes.annotate("", xy=(9.1, 6), xytext=(10.1, 6), arrowprops={"arrowstyle": "->", "linewidth": 1.5})
+
+
+if __name__ == "__main__":
+    parser(__doc__, None).parse_args()
+    write_text(PICTURE, svg(draw, (11, 6.6), {"font.size": 9}))

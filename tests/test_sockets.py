@@ -19,6 +19,7 @@ PACKAGE = Path(eyas.__file__).parent
 # a hidden part -> how the one warning begins that says what else is left out with it
 LEFT_OUT = {
     "adaptive": "",
+    "features": "",
     "gpu": "eyas.runners.plug_runner is left out: No module named 'eyas.gpu'",
     "grammar": "",
     "kernels": "eyas.runners.plug_runner is left out: No module named 'eyas.kernels'",
@@ -30,6 +31,7 @@ LEFT_OUT = {
 REFUSED = {
     "runners": ({"weights": "int8"}, {}, "weights int8: no installed part of eyas serves this"),
     "kernels": ({"kernels": "on"}, {}, "kernels on: no installed part of eyas serves this"),
+    "features": ({}, {"logprobs": 2}, "logprobs: no installed part of eyas serves this"),
     "grammar": ({}, {"regex": "[a-z]+"}, "regex: no installed part of eyas serves this"),
     "named": ({"target": None}, {}, "there is no embedded model in this installation"),
 }
@@ -87,3 +89,29 @@ def test_an_optional_part_is_missing(hidden: str, target: Path, tmp_path: Path) 
     assert any(LEFT_OUT[hidden] in said for said in got["said"]) or not LEFT_OUT[hidden]
     assert refusal in got["refusal"]
     assert bool(got["refusal"]) == bool(refusal)
+
+
+DISTRIBUTION = {
+    "my_method.py": "from eyas.drafters.suffix import Method as Suffix\n\nclass Method(Suffix):\n    pass\n",
+    "my_format.py": "NAME = 'mine'\n\ndef recognises(config, names):\n    return False\n",
+    "my_parts-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: my-parts\nVersion: 1.0\n",
+    "my_parts-1.0.dist-info/entry_points.txt": "[eyas.methods]\nmine = my_method\n\n[eyas.formats]\nmine = my_format\n",
+}
+ASKED = """
+import eyas
+from eyas import drafters
+from eyas.checkpoints._weights import formats
+
+assert "mine" in drafters.names() and drafters.find("mine").__module__ == "my_method"
+assert "mine" in [getattr(form, "NAME", "") for form in formats()]
+"""
+
+
+def test_methods_and_formats_of_other_distributions(tmp_path: Path) -> None:
+    """Guards the way by which a method or a format becomes a distribution: its entry point is enough."""
+    for name, content in DISTRIBUTION.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(PACKAGE.parent)!r}]\n"
+    done = processes.run([sys.executable, "-c", paths + ASKED])
+    assert done.returncode == 0, done.stderr

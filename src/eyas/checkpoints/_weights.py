@@ -11,6 +11,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -223,10 +224,13 @@ def _check_fingerprint(fingerprint: Any) -> None:
 
 
 def formats() -> Iterator[Format]:
-    """Every module of this package whose name does not begin with an underscore."""
+    """Yield every module of this package whose name does not begin with an underscore, and those of other
+    distributions: their entry points in the group "eyas.formats"."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not module.name.startswith("_"):
             yield cast(Format, importlib.import_module(f"eyas.checkpoints.{module.name}"))
+    for point in entry_points(group="eyas.formats"):
+        yield cast(Format, point.load())
 
 
 def _recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Format:

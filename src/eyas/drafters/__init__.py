@@ -1,14 +1,21 @@
 """One file = one method: `eagle1.py` is the method `eagle1`. Methods are discovered, not listed.
 
 A method file defines one subclass of `DraftMethod` named `Method`. A method outside of this folder is
-named by its dotted path: `mypackage.mymodule`. Files that begin with an underscore are shared
-tools. This module knows no method by name.
+named by its dotted path, `mypackage.mymodule`, or by the name that its distribution gives it:
+
+    [project.entry-points."eyas.methods"]
+    mine = "mypackage.mymodule"
+
+Files that begin with an underscore are shared tools. This module knows no method by name.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize
@@ -29,9 +36,17 @@ __all__ = [
 ]
 
 
+@cache
+def _modules() -> Mapping[str, str]:
+    """The module of each method, by the method's name; this folder's methods come before those of others."""
+    others = {point.name: point.value for point in entry_points(group="eyas.methods")}
+    folder = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_")]
+    return others | {name: f"{__name__}.{name}" for name in folder}
+
+
 def names() -> list[str]:
-    """The methods in this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_"))
+    """Return the names of the methods in this folder and of those that other distributions name."""
+    return sorted(_modules())
 
 
 def find(name: str) -> type[DraftMethod]:
@@ -39,10 +54,10 @@ def find(name: str) -> type[DraftMethod]:
     if not isinstance(name, str):
         raise OptionError(f"a method is the name of one, not {type(name).__name__}; known: {', '.join(names())}")
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
-    if not dotted and name not in names():
+    if not dotted and name not in _modules():
         raise OptionError(f"unknown method {name!r}; {near(name, names())}")
     try:
-        method = importlib.import_module(name if dotted else f"{__name__}.{name}").Method
+        method = importlib.import_module(name if dotted else _modules()[name]).Method
     except (ImportError, AttributeError, SyntaxError) as error:
         raise OptionError(f"method {name!r} cannot be loaded: {error}") from error
     if not (isinstance(method, type) and issubclass(method, DraftMethod)):

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eyas import checkpoints, drafters
 from eyas.api._llm import LLM, new_policy
 from eyas.api._targets import TargetSettings, known_target, read_target
-from eyas.arguments import adapters_of, load_keywords, mode_of, on_or_off, placement_of
+from eyas.arguments import load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
-from eyas.core.sockets import HEAD, RUNNER, PlainRunner
+from eyas.core.sockets import ADAPTER, HEAD, RUNNER, PlainRunner
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
@@ -111,7 +111,8 @@ def load(
     if known is not None and known.best is not None and draft in (None, AUTO):
         method = method or known.best
         draft = known.heads.get(drafters.find(method).head_format)
-    settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, adapters_of(adapter), spread, gguf_file)
+    adapters = None if adapter is None else ADAPTER.plug_for("adapters").adapters_of(adapter)
+    settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, adapters, spread, gguf_file)
     loaded_target, loaded_tokenizer = read_target(target, known, settings)
     runner = RUNNER.plug or PlainRunner()
     loaded_target = runner.with_fastest_runner(

@@ -17,7 +17,6 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from eyas.arguments._adapters import adapters_of
 from eyas.arguments._placement import placement_of
 from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
@@ -30,7 +29,6 @@ __all__ = [
     "MediaIds",
     "Messages",
     "Prompt",
-    "adapters_of",
     "as_draft",
     "as_logit_bias",
     "as_processors",

@@ -154,6 +154,9 @@ class FilesPlug(Protocol):
 class AdapterPlug(Protocol):
     """Serves targets with adapters."""
 
+    def adapters_of(self, given: Any) -> dict[str, str] | str | None:
+        """Return the folder of one adapter, or folders by name, from the `adapter` of `eyas.load`."""
+
     def target_with_adapters(self, model: Any, name: str, adapters: Any) -> Target:
         """Return the target of a model and adapters, or of a PeftModel. See `targets.loading.target_of`."""
 

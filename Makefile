@@ -124,7 +124,7 @@ $(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
 	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e '.[tiny,bench,serve,grammar,peft,offload,quantised,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e '.[tiny,serve,grammar,peft,offload,quantised,dev]'
 	@touch $@
 	@echo "==> .venv is ready"
 

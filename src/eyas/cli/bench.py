@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts.types import NonNegativeInt, PositiveInt
 
 from eyas.cli._errors import interruptible, note, problem
-from eyas.cli._load import load, need_packages, quiet, sampling_of
+from eyas.cli._load import load, quiet, sampling_of
 from eyas.cli._options import (
     AS_JSON,
     DRAFT_WEIGHTS,
@@ -85,7 +85,6 @@ def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions,
     if job.compare:
         _refuse_others(job, sampling, model)
         return _compare(*job.compare, as_json=job.as_json)
-    need_packages("bench", "bench", "matplotlib")
     from eyas.bench.simulate import parse_rates
     from eyas.core.sampling import Sampling
     from eyas.files import locked_folder
@@ -210,7 +209,7 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
         problem(f"{name} failed and is in no figure: {why}")
     for warning in summary["warnings"]:
         note(warning)
-    note(f"{folder}/report.html, report.md, summary.json, answers.jsonl")
+    note(f"{folder}/report.md, summary.json, answers.jsonl")
     wrong = wrong_texts(summary)
     for line in wrong:
         problem(line)

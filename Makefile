@@ -98,7 +98,7 @@ docs: .venv-docs/.installed ## the documentation as a site, out/site/index.html;
 	@echo "==> mkdocs build"
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
-lint: $(STAMP) ## ruff, formatting, types
+lint: $(STAMP) ## ruff, formatting, types; prints sizes
 	@echo "==> ruff check"
 	@$(BIN)/ruff check $(LINT)
 	@echo "==> ruff format --check"
@@ -107,6 +107,8 @@ lint: $(STAMP) ## ruff, formatting, types
 	@$(BIN)/python -m mypy
 	@echo "==> mypy of runs/ (names, attributes and calls)"
 	@$(BIN)/python -m mypy --config-file runs/mypy.ini
+	@echo "==> sizes, and odd English (tests/house.py --places: where); no errors"
+	@$(BIN)/python tests/house.py
 
 check: lint test ## lint, types and every test: what must pass before a branch is merged
 

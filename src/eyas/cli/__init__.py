@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from eyas.cli._errors import exit_status, replace_closed_streams
+from eyas.cli._errors import exit_status, open_closed_streams
 from eyas.errors import EyasError
 
 __all__ = ["main", "run"]
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of the `eyas` command."""
-    replace_closed_streams()
+    open_closed_streams()
     try:
         status = run(sys.argv[1:])
     finally:

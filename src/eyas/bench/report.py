@@ -33,7 +33,7 @@ BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transform
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The summary in a file or folder. InputError when it is none of this format."""
+    """Return the summary in a file or folder. InputError when it is none of this format."""
     place = path / "summary.json" if path.is_dir() else path
     try:
         summary = parse_json(place.read_bytes())
@@ -73,7 +73,7 @@ def number(value: float | None, digits: int = 2, low_high: Sequence[float | None
 
 
 def cells(row: Row, intervals: bool = True) -> tuple[str, ...]:
-    """The main cells of a row. The speed-up is never shown without its interval."""
+    """Return the main cells of a row. The speed-up is never shown without its interval."""
     if row.get("error"):
         return (row["method"], *["–"] * (len(COLUMNS) - 2), "failed")
     tau, over_theirs = (
@@ -101,7 +101,7 @@ def _texts(row: Row) -> str:
 
 
 def cycle_cells(row: Row) -> tuple[str, ...]:
-    """The cells about a row's cycles."""
+    """Return the cells about a row's cycles."""
     memory = row["memory_bytes"]
     return (
         row["method"],
@@ -156,7 +156,7 @@ def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 
 def headline(summary: Summary) -> list[str]:
-    """The result in one sentence or two: the fastest method, and whether the texts are equal."""
+    """Return the result in one sentence or two: the fastest method, and whether the texts are equal."""
     pooled = [row for row in summary["rows"] if row["task"] == ALL]
     first = [row for row in pooled if row["temperature"] == pooled[0]["temperature"]]
     methods = [row for row in first if row["method"] not in BASELINES and row["speedup"] is not None]
@@ -184,7 +184,7 @@ def headline(summary: Summary) -> list[str]:
 
 
 def markdown(summary: Summary) -> str:
-    """The headline, the tables, the machine, and what must be known to read them."""
+    """Return the headline, the tables, the machine, and what must be known to read them."""
     lines = [f"# {summary['title']}", "", *headline(summary), ""]
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
     lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
@@ -224,7 +224,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """The machine card in one line."""
+    """Return the machine card in one line."""
 
     def shown(name: str, value: Any) -> str:
         if isinstance(value, Mapping):

@@ -45,7 +45,7 @@ def summarise(
     skipped: Mapping[str, str] | None = None,
     on_prompt: OnPrompt = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """The summary. Measurements other than the answers are made here: trees node by node,
+    """Return the summary. Measurements other than the answers are made here: trees node by node,
     bandwidth, a pass's time against its nodes.
 
     Args:

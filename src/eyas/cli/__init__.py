@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The entry point of the `eyas` command."""
+    """Run the `eyas` command and exit."""
     open_closed_streams()
     try:
         status = run(sys.argv[1:])

@@ -44,7 +44,7 @@ def interruptible(message: Callable[[], str]) -> Iterator[None]:
 
 
 def colored(text: str, color: str, stream: TextIO | None = None) -> str:
-    """The text in a color, where the stream shows colors and the user wants them (NO_COLOR)."""
+    """Return the text in a color, where the stream shows colors and the user wants them (NO_COLOR)."""
     stream = stream or sys.stdout
     wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
     return f"\x1b[{color}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
@@ -90,7 +90,7 @@ def exit_status(run: Callable[[], int | None]) -> int:
 
 
 def _mistake(error: Exception) -> str | None:
-    """The line for an exception that is not our fault; empty: say nothing; None: it is our fault."""
+    """Return the line for an exception that is not our fault; empty: say nothing; None: it is our fault."""
     if isinstance(error, EyasError):
         return str(error)
     if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough

@@ -108,7 +108,7 @@ def _measured(
     prompts: list[Prompt],
     folder: Path,
 ) -> dict[str, Any]:
-    """The bench, from the models to the files in its folder; returns its summary."""
+    """Return the bench, from the models to the files in its folder; returns its summary."""
     from eyas.bench.entries import Entrants, contestants
     from eyas.bench.run import Bench
 
@@ -168,7 +168,7 @@ def _prompts(job: BenchOptions) -> list[Prompt]:
 
 
 def _fitting(bench: Bench) -> list[Prompt]:
-    """The prompts that can be asked; the others are reported. InputError when none can."""
+    """Return the prompts that can be asked; the others are reported. InputError when none can."""
     unfit = bench.unfit()
     if len(unfit) == len(bench.prompts):
         raise InputError(f"no prompt can be asked; the first, {bench.prompts[0].id}: {unfit[bench.prompts[0].id]}")

@@ -206,8 +206,8 @@ class GenerationBody(Body):
         }
 
     def keywords(self, **more: Any) -> dict[str, Any]:
-        """The keywords of `LLM.generate` among the fields that are given, and those of `more` that
-        are not None.
+        """Return the keywords of `LLM.generate` among the fields that are given, and those of
+        `more` that are not None.
 
         Raises:
             OptionError: structured output that is asked for under two names.

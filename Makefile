@@ -98,7 +98,7 @@ docs: .venv-docs/.installed ## the documentation as a site, out/site/index.html;
 	@echo "==> mkdocs build"
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
-lint: $(STAMP) ## ruff, formatting, types
+lint: $(STAMP) ## ruff, formatting, types; prints sizes
 	@echo "==> ruff check"
 	@$(BIN)/ruff check $(LINT)
 	@echo "==> ruff format --check"
@@ -107,6 +107,8 @@ lint: $(STAMP) ## ruff, formatting, types
 	@$(BIN)/python -m mypy
 	@echo "==> mypy of runs/ (names, attributes and calls)"
 	@$(BIN)/python -m mypy --config-file runs/mypy.ini
+	@echo "==> sizes, and odd English (tests/house.py --places: where); no errors"
+	@$(BIN)/python tests/house.py
 
 check: lint test ## lint, types and every test: what must pass before a branch is merged
 
@@ -124,7 +126,7 @@ $(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
 	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e '.[tiny,bench,serve,grammar,peft,offload,quantised,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e '.[tiny,serve,grammar,peft,offload,quantised,dev]'
 	@touch $@
 	@echo "==> .venv is ready"
 

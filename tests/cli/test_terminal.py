@@ -35,20 +35,18 @@ def shell(world: Path, arguments: tuple[object, ...], redirection: str) -> subpr
 # --- standard streams ---------------------------------------------------------------------------
 
 
-def test_closed_standard_streams_are_named(world: Path, tmp_path: Path) -> None:
+def test_closed_standard_streams(world: Path, tmp_path: Path) -> None:
     """`eyas generate hi >&-` ended with a traceback; and a file opened later must not become
     standard output."""
     closed = shell(world, (*GENERATE, "hi"), ">&-")
-    assert closed.returncode == 2
-    assert closed.stderr.splitlines()[-1].startswith("eyas: error: standard output is closed")
-    assert "Traceback" not in closed.stderr
+    assert closed.returncode == 0, closed.stderr
     (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
     written = shell(world, (*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"), ">&- <&-")
     assert written.returncode == 0, written.stderr
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
     silent = shell(world, (*GENERATE, "-"), "<&-")
     assert silent.returncode == 2
-    assert "standard input is closed" in silent.stderr
+    assert "the prompt is empty" in silent.stderr
 
 
 @pytest.mark.parametrize("moment", ["import cyclopts", "import torch", "import transformers"])
@@ -150,7 +148,7 @@ def without(packages: set[str], *lines: tuple[object, ...]) -> subprocess.Comple
 
 
 def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
-    """matplotlib and scipy are for `eyas bench` only; rich-click was needed for every command."""
+    """matplotlib and scipy are for tests and pictures; rich-click was needed for every command."""
     extras = {
         "matplotlib",
         "scipy",
@@ -169,13 +167,12 @@ def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
 
 
 def test_a_command_says_what_to_install(tmp_path: Path) -> None:
-    done = without({"matplotlib"}, ("bench", "--output", tmp_path / "out"))
+    done = without({"fastapi"}, ("serve", "--target", tmp_path / "no model"))
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == "eyas: error: eyas bench needs matplotlib: pip install 'eyas[bench]' (in a clone: pip install '.[bench]')\n"
+        == "eyas: error: eyas serve needs fastapi: pip install 'eyas[serve]' (in a clone: pip install '.[serve]')\n"
     )
-    assert not (tmp_path / "out").exists()
 
 
 def test_help_of_a_command_does_not_import_torch() -> None:

@@ -107,7 +107,7 @@ def make_plan(seconds: float, speeds: Speeds, questions: int, max_length: int) -
 
 
 def _split(seconds: float, speeds: Speeds, questions: int, max_length: int) -> Plan | None:
-    """The split; None where it leaves fewer than STEPS[0] updates of the weights."""
+    """Return the split; None where it leaves fewer than STEPS[0] updates of the weights."""
     bench_count, bench_tokens, bench_seconds = _bench(seconds, speeds)
     rest = seconds - bench_seconds - 2 * speeds.loading_seconds  # the bench's own is in its seconds
     if rest <= 0:

@@ -152,8 +152,8 @@ def _speeds(
 
 
 def _rates_of(methods: Sequence[str], target: Target, seconds: float) -> dict[str, _Rates]:
-    """The rates of the methods that suit this target, as far as these seconds go. The error of the
-    first, where none does."""
+    """Return the rates of the methods that suit this target, as far as these seconds go. The error
+    of the first, where none does."""
     rates, refusals, began = dict[str, _Rates](), list[EyasError](), time.monotonic()
     for name in methods:
         if rates and time.monotonic() - began > seconds:
@@ -178,7 +178,7 @@ def _rates(kind: type[DraftMethod], target: Target) -> _Rates:
 
 
 def _above(number: float) -> int:
-    """The power of two that is not below the number."""
+    """Return the power of two that is not below the number."""
     return 1 << max(0, int(number - 1).bit_length())
 
 

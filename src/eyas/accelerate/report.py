@@ -50,7 +50,7 @@ def made_report(prospect: Prospect, journal: Journal, summary: Mapping[str, Any]
 
 
 def _reached(summary: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """The figures of this method and plain decoding."""
+    """Return the figures of this method and plain decoding."""
     rows = {row["method"]: row for row in summary["rows"] if row["task"] == "all"}
     row, plain = rows[method], rows["vanilla"]
     names = ("speedup", "speedup_low", "speedup_high", "tau", "c", "tokens_per_second", "prompts", "equal")
@@ -86,7 +86,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _figures(report: Mapping[str, Any]) -> str:
-    """The table of what was foretold and reached, with the machine."""
+    """Return the table of what was foretold and reached, with the machine."""
     before, after, found = report["forecast"]["before"], report["forecast"]["after"], report["reached"]
     lines = [
         "| | speed-up over plain decoding | tokens per pass (tau) | cost of a pass (c) |",

@@ -92,7 +92,7 @@ def _prompt_tokens(llm: LLM, conversation: Conversation) -> int:
 
 
 def _usable(lines: Sequence[DataLine], settings: GenerationSettings, count: int) -> list[Conversation]:
-    """The first conversations that can be parsed."""
+    """Return the first conversations that can be parsed."""
     found = list[Conversation]()
     for line in lines:
         if len(found) == count:

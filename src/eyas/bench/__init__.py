@@ -6,5 +6,5 @@ contestants.py  methods of eyas; transformers' generate                    rows.
 run.py          asks, compares texts, resumes, survives failures           probe.py     drafted trees node by node
 cost.py         bandwidth, flops, memory; what a pass needs                simulate.py  verification with given acceptance rates
 trees.py        one cycle's tree as text                                   machine.py   the machine's card, and whether it was busy
-summary.py, report.py, plots.py   JSON, Markdown, HTML, SVG
+summary.py      everything in one object                                   report.py    that object as Markdown
 """

@@ -52,7 +52,7 @@ class Question:
     request: Request
 
     def about(self, method: str) -> dict[str, Any]:
-        """The fields of an Answer that the question decides."""
+        """Return the fields of an Answer that the question decides."""
         return {
             "method": method,
             "prompt": self.prompt,
@@ -70,7 +70,7 @@ class Contestant(ABC):
 
     @abstractmethod
     def answer(self, question: Question) -> Answer:
-        """The answer, measured."""
+        """Return the answer, measured."""
 
     def describe(self) -> dict[str, Any]:
         """Settings for the summary. A bench goes on only with equal ones."""
@@ -142,7 +142,7 @@ class Drafting(Contestant):
 
 
 def _parts(drafter: Drafter) -> tuple[Drafter, ...]:
-    """The methods that draft together."""
+    """Return the methods that draft together."""
     return (
         tuple(inner for part in drafter.parts for inner in _parts(part)) if isinstance(drafter, Merged) else (drafter,)
     )
@@ -230,14 +230,14 @@ class Transformers(Contestant):
 
 
 def _cut(token_ids: Sequence[int], request: Request) -> tuple[int, ...]:
-    """The tokens up to the first that ends the text, and no more than asked for: some versions also
-    deliver tokens that an assisted step accepted after it."""
+    """Return the tokens up to the first that ends the text, and no more than asked for: some
+    versions also deliver tokens that an assisted step accepted after it."""
     end = next((i + 1 for i, token in enumerate(token_ids) if token in request.eos), len(token_ids))
     return tuple(token_ids[: min(end, request.max_new_tokens)])
 
 
 def _fit(counts: Sequence[int], total: int) -> list[int]:
-    """The deliveries, cut to `total` tokens."""
+    """Return the deliveries, cut to `total` tokens."""
     fitted = list[int]()
     for count in counts:
         fitted.append(min(count, total - sum(fitted)))
@@ -251,7 +251,7 @@ def _ends(request: Request, vocab_size: int) -> dict[str, Any]:
 
 
 def _sampling_keywords(sampling: Sampling) -> dict[str, Any]:
-    """The keywords of generate for this Sampling."""
+    """Return the keywords of generate for this Sampling."""
     penalty = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.greedy:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, **penalty}

@@ -46,8 +46,8 @@ class Need(NamedTuple):
 
 
 def need(target: Target, nodes: float, context: float) -> Need:
-    """The need of a pass over `nodes` nodes of one row, after `context` committed tokens. All
-    experts count: with experts it needs less."""
+    """Return the need of a pass over `nodes` nodes of one row, after `context` committed tokens.
+    All experts count: with experts it needs less."""
     config: Any = target.model.config.get_text_config()
     window, heads = target.family.window, int(config.num_attention_heads)
     every = "full_attention" if window is None else "sliding_attention"

@@ -125,7 +125,7 @@ def _transformers(entrants: Entrants, entered: Sequence[Drafting], skipped: dict
 
 
 def _shown_head(head: str | None) -> str | None:
-    """The name of a head in the summary: a named model's own without its path on this machine."""
+    """Return the name of a head in the summary: a named model's own without its path on this machine."""
     known = {str(path): f"{model.names[0]} {kind}" for model in named.models() for kind, path in model.heads.items()}
     return None if head is None else known.get(head, head)
 
@@ -208,7 +208,7 @@ def _parsed(text: str) -> _Entry:
 
 
 def _check_options(texts: Sequence[str], options: Mapping[str, Any]) -> None:
-    """OptionError for a method option that none of the contestants has: it would be ignored."""
+    """Raise OptionError for a method option that none of the contestants has: it would be ignored."""
     known = {name for text in texts for name in option_defaults(drafters.find(text.partition(":")[0]).Options)}
     for name in options:
         if name not in known:

@@ -44,7 +44,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """The clocks now."""
+    """Return the clocks now."""
     return Snapshot(
         time.monotonic(), _all_seconds(), _own_seconds(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     )
@@ -85,7 +85,7 @@ def busy(meanwhile: Used, threads: int) -> str | None:
 
 
 def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
-    """The machine as JSON; what is unknown is None.
+    """Return the machine as JSON; what is unknown is None.
 
     Args:
         before: the snapshot of the measurement's beginning, for the load then and now.
@@ -111,14 +111,14 @@ def card(before: Snapshot | None = None, *, dtype: str | None = None, device: st
 
 
 def cores() -> list[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The GPUs that torch sees: name, memory_bytes and driver."""
+    """Return the GPUs that torch sees: name, memory_bytes and driver."""
     if torch.cuda.is_available():
         driver = (
             command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
@@ -134,8 +134,8 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def commit(clone: Path = CLONE) -> str | None:
-    """The commit of the clone that eyas runs from, with a + when tracked files were changed since;
-    None when it is no clone."""
+    """Return the commit of the clone that eyas runs from, with a + when tracked files were changed
+    since; None when it is no clone."""
     if not (clone / ".git").exists():
         return None
     at = command_output("git", "-C", str(clone), "rev-parse", "HEAD")

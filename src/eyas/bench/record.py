@@ -82,8 +82,8 @@ class Answer:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Answer:
-        """The Answer of a parsed line. TypeError or KeyError when another version of eyas wrote
-        it."""
+        """Return the Answer of a parsed line. TypeError or KeyError when another version of eyas
+        wrote it."""
         records = {"differs": Differs, "memory": Memory, "around": Used}
         parsed = {name: None if line[name] is None else kind(*line[name]) for name, kind in records.items()}
         cycles = tuple(Cycle(*cycle) for cycle in line["cycles"])
@@ -95,7 +95,7 @@ class Answer:
 
 
 def answer_from(timed_steps: Iterable[tuple[Step, float]], **about: Any) -> Answer:
-    """The Answer made of a request's Steps, each with its seconds.
+    """Return the Answer made of a request's Steps, each with its seconds.
 
     Steps are taken one by one and dropped: the distributions that a sampled tree carries would fill
     the memory.

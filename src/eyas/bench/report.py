@@ -1,5 +1,4 @@
-"""The summary of a bench as people read it: a Markdown page, and one HTML page that needs no other
-file.
+"""The summary of a bench as people read it, in Markdown.
 
 A summary carries the number of its format; another one is refused. This module runs no model.
 """
@@ -13,6 +12,7 @@ from typing import Any
 from eyas import metrics
 from eyas.bench.record import FORMAT
 from eyas.bench.rows import ALL
+from eyas.bench.trees import Line, draw
 from eyas.errors import InputError
 from eyas.files import parse_json
 
@@ -23,7 +23,6 @@ __all__ = [
     "comparison",
     "headline",
     "markdown",
-    "page",
     "read_summary",
     "sections",
 ]
@@ -31,11 +30,10 @@ __all__ = [
 Summary = Mapping[str, Any]
 Row = Mapping[str, Any]
 BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transformers_assisted")
-FIRST_PICTURES = ("speedup", "tau")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The summary in a file or folder. InputError when it is none of this format."""
+    """Return the summary in a file or folder. InputError when it is none of this format."""
     place = path / "summary.json" if path.is_dir() else path
     try:
         summary = parse_json(place.read_bytes())
@@ -75,7 +73,7 @@ def number(value: float | None, digits: int = 2, low_high: Sequence[float | None
 
 
 def cells(row: Row, intervals: bool = True) -> tuple[str, ...]:
-    """The main cells of a row. The speed-up is never shown without its interval."""
+    """Return the main cells of a row. The speed-up is never shown without its interval."""
     if row.get("error"):
         return (row["method"], *["–"] * (len(COLUMNS) - 2), "failed")
     tau, over_theirs = (
@@ -103,7 +101,7 @@ def _texts(row: Row) -> str:
 
 
 def cycle_cells(row: Row) -> tuple[str, ...]:
-    """The cells about a row's cycles."""
+    """Return the cells about a row's cycles."""
     memory = row["memory_bytes"]
     return (
         row["method"],
@@ -128,8 +126,8 @@ def sections(summary: Summary) -> list[tuple[float, str, list[Row]]]:
     return [(t, task, [r for r in summary["rows"] if (r["temperature"], r["task"]) == (t, task)]) for t, task in keys]
 
 
-def _tables(summary: Summary) -> tuple[list[Table], list[Table]]:
-    """(the pooled tables, all others)."""
+def _tables(summary: Summary) -> list[Table]:
+    """Return the pooled tables first, then all others."""
     main, cycles, tasks = list[Table](), list[Table](), list[Table]()
     for temperature, task, rows in sections(summary):
         title = f"T = {temperature:g}, {'all tasks' if task == ALL else task} ({rows[0]['prompts']} prompts)"
@@ -139,7 +137,7 @@ def _tables(summary: Summary) -> tuple[list[Table], list[Table]]:
             cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_COLUMNS, cycle_rows))
     columns, probed = probe_table(summary)
     probes: list[Table] = [("Drafted trees, node by node", columns, probed)] if probed else []
-    return main, [*cycles, *probes, *tasks]
+    return [*main, *cycles, *probes, *tasks]
 
 
 def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -158,7 +156,7 @@ def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 
 def headline(summary: Summary) -> list[str]:
-    """The result in one sentence or two: the fastest method, and whether the texts are equal."""
+    """Return the result in one sentence or two: the fastest method, and whether the texts are equal."""
     pooled = [row for row in summary["rows"] if row["task"] == ALL]
     first = [row for row in pooled if row["temperature"] == pooled[0]["temperature"]]
     methods = [row for row in first if row["method"] not in BASELINES and row["speedup"] is not None]
@@ -186,13 +184,32 @@ def headline(summary: Summary) -> list[str]:
 
 
 def markdown(summary: Summary) -> str:
-    """The headline, the tables, the machine, and what must be known to read them."""
+    """Return the headline, the tables, the machine, and what must be known to read them."""
     lines = [f"# {summary['title']}", "", *headline(summary), ""]
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
     lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
-    main, more = _tables(summary)
-    for title, columns, rows in [*main, *more]:
+    for title, columns, rows in _tables(summary):
         lines += [f"## {title}", "", *_table(columns, rows), ""]
+    for sample in summary.get("samples", ()):
+        others = (
+            f"Other texts: {', '.join(sample['differ'])}." if sample["differ"] else "The same text by every method."
+        )
+        lines += [
+            f"## {sample['prompt']}",
+            "",
+            "~~~~",
+            sample["question"],
+            "",
+            sample["answer"],
+            "~~~~",
+            "",
+            others,
+            "",
+        ]
+    if tree := summary.get("tree"):
+        drawn = draw([Line(*line) for line in tree["lines"]])
+        lines += [f"## One cycle's tree ({tree['method']}): {tree['tokens']} tokens from one pass", ""]
+        lines += ["~~~~", drawn, "~~~~", ""]
     lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
     machine = [f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary)]
     return "\n".join([*lines, "", *machine, "", NOTES, ""])
@@ -207,7 +224,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """The machine card in one line."""
+    """Return the machine card in one line."""
 
     def shown(name: str, value: Any) -> str:
         if isinstance(value, Mapping):
@@ -233,35 +250,6 @@ def run_line(summary: Summary) -> str:
     parts += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
     parts += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
     return "; ".join([*parts, f"answering took {summary['minutes']:.1f} minutes"])
-
-
-def page(summary: Summary, pictures: Mapping[str, tuple[str, str]]) -> str:
-    """One HTML page. The template escapes everything from outside; the pictures are our own.
-
-    Args:
-        pictures: name -> (caption, SVG).
-    """
-    from jinja2 import Environment, PackageLoader
-
-    template = Environment(loader=PackageLoader("eyas.bench", "."), autoescape=True).get_template("report.html.j2")
-    drawn = {name: {"caption": caption, "svg": svg[svg.index("<svg") :]} for name, (caption, svg) in pictures.items()}
-    main, more = (
-        [dict(zip(("title", "columns", "rows"), table, strict=True)) for table in tables] for tables in _tables(summary)
-    )
-    return template.render(
-        summary=summary,
-        headline=headline(summary),
-        failed=summary.get("failed", {}),
-        first_pictures=[drawn[name] for name in FIRST_PICTURES if name in drawn],
-        more_pictures=[picture for name, picture in drawn.items() if name not in FIRST_PICTURES],
-        main=main,
-        more=more,
-        samples=summary.get("samples", ()),
-        tree=summary.get("tree"),
-        notes=NOTES,
-        machine=machine_line(summary["machine"]),
-        run=run_line(summary),
-    )
 
 
 # --- two summaries -----------------------------------------------------------------------------------

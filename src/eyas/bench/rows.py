@@ -140,7 +140,7 @@ def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | No
 
 
 def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dict[str, Any]:
-    """The figures of one contestant; `theirs`: transformers' plain generate."""
+    """Return the figures of one contestant; `theirs`: transformers' plain generate."""
     cycles = [cycle for a in ours for cycle in a.cycles]
     plain_cycles = sum(len(a.cycles) for a in vanilla)
     plain_seconds = sum(a.decode_seconds for a in vanilla)

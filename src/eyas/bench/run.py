@@ -49,7 +49,7 @@ OnPrompt = Callable[[int, int, str], None]  # (prompts done, number of prompts, 
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers so far. Half a line at the end, of a run that was killed, is dropped."""
+    """Return the answers so far. Half a line at the end, of a run that was killed, is dropped."""
     answers = list[Answer]()
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -149,7 +149,7 @@ class Bench:
             (folder / name).unlink(missing_ok=True)
 
     def _resume(self, folder: Path) -> list[Answer]:
-        """The answers of complete prompts in the folder; the rest is dropped from the file."""
+        """Return the answers of complete prompts in the folder; the rest is dropped from the file."""
         settings = json.loads(json.dumps(self.settings()))
         if (folder / SETTINGS).exists() or (folder / ANSWERS).exists():
             self._check(folder, settings)
@@ -162,7 +162,7 @@ class Bench:
         return complete
 
     def _check(self, folder: Path, settings: dict[str, Any]) -> None:
-        """InputError unless the folder holds this bench."""
+        """Raise InputError unless the folder holds this bench."""
         try:
             there = parse_json((folder / SETTINGS).read_bytes())
             there_format = there["format"]
@@ -176,7 +176,7 @@ class Bench:
             raise InputError(f"{folder} holds another bench ({', '.join(differ)} differ): {ANOTHER}")
 
     def questions(self, prompt: Prompt, temperature: float) -> Generator[Question, tuple[int, ...], None]:
-        """The prompt's turns. send() the token ids of plain decoding's answer."""
+        """Yield the prompt's turns. send() the token ids of plain decoding's answer."""
         messages: list[dict[str, str]] = [{"role": "system", "content": prompt.system}] if prompt.system else []
         max_new_tokens = min(self.max_new_tokens, prompt.max_new_tokens or self.max_new_tokens)
         for turn in range(len(prompt.turns) or 1):
@@ -227,7 +227,7 @@ class Bench:
         return [self._compared(answers[c.name], answers[VANILLA], question) for c in self.contestants]
 
     def _answer(self, contestant: Contestant, question: Question) -> Answer:
-        """The contestant's answer, or the reason why there is none."""
+        """Return the contestant's answer, or the reason why there is none."""
         name = contestant.name
         if name not in self.failed:
             try:
@@ -247,7 +247,7 @@ class Bench:
         )
 
     def _compared(self, answer: Answer, plain: Answer, question: Question) -> Answer:
-        """The answer, with the place where it leaves plain decoding's."""
+        """Return the answer, with the place where it leaves plain decoding's."""
         at = first_difference(answer.token_ids, plain.token_ids) if answer.comparable else None
         if at is None:
             return answer

@@ -1,12 +1,11 @@
 """The end of a bench: everything in one object, and the files that are made from it.
 
-FOLDER/summary.json, report.md, report.html, and each picture as SVG
+FOLDER/summary.json and report.md
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def summarise(
     skipped: Mapping[str, str] | None = None,
     on_prompt: OnPrompt = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """The summary. Measurements other than the answers are made here: trees node by node,
+    """Return the summary. Measurements other than the answers are made here: trees node by node,
     bandwidth, a pass's time against its nodes.
 
     Args:
@@ -165,21 +164,9 @@ def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write all files, each whole or not at all. The page and its pictures need matplotlib and
-    jinja2, and are left out without them."""
+    """Write both files, each whole or not at all."""
     write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(folder / "report.md", report.markdown(summary))
-    try:
-        from eyas.bench.plots import pictures
-
-        drawn = pictures(summary)
-        page = report.page(summary, drawn)
-    except ModuleNotFoundError as error:
-        warnings.warn(f"no report.html: {error.name} is not installed (pip install {error.name})", stacklevel=2)
-        return
-    for name, (_, svg) in drawn.items():
-        write_text(folder / f"{name}.svg", svg)
-    write_text(folder / "report.html", page)
 
 
 def wrong_texts(summary: Mapping[str, Any]) -> list[str]:

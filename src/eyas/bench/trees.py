@@ -30,8 +30,8 @@ class Line(NamedTuple):
 
 
 def tree_nodes(step: Step, text: Callable[[int], str]) -> list[Node]:
-    """The nodes of a Step's tree without padding, and last the bonus token, if the target added
-    one.
+    """Return the nodes of a Step's tree without padding, and last the bonus token, if the target
+    added one.
 
     text: shows a token id.
     """
@@ -49,7 +49,7 @@ def tree_nodes(step: Step, text: Callable[[int], str]) -> list[Node]:
 
 
 def tree_lines(nodes: Sequence[Node]) -> list[Line]:
-    """The nodes in drawing order."""
+    """Return the nodes in drawing order."""
 
     def visit(n: int, lead: str, last: bool) -> Iterator[Line]:
         children = [m for m, node in enumerate(nodes) if node.parent == n and node.kind != "bonus"]
@@ -71,8 +71,8 @@ def draw(lines: Sequence[Line]) -> str:
 
 
 def deepest_cycle(drafter: Drafter, request: Request, cycles: int = 12) -> Step | None:
-    """The cycle that accepted most draft tokens among the first of an answer; None if nothing was
-    drafted."""
+    """Return the cycle that accepted most draft tokens among the first of an answer; None if
+    nothing was drafted."""
     decoder, steps = Decoder(drafter.target, drafter), list[Step]()
     decoder.add(request)
     while not decoder.finished and len(steps) < cycles:

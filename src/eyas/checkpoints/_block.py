@@ -74,7 +74,7 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
 
 
 def is_block_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is a DFlash or DSpark head, readable or not."""
+    """Return whether this is a DFlash or DSpark head, readable or not."""
     has_tensors = {"fc.weight", "hidden_norm.weight"} <= set(names)
     return "speculators_model_type" not in config and (architecture(config) in CLASSES or has_tensors)
 
@@ -181,7 +181,7 @@ def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
 
 
 def _from_anchor(merged: Mapping[str, Any]) -> bool:
-    """Whether slot i predicts the next token. CheckpointError where config.json does not say it."""
+    """Return whether slot i predicts the next token. CheckpointError where config.json does not say it."""
     settings = {
         key: flag(merged, key, False) for key in ("sample_from_anchor", "shift_label") if merged.get(key) is not None
     }
@@ -198,7 +198,7 @@ def _from_anchor(merged: Mapping[str, Any]) -> bool:
 
 
 def _refuse(merged: Mapping[str, Any]) -> None:
-    """CheckpointError for settings whose computation is not supported."""
+    """Raise CheckpointError for settings whose computation is not supported."""
     for key, (expected, meaning) in _MUST_BE.items():
         value = merged.get(key)
         if value is not None and value != expected and not (key == "use_sliding_window" and not _slides(merged)):
@@ -219,7 +219,7 @@ def _refuse(merged: Mapping[str, Any]) -> None:
 
 
 def _slides(merged: Mapping[str, Any]) -> bool:
-    """Whether a layer has a sliding window, or is of another type than full attention."""
+    """Return whether a layer has a sliding window, or is of another type than full attention."""
     kinds = merged.get("layer_types")
     if kinds is None:
         return bool(merged.get("use_sliding_window"))
@@ -237,7 +237,7 @@ def _token(config: Mapping[str, Any], key: str) -> int:
 
 
 def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under
+    """Return the keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under
     `architectures`."""
     published = {
         "architectures": [name],

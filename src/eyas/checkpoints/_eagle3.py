@@ -100,7 +100,7 @@ _IN_EAGLE_CONFIG = frozenset({IDS, "parallel_draft_heads_num_layers"}) | _NORMS 
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is an EAGLE-3 head of any format, readable or not."""
+    """Return whether this is an EAGLE-3 head of any format, readable or not."""
     return (
         "speculators_model_type" in config
         or "eagle3" in architecture(config).lower()
@@ -109,12 +109,12 @@ def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def is_parallel(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is a P-EAGLE head, an EAGLE-3 head that drafts in parallel (`peagle`)."""
+    """Return whether this is a P-EAGLE head, an EAGLE-3 head that drafts in parallel (`peagle`)."""
     return config.get("speculators_model_type") == "peagle" or MASK in names
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The first name under `architectures`; empty when there is none."""
+    """Return the first name under `architectures`; empty when there is none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
@@ -343,7 +343,7 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
 
 
 def choice(config: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str | None:
-    """The value of a key of the "eyas" object, one of the allowed words; None when absent."""
+    """Return the value of a key of the "eyas" object, one of the allowed words; None when absent."""
     value = config.get(key)
     if value is not None and value not in allowed:
         raise CheckpointError(f"config.json has eyas.{key} {value!r}; it must be {' or '.join(allowed)}")
@@ -362,14 +362,14 @@ def _merged(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, An
 
 
 def _bias(config: Mapping[str, Any], key: str, present: bool, strict: bool) -> bool:
-    """Whether the head has a bias. config.json decides, so that the tensors are checked against it;
-    when silent, the tensors do."""
+    """Return whether the head has a bias. config.json decides, so that the tensors are checked
+    against it; when silent, the tensors do."""
     claimed = flag(config, key, present)
     return claimed and present if strict else claimed
 
 
 def _draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> Tensor | None:
-    """The target's ids of the draft tokens, int64 [Vd]; None when the vocabularies are the same.
+    """Return the target's ids of the draft tokens, int64 [Vd]; None when the vocabularies are the same.
 
     d2t holds target id - draft id for each draft token, t2d marks the same target ids as booleans.
     """
@@ -407,8 +407,8 @@ def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) -> tuple[str, int]:
-    """The published name of the first layer, and the number of layers, counted from the tensors:
-    published num_hidden_layers are often wrong where there is one layer."""
+    """Return the published name of the first layer, and the number of layers, counted from the
+    tensors: published num_hidden_layers are often wrong where there is one layer."""
     layers = sorted({match[1] for name in names if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
     first = [name for name in layers if name in allowed]
     later = sorted(
@@ -479,8 +479,8 @@ def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
 
 
 def _window(config: Mapping[str, Any], positions: int, layers: int) -> int | None:
-    """The sliding window in tokens, where it is shorter than the trained length. CheckpointError if
-    it is not that of all layers."""
+    """Return the sliding window in tokens, where it is shorter than the trained length.
+    CheckpointError if it is not that of all layers."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if isinstance(kinds, list) and len({str(kind) for kind in kinds[:layers]}) > 1:
         raise CheckpointError(

@@ -67,7 +67,7 @@ def publish(
 
 
 def window_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a sliding window in a LLaMA config; none without a window."""
+    """Return the keys of a sliding window in a LLaMA config; none without a window."""
     window = config["window"]
     return (
         {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * config["layers"]}
@@ -77,5 +77,5 @@ def window_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """The name of a tensor's dtype as a config.json has it, like float16."""
+    """Return the name of a tensor's dtype as a config.json has it, like float16."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ __all__ = ["export", "export_formats", "usage"]
 
 
 def export_formats() -> dict[str, tuple[str, ...]]:
-    """The formats that heads are exported to, by name, each with the methods whose heads it holds."""
+    """Return the formats that heads are exported to, by name, each with the methods whose heads it holds."""
     methods: dict[str, tuple[str, ...]] = {}
     for form in _exporting():
         methods[form.NAME] = (*methods.get(form.NAME, ()), *form.EXPORTS)
@@ -71,7 +71,7 @@ def _exporting() -> list[Format]:
 
 
 def _form(method: str, name: str) -> Format:
-    """The format of that name for heads of this method."""
+    """Return the format of that name for heads of this method."""
     known = export_formats()
     if name not in known:
         raise CheckpointError(f"there is no format {name!r} to export to; {near(name, known)}")

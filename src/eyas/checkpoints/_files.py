@@ -40,7 +40,7 @@ _PICKLED_FILES = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
 
 def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[Path, str]:
-    """The local folder, fetched from the hub if necessary, and its name for messages."""
+    """Return the local folder, fetched from the hub if necessary, and its name for messages."""
     name = os.fspath(path_or_hub_id)
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -58,8 +58,8 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
 
 
 def _fetch(hub_id: str, revision: str | None) -> Path:
-    """The folder of a hub snapshot: config and safetensors, or pickled files where there are no
-    safetensors."""
+    """Return the folder of a hub snapshot: config and safetensors, or pickled files where there are
+    no safetensors."""
     import huggingface_hub
 
     try:
@@ -74,7 +74,7 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
 
 
 def _refusal(error: Exception, revision: str | None) -> str:
-    """The reason why the hub did not deliver; for common ones it says what to do."""
+    """Return the reason why the hub did not deliver; for common ones it says what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -92,7 +92,7 @@ def _refusal(error: Exception, revision: str | None) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in config.json."""
+    """Return the object in config.json."""
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"the folder has no {_CONFIG}: is it the folder of a draft head?")
     return _read_json(folder / _CONFIG)
@@ -148,7 +148,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, all of whose numbers are finite."""
+    """Return the tensors of one file, all of whose numbers are finite."""
     _check_sum(path)
     tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
     for name, tensor in tensors.items():

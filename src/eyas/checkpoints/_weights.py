@@ -91,8 +91,8 @@ class Format(Protocol):
     """The methods whose heads are exported to this format."""
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Whether config.json and the tensor names belong to this format, even if `read` then
-        refuses them."""
+        """Return whether config.json and the tensor names belong to this format, even if `read`
+        then refuses them."""
 
     def read(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -140,8 +140,8 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
 
 
 def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the frequencies of RoPE, which config.json gives, and without the prefix
-    "model." of a head that was saved from within a model (a whole model has no fc)."""
+    """Return the tensors without the frequencies of RoPE, which config.json gives, and without the
+    prefix "model." of a head that was saved from within a model (a whole model has no fc)."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     if "model.fc.weight" not in kept or any(f"model.{name}" in kept for name in kept):
         return kept
@@ -184,7 +184,7 @@ def expect(weights: Weights, shapes: Mapping[str, Shape], optional: Collection[s
 def differences(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()
 ) -> str:
-    """The missing, unexpected and mis-shaped tensors on one line; empty if there are none."""
+    """Return the missing, unexpected and mis-shaped tensors on one line; empty if there are none."""
     missing = [
         f"missing {name} {list(shape)}"
         for name, shape in shapes.items()

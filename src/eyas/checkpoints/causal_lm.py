@@ -25,7 +25,7 @@ _TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddi
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether these are the tensors of a whole model."""
+    """Return whether these are the tensors of a whole model."""
     has_layers = any(_LAYER.match(name) for name in names)
     has_table = any(name.endswith(_TABLES) for name in names)
     # Medusa-2 models and Gemma's assistants have such layers, and are other formats

@@ -37,7 +37,7 @@ METHODS = ("dflash",)
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is a block head without DSpark's parts."""
+    """Return whether this is a block head without DSpark's parts."""
     return is_block_head(config, names) and not looks_like_dspark(config, names)
 
 

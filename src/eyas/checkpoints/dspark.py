@@ -30,14 +30,14 @@ METHODS = ("dspark",)
 
 
 def looks_like_dspark(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a block head has DSpark's class or DSpark's parts."""
+    """Return whether a block head has DSpark's class or DSpark's parts."""
     return "DSpark" in architecture(config) or any(
         name.startswith(("markov_head.", "confidence_head.")) for name in names
     )
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is a block head with DSpark's parts."""
+    """Return whether this is a block head with DSpark's parts."""
     return is_block_head(config, names) and looks_like_dspark(config, names)
 
 

@@ -32,7 +32,7 @@ _OWN_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json is an assistant's."""
+    """Return whether config.json is an assistant's."""
     return config.get("model_type") in MODEL_TYPES
 
 

@@ -57,7 +57,7 @@ _LAYER_NAMES = {
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json counts Hydra heads."""
+    """Return whether config.json counts Hydra heads."""
     return "hydra_num_heads" in config
 
 
@@ -82,7 +82,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
-    """CheckpointError for settings whose computation is not supported."""
+    """Raise CheckpointError for settings whose computation is not supported."""
     arch = config.get("hydra_head_arch")
     if arch not in ARCHES:
         raise CheckpointError(

@@ -44,7 +44,7 @@ _HEAD = re.compile(r"(\d{1,6})\.\d+\.(linear\.)?(weight|bias)")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json counts Medusa heads."""
+    """Return whether config.json counts Medusa heads."""
     return "medusa_num_heads" in config
 
 

@@ -37,7 +37,7 @@ PREFIXES = {"layers.0.": "module.", "shared_post_norm.": "shared_norm."}  # thei
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json is that of a module which eyas trained."""
+    """Return whether config.json is that of a module which eyas trained."""
     return config.get("model_type") == MODEL_TYPE
 
 
@@ -70,8 +70,8 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def _renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors under names with the other prefix; CheckpointError for a name with none of these
-    prefixes."""
+    """Return the tensors under names with the other prefix; CheckpointError for a name with none of
+    these prefixes."""
     renamed = dict[str, Tensor]()
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)

@@ -38,7 +38,7 @@ TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is a P-EAGLE head of any format, readable or not."""
+    """Return whether this is a P-EAGLE head of any format, readable or not."""
     return is_parallel(config, names)
 
 
@@ -117,7 +117,7 @@ def _read_flat(
 
 
 def _mask_token(config: Mapping[str, Any]) -> int:
-    """The token of a mask. CheckpointError if none is named, or several."""
+    """Return the token of a mask. CheckpointError if none is named, or several."""
     tokens = {config[key] for key in TOKENS if isinstance(config.get(key), int) and not isinstance(config[key], bool)}
     wrong = [key for key in TOKENS if config.get(key) is not None and not isinstance(config[key], int)]
     if len(tokens) != 1 or wrong or min(tokens) < 0:
@@ -129,7 +129,8 @@ def _mask_token(config: Mapping[str, Any]) -> int:
 
 
 def _speculative_tokens(config: Mapping[str, Any]) -> Any:
-    """The number of drafted tokens that the first proposal method names; None if there is no such method."""
+    """Return the number of drafted tokens that the first proposal method names; None if there is no
+    such method."""
     methods = mapping(config, "speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
     return first.get("speculative_tokens") if isinstance(first, dict) else None

@@ -51,8 +51,8 @@ _NEEDS = (*_FLAGS, "feature_layers", "carries", "head", "layers")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether this is an EAGLE-3 head that no other format claims, even if `read` refuses its
-    architecture."""
+    """Return whether this is an EAGLE-3 head that no other format claims, even if `read` refuses
+    its architecture."""
     claimed = architecture(config) in (SGLANG, VLLM) or "speculators_model_type" in config
     return is_eagle3(config, names) and not claimed and not is_parallel(config, names)
 

@@ -47,7 +47,7 @@ _OLDER = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_nor
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json names SGLang's class."""
+    """Return whether config.json names SGLang's class."""
     return architecture(config) == SGLANG and "speculators_model_type" not in config and not is_parallel(config, names)
 
 
@@ -110,8 +110,8 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
 
 
 def _without_table(tensors: Mapping[str, Tensor], target: ExportTarget) -> dict[str, Tensor]:
-    """The tensors without an embedding table that is the target's, up to the rounding of storage.
-    CheckpointError for another one."""
+    """Return the tensors without an embedding table that is the target's, up to the rounding of
+    storage. CheckpointError for another one."""
     others = dict(tensors)
     table = others.pop("embed.weight", None)
     if table is None:
@@ -137,7 +137,7 @@ def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the prefix "model.", under the newer names."""
+    """Return the tensors without the prefix "model.", under the newer names."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = name.removeprefix("model.")

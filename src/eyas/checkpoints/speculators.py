@@ -37,7 +37,7 @@ TOKENS = 3  # draft tokens of a cycle, unless the engine is told otherwise
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json is of the library, whatever the type of the head."""
+    """Return whether config.json is of the library, whatever the type of the head."""
     return "speculators_model_type" in config and not is_parallel(config, names)
 
 
@@ -130,8 +130,8 @@ def _proposal(tokens: int) -> dict[str, Any]:
 
 
 def _narrow(table_VD: Tensor, head_dtype: torch.dtype) -> Tensor:
-    """The table in the first dtype that holds it without rounding, the head's own or one of 16 bits;
-    otherwise unchanged."""
+    """Return the table in the first dtype that holds it without rounding, the head's own or one of
+    16 bits; otherwise unchanged."""
     for dtype in (head_dtype, torch.bfloat16, torch.float16):
         if torch.equal(table_VD.to(dtype).to(table_VD.dtype), table_VD):
             return table_VD.to(dtype)

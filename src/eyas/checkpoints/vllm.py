@@ -50,7 +50,7 @@ LARGEST_ERROR = 1e-3  # largest error of a bias that was moved into the embeddin
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json names vLLM's class of EAGLE-3 heads."""
+    """Return whether config.json names vLLM's class of EAGLE-3 heads."""
     return architecture(config) == VLLM and "speculators_model_type" not in config and not is_parallel(config, names)
 
 
@@ -62,8 +62,8 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def _without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the norms that vLLM's class loads for layers after the first, and does
-    not use."""
+    """Return the tensors without the norms that vLLM's class loads for layers after the first, and
+    does not use."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -113,7 +113,7 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
 
 
 def bias_into_embedding(table_VD: Tensor, fc_weight: Tensor, bias_D: Tensor) -> Tensor:
-    """The embedding table with which an EAGLE-1 head without its bias of fc computes the same.
+    """Return the embedding table with which an EAGLE-1 head without its bias of fc computes the same.
 
     fc reads [embedding ; feature]. So the half W of its weight that reads the embedding takes a
     shift s of every embedding to W s, and W s = bias has a solution unless W is singular.

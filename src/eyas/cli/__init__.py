@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from eyas.cli._errors import exit_status, replace_closed_streams
+from eyas.cli._errors import exit_status, open_closed_streams
 from eyas.errors import EyasError
 
 __all__ = ["main", "run"]
@@ -42,8 +42,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The entry point of the `eyas` command."""
-    replace_closed_streams()
+    """Run the `eyas` command and exit."""
+    open_closed_streams()
     try:
         status = run(sys.argv[1:])
     finally:

@@ -50,7 +50,7 @@ HELP_FLAGS = ("--help", "-h", "--help-all")
 
 
 def names() -> list[str]:
-    """The commands: the files of this folder."""
+    """Return the commands: the files of this folder."""
     return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_"))
 
 
@@ -72,7 +72,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
-    """The function of the command, or the one that prints help, and what it is called with.
+    """Return the function of the command, or the one that prints help, and what it is called with.
 
     Raises CycloptsError or UsageError when the arguments do not fit.
     """
@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundAr
 
 
 def _place(arguments: Sequence[str]) -> str:
-    """The command line up to its options: `eyas datastore build`."""
+    """Return the command line up to its options: `eyas datastore build`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     known = words[:1] if words and words[0] in names() else []
     if known and words[1:2] and words[1] in getattr(import_module(f"eyas.cli.{known[0]}"), "COMMANDS", {}):
@@ -107,7 +107,7 @@ def _place(arguments: Sequence[str]) -> str:
 
 
 def _app(tokens: Sequence[str]) -> App:
-    """The app, with the one command that is asked for, or with all of them."""
+    """Return the app, with the one command that is asked for, or with all of them."""
     app = App(
         name="eyas",
         help=HELP,
@@ -140,7 +140,7 @@ def _add(app: App, name: str, tokens: Sequence[str]) -> None:
 
 
 def _epilogue(examples: str, notes: Sequence[str] = ()) -> str:
-    """The end of a help page; an empty line between lines keeps them apart."""
+    """Return the end of a help page; an empty line between lines keeps them apart."""
     parts = [line.partition("  # ") for line in examples.strip().splitlines()]
     lines = [f"[cyan]{escape(line)}[/]  [dim]{escape(purpose)}[/]" for line, _, purpose in parts]
     return "\n\n".join([*(["[bold]Examples[/]"] if lines else []), *lines, *map(escape, notes)])
@@ -184,7 +184,7 @@ def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[.
 
 
 def _is_optional_group(annotation: Any) -> bool:
-    """Whether this is a dataclass all of whose fields have defaults."""
+    """Return whether this is a dataclass all of whose fields have defaults."""
     return (
         isinstance(annotation, type)
         and is_dataclass(annotation)
@@ -193,7 +193,7 @@ def _is_optional_group(annotation: Any) -> bool:
 
 
 def _explained(error: cyclopts.CycloptsError) -> str:
-    """The error of cyclopts as one line in our words."""
+    """Return the error of cyclopts as one line in our words."""
     if isinstance(error, cyclopts.UnknownOptionError):
         name = error.token.keyword or error.token.value
         shown = [argument for argument in error.argument_collection if argument.parse and argument.show]

@@ -20,7 +20,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def model_card(weights: Weights, record: Mapping[str, Any], repo: str, target: str, license: str) -> str:
-    """The README.md of a head's repository.
+    """Return the README.md of a head's repository.
 
     Args:
         record: the head's training.json; empty when there is none.
@@ -51,7 +51,7 @@ def model_card(weights: Weights, record: Mapping[str, Any], repo: str, target: s
 
 
 def _figures(record: Mapping[str, Any]) -> str:
-    """The figures of the held-out examples."""
+    """Return the figures of the held-out examples."""
     figures = record.get("heldout") or {}
     if not figures:
         return "## Figures\n\nNothing was held out when this head was trained, or it came without a record."
@@ -87,7 +87,7 @@ def _training(record: Mapping[str, Any]) -> str:
 
 
 def _uses(method: str, repo: str, target: str) -> str:
-    """The commands that run the head in each engine."""
+    """Return the commands that run the head in each engine."""
     from eyas import checkpoints
 
     lines = [

@@ -36,7 +36,8 @@ def check_files(paths: Sequence[str]) -> None:
 
 
 def training_options(features: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a training; features bring the length and the held-out share they were made with."""
+    """Return the options of a training; features bring the length and the held-out share they were
+    made with."""
     if not features:
         return dict(options)
     from eyas.train.store import Manifest
@@ -54,7 +55,7 @@ def training_options(features: str | None, options: Mapping[str, Any]) -> dict[s
 def training_data(
     llm: LLM, files: Sequence[str], features: str | None, config: TrainConfig
 ) -> tuple[Data, dict[str, Any]]:
-    """The examples, and what training.json tells about them."""
+    """Return the examples, and what training.json tells about them."""
     if not features:
         from eyas.train.data import data_hash
 

@@ -11,7 +11,6 @@ This module knows no command.
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import IO, TextIO
+from typing import TextIO
 
 from eyas.errors import EyasError, one_line
 
@@ -45,7 +44,7 @@ def interruptible(message: Callable[[], str]) -> Iterator[None]:
 
 
 def colored(text: str, color: str, stream: TextIO | None = None) -> str:
-    """The text in a color, where the stream shows colors and the user wants them (NO_COLOR)."""
+    """Return the text in a color, where the stream shows colors and the user wants them (NO_COLOR)."""
     stream = stream or sys.stdout
     wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
     return f"\x1b[{color}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
@@ -91,7 +90,7 @@ def exit_status(run: Callable[[], int | None]) -> int:
 
 
 def _mistake(error: Exception) -> str | None:
-    """The line for an exception that is not our fault; empty: say nothing; None: it is our fault."""
+    """Return the line for an exception that is not our fault; empty: say nothing; None: it is our fault."""
     if isinstance(error, EyasError):
         return str(error)
     if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
@@ -153,40 +152,16 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _ClosedStream(io.TextIOBase):
-    """Stands for a standard stream that was closed before we started (`eyas generate hi >&-`)."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.buffer = self
-
-    def write(self, text: object) -> int:
-        raise EyasError(f"{self.name} is closed, so there is nowhere to write to: open it, or name an output file")
-
-    def read(self, size: int | None = -1) -> str:
-        raise EyasError(f"{self.name} is closed, so there is nothing to read: open it, or name an input file")
-
-    def readline(self, size: int = -1) -> str:  # type: ignore[override]
-        return self.read(size)
-
-
-def replace_closed_streams() -> None:
-    """Give a name to each use of a standard stream that is closed; make the others never fail on a
-    character.
-
-    The descriptors are filled first: the next file to be opened would become standard output.
-    """
-    for number in range(3):
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that is closed (`eyas generate hi >&-`): the next file to be
+    opened would take its place. Make the output streams never fail on a character."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
-    for name, words in (("stdin", "standard input"), ("stdout", "standard output")):
-        stream: IO[str] | None = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, _ClosedStream(words))
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process runs
     for output in (sys.stdout, sys.stderr):
         if hasattr(output, "reconfigure"):
             output.reconfigure(errors="backslashreplace")

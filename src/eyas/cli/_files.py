@@ -135,7 +135,7 @@ def _task(number: int, raw: bytes) -> Task:
 
 
 def _suggestion(fields: Mapping[str, Any]) -> str:
-    """The key that was probably meant to be one of ours."""
+    """Return the key that was probably meant to be one of ours."""
     close = [(key, hint) for key in fields if (hint := near(key, KINDS)).startswith("did you")]
     return f"; {close[0][0]!r}: {close[0][1]}" if close else ""
 
@@ -198,7 +198,7 @@ class Results:
         self._files.close()
 
     def holds(self, task: Keyed) -> bool:
-        """Whether the result of a task is there. OptionError when it is that of another prompt."""
+        """Return whether the result of a task is there. OptionError when it is that of another prompt."""
         key = json.dumps(task.key)
         made_for = self.done.get(key)
         if isinstance(task, Task) and made_for is not None and made_for != task.prompt_hash:
@@ -285,7 +285,7 @@ class FileRun:
         return tau(self.emitted, self.cycles)
 
     def refuse_others(self, differences: Sequence[str]) -> None:
-        """OptionError when there are differences between the settings in the file and those of now."""
+        """Raise OptionError if there are differences between the settings in the file and those of now."""
         if differences:
             raise OptionError(
                 f"{self.results.path} holds answers made with other settings: {'; '.join(differences)}; name another file"
@@ -303,7 +303,7 @@ class FileRun:
 
 
 def differences(there: Any, now: Mapping[str, Any]) -> list[str]:
-    """The differences between the settings in a file and those of this run, in words.
+    """Return the differences between the settings in a file and those of this run, in words.
 
     there: an object that was read, or nothing. A setting that is not in it is not compared.
     """

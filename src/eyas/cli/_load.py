@@ -67,7 +67,7 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 
 
 def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
-    """The LLM that the options describe, with the method's own options."""
+    """Return the LLM that the options describe, with the method's own options."""
     from eyas.api import load as load_llm
 
     arguments = {**asdict(model), **asdict(draft), **options}
@@ -104,7 +104,7 @@ def check_exact(model: TargetOptions) -> None:
 
 
 def load_target(model: TargetOptions, device: str | None = None) -> LLM:
-    """The target by its own forward, with plain decoding: for reading its features."""
+    """Return the target by its own forward, with plain decoding: for reading its features."""
     from dataclasses import replace
 
     check_exact(model)
@@ -117,7 +117,7 @@ def load_target(model: TargetOptions, device: str | None = None) -> LLM:
 
 
 def _owners(option: str) -> list[str]:
-    """The methods that have an option."""
+    """Return the methods that have an option."""
     from eyas import drafters
     from eyas.core.options import list_options
 
@@ -125,7 +125,7 @@ def _owners(option: str) -> list[str]:
 
 
 def need_packages(command: str, extra: str, *packages: str) -> None:
-    """OptionError when a package that an extra brings is not installed."""
+    """Raise OptionError if a package that an extra brings is not installed."""
     for package in packages:
         try:
             import_module(package)
@@ -136,7 +136,7 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
 
 
 def need_tokenizer(llm: LLM) -> None:
-    """InputError when the target has no tokenizer."""
+    """Raise InputError if the target has no tokenizer."""
     if llm.tokenizer is None:
         raise InputError("this target has no tokenizer: name one with --tokenizer")
 
@@ -150,7 +150,7 @@ def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
 
 
 def sampling_of(options: FilterOptions) -> dict[str, Any]:
-    """The keywords of `LLM.request` from options. Refuses impossible values before a model is loaded."""
+    """Return the keywords of `LLM.request` from options. Refuses impossible values before a model is loaded."""
     from eyas.core.sampling import Sampling
 
     keywords = asdict(options)
@@ -165,8 +165,8 @@ def sampling_of(options: FilterOptions) -> dict[str, Any]:
 
 
 def structure_of(options: StructureOptions) -> dict[str, Any]:
-    """The keywords of `LLM.request` for structured output. Refuses what cannot be read before a
-    model is loaded."""
+    """Return the keywords of `LLM.request` for structured output. Refuses what cannot be read
+    before a model is loaded."""
     from eyas import grammar
 
     structure: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}
@@ -185,8 +185,8 @@ def structure_of(options: StructureOptions) -> dict[str, Any]:
 
 
 def text_of(path: Path, failure: str) -> str:
-    """The text of a file that an option names; InputError, which begins with `failure`, when it
-    cannot be read."""
+    """Return the text of a file that an option names; InputError, which begins with `failure`, when
+    it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -194,7 +194,7 @@ def text_of(path: Path, failure: str) -> str:
 
 
 def training_record(folder: Path) -> dict[str, Any]:
-    """The training.json of a head's folder; empty when it is missing or broken."""
+    """Return the training.json of a head's folder; empty when it is missing or broken."""
     try:
         record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -203,8 +203,8 @@ def training_record(folder: Path) -> dict[str, Any]:
 
 
 def recorded_target(record: Mapping[str, Any]) -> str:
-    """The folder or hub id of the target in a head's record; empty when it is unknown or embedded.
-    A model with a name of its own goes by its hub id."""
+    """Return the folder or hub id of the target in a head's record; empty when it is unknown or
+    embedded. A model with a name of its own goes by its hub id."""
     from eyas import named
 
     target = record.get("target")

@@ -249,7 +249,7 @@ class TrainingOptions(dict[str, Any]):
 
 
 def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> type | None:
-    """The dataclass that replaces an annotation of a command; None for an ordinary annotation.
+    """Return the dataclass that replaces an annotation of a command; None for an ordinary annotation.
 
     A help page shows the options of the methods that --method names, or of all of them with
     --help-all. A command that runs takes the options of every method: which method runs may
@@ -268,7 +268,7 @@ def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> ty
 
 
 def given(options: Any) -> dict[str, Any]:
-    """The options that were given, by dotted name, from an instance of a placeholder's dataclass."""
+    """Return the options that were given, by dotted name, from an instance of a placeholder's dataclass."""
     if options is None:
         return {}
     values = {field.metadata["option"]: getattr(options, field.name) for field in fields(options)}
@@ -344,7 +344,7 @@ def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> t
 
 
 def _value_type(option: Option) -> Any:
-    """The type by which cyclopts reads an option's value."""
+    """Return the type by which cyclopts reads an option's value."""
 
     def numbers(kind: Any, tokens: Sequence[Token]) -> Any:
         try:

@@ -39,7 +39,7 @@ class TimedStream:
         return piece
 
     def result(self) -> Result:
-        """The answer so far; one that was not read to its end has the finish reason "interrupted"."""
+        """Return the answer so far; one that was not read to its end has the finish reason "interrupted"."""
         result = self.stream.result()
         return replace(result, finish_reason=self.finish_reason, stats=replace(result.stats, seconds=self.seconds))
 

@@ -106,7 +106,7 @@ def command(
 
 
 def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> TargetOptions:
-    """The options of the target, its name included. Refuses bad input before anything is loaded."""
+    """Return the options of the target, its name included. Refuses bad input before anything is loaded."""
     from eyas.accelerate.prospect import METHODS
 
     if target is not None and model.target is not None:

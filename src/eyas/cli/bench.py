@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts.types import NonNegativeInt, PositiveInt
 
 from eyas.cli._errors import interruptible, note, problem
-from eyas.cli._load import load, need_packages, quiet, sampling_of
+from eyas.cli._load import load, quiet, sampling_of
 from eyas.cli._options import (
     AS_JSON,
     DRAFT_WEIGHTS,
@@ -85,7 +85,6 @@ def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions,
     if job.compare:
         _refuse_others(job, sampling, model)
         return _compare(*job.compare, as_json=job.as_json)
-    need_packages("bench", "bench", "matplotlib")
     from eyas.bench.simulate import parse_rates
     from eyas.core.sampling import Sampling
     from eyas.locks import locked_folder
@@ -109,7 +108,7 @@ def _measured(
     prompts: list[Prompt],
     folder: Path,
 ) -> dict[str, Any]:
-    """The bench, from the models to the files in its folder; returns its summary."""
+    """Return the bench, from the models to the files in its folder; returns its summary."""
     from eyas.bench.entries import Entrants, contestants
     from eyas.bench.run import Bench
 
@@ -169,7 +168,7 @@ def _prompts(job: BenchOptions) -> list[Prompt]:
 
 
 def _fitting(bench: Bench) -> list[Prompt]:
-    """The prompts that can be asked; the others are reported. InputError when none can."""
+    """Return the prompts that can be asked; the others are reported. InputError when none can."""
     unfit = bench.unfit()
     if len(unfit) == len(bench.prompts):
         raise InputError(f"no prompt can be asked; the first, {bench.prompts[0].id}: {unfit[bench.prompts[0].id]}")
@@ -210,7 +209,7 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
         problem(f"{name} failed and is in no figure: {why}")
     for warning in summary["warnings"]:
         note(warning)
-    note(f"{folder}/report.html, report.md, summary.json, answers.jsonl")
+    note(f"{folder}/report.md, summary.json, answers.jsonl")
     wrong = wrong_texts(summary)
     for line in wrong:
         problem(line)

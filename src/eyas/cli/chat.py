@@ -83,7 +83,7 @@ class _Conversation:
         return 2 if self.failed and not self.interactive else 0
 
     def _lines(self) -> Iterator[str]:
-        """The user's lines. Ctrl-C at the prompt begins the line again."""
+        """Yield the user's lines. Ctrl-C at the prompt begins the line again."""
         while True:
             try:
                 line = input("you> ") if self.interactive else sys.stdin.readline()

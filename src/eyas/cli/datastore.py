@@ -75,7 +75,7 @@ def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Sett
 
 
 def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, without the target."""
+    """Return the target's tokenizer, without the target."""
     from eyas import named, tiny
     from eyas.targets.pretrained import read_tokenizer
 

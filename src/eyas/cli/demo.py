@@ -121,7 +121,7 @@ def command(*, job: DemoOptions, options: MethodOptions) -> None:
 
 
 def _own_prompts(path: str | None) -> Sequence[Prompt]:
-    """The user's prompts; none where he named no file."""
+    """Return the user's prompts; none where he named no file."""
     if path is None:
         return ()
     with file_errors(path, "prompts file"):
@@ -148,8 +148,8 @@ def _target(job: DemoOptions) -> str:
 
 
 def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
-    """The model with the method. The embedded one, unless the user chose, with a small tree: `auto`
-    has too few cycles to measure."""
+    """Return the model with the method. The embedded one, unless the user chose, with a small tree:
+    `auto` has too few cycles to measure."""
     from eyas import drafters, named, tiny
     from eyas.arguments import mode_of
     from eyas.core.options import option_defaults
@@ -321,7 +321,7 @@ class Lane:
             self.spans += [(text, "green" if drafted else "") for text, drafted in self.painter.split(piece)]
 
     def answer(self) -> Answer:
-        """The answer so far."""
+        """Return the answer so far."""
         result = self.stream.result()
         return Answer(result.token_ids, result.stats.seconds, result.stats)
 

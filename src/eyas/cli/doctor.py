@@ -47,7 +47,7 @@ def command(*, as_json: AS_JSON = False) -> int:
 
 
 def _described(machine: dict[str, Any]) -> Iterator[Finding]:
-    """The machine as lines of the report."""
+    """Yield the machine as lines of the report."""
     cpu, memory = machine["cpu"], machine["memory"]
     flags = ", ".join(cpu["flags"]) or "no flags known"
     gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
@@ -94,7 +94,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _fast_paths() -> dict[str, str]:
-    """The facilities here that run a forward pass faster than the model's own code."""
+    """Return the facilities here that run a forward pass faster than the model's own code."""
     from eyas import kernels
 
     reason = kernels.why_not()

@@ -72,7 +72,7 @@ def command(
 
 
 def _target(head: str, job: ExportOptions) -> ExportTarget:
-    """The target, as the options and the head's record describe it."""
+    """Return the target, as the options and the head's record describe it."""
     from eyas import named
     from eyas.checkpoints import ExportTarget
 
@@ -94,7 +94,7 @@ def _target(head: str, job: ExportOptions) -> ExportTarget:
 
 
 def _architectures(target: str) -> tuple[str, ...]:
-    """The architectures in a target's config.json. InputError when it cannot be read."""
+    """Return the architectures in a target's config.json. InputError when it cannot be read."""
     from transformers import PretrainedConfig
 
     try:

@@ -155,8 +155,8 @@ def _part(text: str) -> tuple[int, int]:
 def _planned(
     llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]
 ) -> FeatureStore:
-    """The store to be filled: begun here, or one that this command began earlier. Tells how much
-    space it takes, and asks."""
+    """Return the store to be filled: begun here, or one that this command began earlier. Tells how
+    much space it takes, and asks."""
     from eyas.targets.fingerprints import has_fingerprint
     from eyas.train.feature_plan import chosen_layers, feature_settings, open_or_plan
 

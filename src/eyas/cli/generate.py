@@ -148,7 +148,7 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
 
 
 def _drafts(inputs: InputOptions) -> dict[str, Any]:
-    """The keywords `draft` and `prediction`, if they were given."""
+    """Return the keywords `draft` and `prediction`, if they were given."""
     from eyas.arguments import as_draft
 
     keywords: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def _prompt(text: str | None, prompt_ids: str | None) -> str | list[int]:
 
 
 def _with_images(prompt: str | list[int], images: Sequence[str]) -> Any:
-    """The prompt as `LLM.generate` takes it: with images, a message that holds them.
+    """Return the prompt as `LLM.generate` takes it: with images, a message that holds them.
 
     Raises:
         InputError: an image that is not there.
@@ -230,7 +230,7 @@ def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: Inp
 
 
 def _shown(llm: LLM, answer: Piece | Result) -> str:
-    """The text; without a tokenizer, the token ids."""
+    """Return the text; without a tokenizer, the token ids."""
     return answer.text if llm.tokenizer else ",".join(map(str, answer.token_ids))
 
 
@@ -243,7 +243,8 @@ class _Run(FileRun):
         self.keywords = keywords
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
-        """The tasks without a result. OptionError when the results are those of other prompts or settings."""
+        """Return the tasks without a result. OptionError when the results are those of other
+        prompts or settings."""
         from eyas.arguments import dtype_name
 
         first, target = self.results.first, self.llm.target
@@ -299,7 +300,8 @@ class _Run(FileRun):
                 bar.show(self.counts["results"], f"tau {self.tau:.2f}")
 
     def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Prompt]]:
-        """The tasks that can be answered, with their prompts as token ids; a line that cannot is reported."""
+        """Yield the tasks that can be answered, with their prompts as token ids; a line that cannot
+        is reported."""
         from eyas.arguments import MediaIds
         from eyas.core.engine import Decoder
 

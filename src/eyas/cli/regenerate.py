@@ -153,11 +153,11 @@ class _Run(FileRun):
         return tokens_per_second(self.counts["tokens"], time.monotonic() - self.began)
 
     def is_late(self) -> bool:
-        """Whether no further conversation may begin."""
+        """Return whether no further conversation may begin."""
         return self.job.minutes is not None and time.monotonic() - self.began > 60 * self.job.minutes
 
     def check_same(self) -> None:
-        """OptionError when the file holds answers of another target or with other settings."""
+        """Raise OptionError if the file holds answers of another target or with other settings."""
         from eyas.targets.fingerprints import has_fingerprint
 
         there = self.results.first.get("by")
@@ -195,7 +195,7 @@ class _Run(FileRun):
         self._report()
 
     def _todo(self) -> set[str]:
-        """The keys of the lines to be answered. Copies of a line are one."""
+        """Return the keys of the lines to be answered. Copies of a line are one."""
         from eyas.train.regenerate import read_lines
 
         keys = dict[str, bool]()

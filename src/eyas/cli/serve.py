@@ -89,7 +89,7 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
 
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:
-    """The settings of a server for this model."""
+    """Return the settings of a server for this model."""
     from eyas.serve.settings import Settings
 
     name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]

@@ -151,14 +151,14 @@ def train_head(
 
 
 def _rank() -> int:
-    """The number of this process among those that torchrun has started; 0 without torchrun."""
+    """Return the number of this process among those that torchrun has started; 0 without torchrun."""
     from eyas.train.dist import world_size
 
     return int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
 
 
 def _device(name: str) -> str:
-    """The GPU of this process: under torchrun each one of a machine has its own."""
+    """Return the GPU of this process: under torchrun each one of a machine has its own."""
     import torch
 
     local = os.environ.get("LOCAL_RANK")

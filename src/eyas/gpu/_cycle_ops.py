@@ -51,7 +51,7 @@ def growth_kernels() -> ModuleType:
 def draw(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The largest score + noise at each node, int64 [B, N]; which nodes have NaN among their
+    """Return the largest score + noise at each node, int64 [B, N]; which nodes have NaN among their
     scores. noisy: not all rows are greedy."""
     drawn, broken = _empty_draws(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
     cycle_kernels().draw(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy, drawn, broken)
@@ -91,7 +91,7 @@ def given_path(
     tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
     rates_D: Tensor, seed: int, stride: int,
 ) -> Tensor:  # fmt: skip
-    """The path to a deepest candidate, cut where a test with the rate of its depth fails, as
+    """Return the path to a deepest candidate, cut where a test with the rate of its depth fails, as
     `Cycle.host_result_BX` (`bench.simulate`)."""
     inputs = (tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, bonus_B, has_nan_B, rates_D, seed, stride)
     cycle_kernels().given_path(*inputs, columns := _empty_path(*inputs))
@@ -136,8 +136,8 @@ def best_children(
     logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
     confidence_temperature: float, noisy: bool, coupled: bool, branch: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The best `branch` tokens of each node, [B, Q, K]: indices in the draft vocabulary, log q, log
-    of the confidence."""
+    """Return the best `branch` tokens of each node, [B, Q, K]: indices in the draft vocabulary, log
+    q, log of the confidence."""
     rest = (seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled)
     outputs = _empty_children(logits_BQv, ids_v, *rest, branch)
     ids = seed_B if ids_v is None else ids_v  # a kernel needs some tensor there
@@ -199,8 +199,8 @@ def _empty_level(
 
 @torch.library.custom_op("eyas::keep_best", mutates_args=())
 def keep_best(value_BX: Tensor, most: int) -> Tensor:
-    """The numbers [B, most] of the drafted nodes of the highest values, ascending; ties go to the
-    earlier node. The root is not one."""
+    """Return the numbers [B, most] of the drafted nodes of the highest values, ascending; ties go
+    to the earlier node. The root is not one."""
     keep = _empty_kept(value_BX, most)
     growth_kernels().keep_best(value_BX, keep)
     return keep
@@ -215,8 +215,8 @@ def _empty_kept(value_BX: Tensor, most: int) -> Tensor:
 def build_tree(
     selected_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The tree of the root and the kept nodes: tokens, log q, values, parents, candidates, depths
-    [B, N], mask [B, N, N]."""
+    """Return the tree of the root and the kept nodes: tokens, log q, values, parents, candidates,
+    depths [B, N], mask [B, N, N]."""
     outputs = _empty_tree(selected_BM, tokens_BX, log_q_BX, value_BX, parents_BX, depth)
     growth_kernels().build(selected_BM, (tokens_BX, log_q_BX, value_BX, parents_BX), depth, outputs)
     return outputs

@@ -26,7 +26,7 @@ MAX_PARTS = 64
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on this device; on a CPU their references do, for tests."""
+    """Return whether the kernels run on this device; on a CPU their references do, for tests."""
     if device.type != "cuda":
         return False
     try:

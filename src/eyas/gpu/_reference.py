@@ -72,7 +72,7 @@ def attention_parts(
 
 
 def attention_combine(parts_SRQHh: Tensor, lse_SRQH: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole attention [R, Q, H, h] from its parts."""
+    """Return the whole attention [R, Q, H, h] from its parts."""
     top_RQH = lse_SRQH.amax(0)
     share_SRQH = torch.exp2(lse_SRQH - top_RQH.masked_fill(top_RQH == -math.inf, 0.0))
     total_RQH = share_SRQH.sum(0)
@@ -94,7 +94,7 @@ def rms_norm(x: Tensor, weight_h: Tensor, eps: float) -> Tensor:
 
 
 def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
-    """The norms of a and b, side by side [..., 2 D]."""
+    """Return the norms of a and b, side by side [..., 2 D]."""
     return torch.cat([rms_norm(a, weight_a, eps), rms_norm(b, weight_b, eps)], dim=-1)
 
 

@@ -53,7 +53,7 @@ class LLGuidance:
 
 
 def _as_lark(structure: Structure) -> str:
-    """The structure in the library's grammar language; ValueError where it cannot be written so."""
+    """Return the structure in the library's grammar language; ValueError where it cannot be written so."""
     import llguidance
     from llguidance import _lib
 
@@ -128,8 +128,8 @@ class LLMatcher:
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
     def forced(self) -> bytes:
-        """The text that must come next, as far as the library knows it. It may begin and end within
-        a character."""
+        """Return the text that must come next, as far as the library knows it. It may begin and end
+        within a character."""
         text: bytes = self._matcher.compute_ff_bytes()
         return text
 
@@ -142,7 +142,7 @@ class LLMatcher:
 
 
 def _reason(message: str) -> str:
-    """The part of a library's message that says what is wrong, on one line."""
+    """Return the part of a library's message that says what is wrong, on one line."""
     lines = [line.strip() for line in message.strip().splitlines()]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (reasons or lines or ["no reason given"])[0].rstrip(".")

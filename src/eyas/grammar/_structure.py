@@ -46,7 +46,7 @@ class Structure:
 
 
 def structure_of(asked: Mapping[str, Any]) -> Structure | None:
-    """The Structure among the keywords of `generate`; None where the text is free.
+    """Return the Structure among the keywords of `generate`; None where the text is free.
 
     Raises:
         OptionError: two of the keywords at once, or a response format that does not exist.
@@ -83,7 +83,7 @@ def _response_format(value: Any) -> Structure | None:
 
 
 def _schema(schema: Any) -> Structure:
-    """The Structure of a JSON schema: a mapping, or the same as text."""
+    """Return the Structure of a JSON schema: a mapping, or the same as text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -100,8 +100,9 @@ def _schema(schema: Any) -> Structure:
 
 
 def known_formats(schema: Any) -> Any:
-    """The JSON schema without the values of `format` that the library does not know: the standard
-    has `format` as an annotation, which binds nobody (JSON Schema 2020-12, Validation, section 7)."""
+    """Return the JSON schema without the values of `format` that the library does not know: the
+    standard has `format` as an annotation, which binds nobody (JSON Schema 2020-12, Validation,
+    section 7)."""
     if isinstance(schema, list):
         return [known_formats(one) for one in schema]
     if not isinstance(schema, Mapping):

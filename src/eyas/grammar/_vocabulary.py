@@ -61,8 +61,8 @@ class Vocabulary:
         return bool_NV[:, : self.size], bool_NV[:, self.end]
 
     def split(self, text: bytes) -> list[int]:
-        """The tokens of a text in the middle of another one; none if the tokenizer has none that
-        join to it."""
+        """Return the tokens of a text in the middle of another one; none if the tokenizer has none
+        that join to it."""
         try:
             decoded = text.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -74,7 +74,7 @@ class Vocabulary:
         return []
 
     def _last_tokens(self, ids: Sequence[int], text: bytes) -> list[int]:
-        """The last ids, as many as join to the text; none where no number of them does."""
+        """Return the last ids, as many as join to the text; none where no number of them does."""
         joined, tokens = b"", list[int]()
         for token in reversed(ids):
             joined = (self.texts[token] or b"") + joined

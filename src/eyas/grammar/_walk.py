@@ -53,8 +53,8 @@ class GrammarConstraint:
         return self._with_eos(allowed_1V, ends_1)
 
     def _with_eos(self, allowed_NV: Tensor, ends_N: Tensor) -> Tensor:
-        """The masks with the end-of-sequence ids, where the text may end and may go on. The rows of
-        nodes that complete it stay empty."""
+        """Return the masks with the end-of-sequence ids, where the text may end and may go on. The
+        rows of nodes that complete it stay empty."""
         allowed_NV[:, self._eos] |= (ends_N & allowed_NV.any(-1))[:, None]
         return allowed_NV
 

@@ -98,12 +98,12 @@ class Attachment:
 
 
 def _custom(method: Any) -> CustomGenerate | None:
-    """The CustomGenerate of a `generate` that eyas has set; None for any other."""
+    """Return the CustomGenerate of a `generate` that eyas has set; None for any other."""
     return getattr(getattr(method, "__func__", None), MARK, None)
 
 
 def _generate_by(custom: CustomGenerate, kind: Any) -> Any:
-    """The function that takes the place of `generate` of this class of models."""
+    """Return the function that takes the place of `generate` of this class of models."""
     signature = inspect.signature(kind.generate)
 
     @wraps(kind.generate)

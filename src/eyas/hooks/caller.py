@@ -19,8 +19,8 @@ FRAMES = 6  # between `generate` and the code that asks, at most
 
 
 def arguments_of_generate() -> Mapping[str, Any]:
-    """The local variables of the `generate` of transformers that has called the present function;
-    empty without one."""
+    """Return the local variables of the `generate` of transformers that has called the present
+    function; empty without one."""
     frame = sys._getframe(1)
     for _ in range(FRAMES):
         if frame.f_back is None:

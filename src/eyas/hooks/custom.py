@@ -127,7 +127,7 @@ class CustomGenerate:
         return StoppingCriteriaList([*prepared, StopStringCriteria(self.tokenizer, strings)])
 
     def _streamer(self, given: Any, input_ids: Tensor) -> Any:
-        """The streamer. Show the prompt to our own one, as transformers does to its streamer."""
+        """Return the streamer. Show the prompt to our own one, as transformers does to its streamer."""
         if given is not None and self.streamer is not None:
             raise OptionError("there are two streamers: give one, to generate or to eyas.hf")
         if self.streamer is not None:
@@ -140,7 +140,7 @@ class CustomGenerate:
 
 
 def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """The return value of `generate`. Keys and values are eyas' own, so `past_key_values` stays None."""
+    """Return what `generate` returns. Keys and values are eyas' own, so `past_key_values` stays None."""
     sequences = lockstep.sequences()
     if not config.return_dict_in_generate:
         return sequences

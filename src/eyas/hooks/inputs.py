@@ -68,7 +68,7 @@ class Batch:
 
 
 def _check_positions(positions: Tensor, padding: list[int], rows: int, width: int) -> None:
-    """InputError unless the prompts' tokens are counted from 0."""
+    """Raise InputError unless the prompts' tokens are counted from 0."""
     listed = positions.tolist() if positions.ndim == 2 else [[]]
     listed = listed * rows if len(listed) == 1 else listed
     expected = [list(range(width - count)) for count in padding]

@@ -97,7 +97,7 @@ class Lockstep:
         return stopped if self.pad is not None or self.finished else []
 
     def waits_for(self, row: int) -> bool:
-        """Whether the row's next token is wanted and has not been decoded."""
+        """Return whether the row's next token is wanted and has not been decoded."""
         return not self._undelivered[row] and not self._is_padded(row)
 
     def _is_padded(self, row: int) -> bool:

@@ -92,8 +92,8 @@ def lock_of(model: PreTrainedModel) -> AbstractContextManager[Any]:
 
 
 def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
-    """The LLM of this model with these settings; made again if the model's weights have changed
-    since.
+    """Return the LLM of this model with these settings; made again if the model's weights have
+    changed since.
 
     Raises:
         ModelError, CheckpointError, OptionError: as `eyas.load`.

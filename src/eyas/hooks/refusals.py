@@ -41,7 +41,7 @@ TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})  # for prompts 
 
 
 def refused(name: str, why: str) -> OptionError:
-    """The error for an argument of generate that eyas does not serve."""
+    """Return the error for an argument of generate that eyas does not serve."""
     return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
 
 
@@ -76,7 +76,7 @@ def check_call(
 
 
 def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inputs of the model's forward that describe a prompt's images; empty for text."""
+    """Return the inputs of the model's forward that describe a prompt's images; empty for text."""
     given = {name: value for name, value in model_kwargs.items() if name not in PREPARED and value is not None}
     if not given.keys() - TOKEN_TYPES:
         return {}
@@ -86,7 +86,7 @@ def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check_inputs(model_kwargs: Mapping[str, Any]) -> None:
-    """OptionError for inputs that eyas does not read."""
+    """Raise OptionError for inputs that eyas does not read."""
     if model_kwargs.get("inputs_embeds") is not None:
         raise refused("inputs_embeds", "eyas reads token ids")
     media = media_of(model_kwargs)
@@ -107,7 +107,7 @@ def _check_mode(config: GenerationConfig, assistant: Any) -> None:
 
 
 def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:
-    """OptionError for a cache that the caller has handed in."""
+    """Raise OptionError for a cache that the caller has handed in."""
     own = (given.get("kwargs") or {}).get("past_key_values")
     filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
     if own is not None or filled or getattr(cache, "_is_user_defined", False):
@@ -115,7 +115,7 @@ def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_processors(processors: LogitsProcessorList) -> None:
-    """OptionError for a processor that runs the model itself."""
+    """Raise OptionError for a processor that runs the model itself."""
     for processor in processors:
         if "ClassifierFreeGuidance" in type(processor).__name__:
             raise refused("guidance_scale", "it runs the model a second time, on a text of its own")

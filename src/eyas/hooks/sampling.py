@@ -66,7 +66,7 @@ class Distribution:
     def of(
         cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
     ) -> Distribution:
-        """The distribution of a call. Seeds are drawn from torch's generator, so
+        """Return the distribution of a call. Seeds are drawn from torch's generator, so
         `torch.manual_seed` decides what is sampled."""
         check_processors(processors)
         length, eos, others = _stopping_rules(criteria)
@@ -85,7 +85,7 @@ class Distribution:
         return cls(batch, new, eos, others, sampling, min(min_tokens, new), tuple(left), tuple(seeds))
 
     def request(self, row: int, logits: bool) -> Request:
-        """The engine's request for a row. `logits`: its steps have the raw logits."""
+        """Return the engine's request for a row. `logits`: its steps have the raw logits."""
         sampling = replace(self.sampling, seed=self.seeds[row]) if self.seeds else self.sampling
         return Request(
             self.batch.prompts[row],
@@ -130,8 +130,8 @@ class _InBatch:
 
 
 def _may_know_rows(processor: Any) -> bool:
-    """Whether a processor may treat the rows of a batch differently: those of other libraries, and
-    three of transformers."""
+    """Return whether a processor may treat the rows of a batch differently: those of other
+    libraries, and three of transformers."""
     kind = type(processor)
     own_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) or kind.__name__.startswith(
         "Encoder"
@@ -174,8 +174,8 @@ def _take_leading(
 
 
 def _hides_padding(ignored: Any, batch: Batch) -> bool:
-    """Whether a repetition penalty leaves out the padding of every row and nothing else, as the
-    engine does.
+    """Return whether a repetition penalty leaves out the padding of every row and nothing else, as
+    the engine does.
 
     Args:
         ignored: number of leading tokens of each row that the penalty leaves out.
@@ -186,7 +186,7 @@ def _hides_padding(ignored: Any, batch: Batch) -> bool:
 
 
 def _take_trailing(processors: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
-    """The processors before those that the engine does last; writes into `settings`."""
+    """Return the processors before those that the engine does last; writes into `settings`."""
     left = list(processors)
     for kind, name in ((MinPLogitsWarper, "min_p"), (TopPLogitsWarper, "top_p"), (TopKLogitsWarper, "top_k")):
         if left and type(left[-1]) is kind and left[-1].filter_value == -torch.inf and getattr(left[-1], name) > 0:

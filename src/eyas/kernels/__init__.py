@@ -72,7 +72,7 @@ __all__ = [
 
 
 def why_not() -> str | None:
-    """The reason why there are no kernels on this machine; None if there are."""
+    """Return the reason why there are no kernels on this machine; None if there are."""
     result = outcome()
     return result if isinstance(result, str) else None
 
@@ -84,5 +84,5 @@ def build_name() -> str:
 
 
 def available() -> bool:
-    """Whether there are kernels on this machine. They are built if necessary."""
+    """Return whether there are kernels on this machine. They are built if necessary."""
     return not isinstance(outcome(), str)

@@ -62,7 +62,8 @@ class UnavailableError(Exception):
 
 
 def library() -> ctypes.CDLL:
-    """The loaded kernels. Raises UnavailableError, with the reason, where they cannot be built or loaded."""
+    """Return the loaded kernels. Raises UnavailableError, with the reason, where they cannot be
+    built or loaded."""
     result = outcome()
     if isinstance(result, str):
         raise UnavailableError(result)
@@ -71,7 +72,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def outcome() -> ctypes.CDLL | str:
-    """The loaded kernels, or the reason why there are none. Decided once per process."""
+    """Return the loaded kernels, or the reason why there are none. Decided once per process."""
     if os.environ.get("EYAS_KERNELS", "").lower() in ("off", "0"):
         return "EYAS_KERNELS is off"
     if os.name != "posix":
@@ -158,7 +159,7 @@ def _build_lock(folder: Path) -> Iterator[None]:
 
 
 def _default_compiler() -> str:
-    """The first C++ compiler on the PATH; empty if there is none."""
+    """Return the first C++ compiler on the PATH; empty if there is none."""
     return next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
 
 
@@ -177,7 +178,7 @@ def _source_files() -> list[Path]:
 
 
 def _processor() -> list[str]:
-    """The first processor's model and features, as Linux lists them; empty elsewhere."""
+    """Return the first processor's model and features, as Linux lists them; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:

@@ -62,7 +62,7 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 def gumbel(
     seed_B: Tensor, greedy_B: Tensor, stream: int, position_BN: Tensor, vocab: int | Tensor, threads: ThreadCount = None
 ) -> Tensor:
-    """The Gumbel noise of `sampling.GumbelNoise`, float32 [B, N, V]; zero in greedy rows.
+    """Return the Gumbel noise of `sampling.GumbelNoise`, float32 [B, N, V]; zero in greedy rows.
 
     Args:
         vocab: the size of the vocabulary, or the V token ids.

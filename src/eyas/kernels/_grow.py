@@ -111,7 +111,7 @@ class Grown:
         )
 
     def spread(self, row_R: Tensor, root_tokens_B: Tensor) -> Grown:
-        """The trees of B rows: these R ones, and in the other rows the root alone."""
+        """Return the trees of B rows: these R ones, and in the other rows the root alone."""
         B, N = len(root_tokens_B), self.tokens_BN.shape[1]
         first_1N = torch.arange(N)[None] == 0
         first_1X = torch.arange(self.drafted_value_BX.shape[1])[None] == 0

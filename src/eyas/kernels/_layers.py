@@ -134,7 +134,7 @@ class Layers:
             del kept
 
     def _prepare(self, forward: Pass) -> tuple[_records.Pass, _records.KVCache, tuple[Tensor | None, ...]]:
-        """The records of a pass, and the tensors that must live as long as they do."""
+        """Return the records of a pass, and the tensors that must live as long as they do."""
         R, Q = forward.position_RQ.shape
         T, store = forward.visible_RQT.shape[-1], forward.store
         threads = count(self.threads)
@@ -151,7 +151,7 @@ class Layers:
         return record, cache, (*tensors, begin_R)
 
     def _work_space(self, M: int, threads: int, score_stride: int) -> tuple[int, ...]:
-        """The addresses of the buffers for a pass over M tokens, which grow as needed."""
+        """Return the addresses of the buffers for a pass over M tokens, which grow as needed."""
         if (M, threads, score_stride) not in self._addresses:
             size = self.shape
             counts = {

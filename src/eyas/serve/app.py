@@ -47,7 +47,7 @@ def make_app(
     hosts: Sequence[str] = (),
     docs: bool = False,
 ) -> FastAPI:
-    """The application.
+    """Return the application.
 
     Args:
         keys: one of them is needed, if there are any.

@@ -50,7 +50,7 @@ class KeyCheck:
 
 
 def given_key(headers: Headers) -> str | None:
-    """The key that a request brings; None without one."""
+    """Return the key that a request brings; None without one."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
 

@@ -64,7 +64,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def ended(self) -> Iterable[bytes]:
-        """The answer is whole."""
+        """Return the events of the end; the answer is whole."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
@@ -72,7 +72,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def response(self) -> dict[str, Any]:
-        """The whole answer, once it has ended."""
+        """Return the whole answer, once it has ended."""
 
     @property
     def called(self) -> bool:
@@ -80,7 +80,7 @@ class BlockWriter(ABC):
         return self._reader.called and self.totals.finish == "stop"
 
     def add(self, delta: Delta) -> Iterator[bytes]:
-        """The events of what came next."""
+        """Yield the events of what came next."""
         self.totals.add(delta)
         yield from self._read(delta)
 

@@ -74,7 +74,7 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
 def prompt_of(
     service: Service, messages: Sequence[Mapping[str, Any]], fields: TemplateFields, tools: Tools
 ) -> MediaIds:
-    """The conversation with the tools that the model may call."""
+    """Return the conversation with the tools that the model may call."""
     template = str(service.tokenizer.chat_template)
     if fields.reasoning_effort not in (None, "none", "medium") and "reasoning_effort" not in template:
         raise ApiError(

@@ -122,8 +122,8 @@ class Engine:
             raise ApiError(503, "the server is shutting down: ask another one", headers={"retry-after": "5"})
 
     def prepare(self, job: Job) -> list[tuple[Request, TextReader]]:
-        """The engine's requests for a job, checked. Takes a while for long prompts, so it runs in a
-        worker.
+        """Return the engine's requests for a job, checked. Takes a while for long prompts, so it
+        runs in a worker.
 
         Raises:
             EyasError: the job cannot be served.

@@ -77,13 +77,13 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The object that clients read."""
+        """Return the object that clients read."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
-    """The answer for an exception: a mistake in the request has status 400, everything else 500.
+    """Return the answer for an exception: a mistake in the request has status 400, everything else 500.
 
     Args:
         fields: those that the request's body gives; the one that the error is about is named.
@@ -102,7 +102,7 @@ def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
 
 
 def _named_field(message: str, fields: Collection[str], prompt: str) -> str | None:
-    """The field that a message begins with or names, or means by another word."""
+    """Return the field that a message begins with or names, or means by another word."""
     words = FIELD.findall(message)
     named = [word for place, word in enumerate(words) if word in fields and (place == 0 or "_" in word)]
     meant = [prompt if name == "messages" else name for word in words for name in MEANT_BY.get(word, ())]
@@ -110,14 +110,14 @@ def _named_field(message: str, fields: Collection[str], prompt: str) -> str | No
 
 
 def error_response(error: ApiError) -> Response:
-    """The error as a response."""
+    """Return the error as a response."""
     content = json.dumps(error.body()).encode("ascii")  # escapes, so that half of a surrogate pair can be sent back
     return Response(content, error.status, headers=error.headers, media_type="application/json")
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """The answer for a body that pydantic refuses: its first complaint, with the field's name. Where
-    a field may have one of several types, all of them are named."""
+    """Return the answer for a body that pydantic refuses: its first complaint, with the field's
+    name. Where a field may have one of several types, all of them are named."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     if complaints[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")
@@ -129,7 +129,8 @@ def invalid_body(error: ValidationError) -> ApiError:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """The field that a complaint of pydantic is about; it ends where a list or a choice of types begins."""
+    """Return the field that a complaint of pydantic is about; it ends where a list or a choice of
+    types begins."""
     names = takewhile(lambda part: isinstance(part, str) and FIELD.fullmatch(part) and part not in TYPE_NAMES, location)
     return ".".join(map(str, names))
 
@@ -167,12 +168,12 @@ def install(app: FastAPI) -> None:
 
 
 def _fields(request: Request) -> Collection[str]:
-    """The fields that the request's body gives, if one was read (`eyas.serve.bodies`)."""
+    """Return the fields that the request's body gives, if one was read (`eyas.serve.bodies`)."""
     return getattr(request.state, "fields", ())
 
 
 def _not_here(app: FastAPI, request: Request) -> str:
-    """The message for a path that is not served: what a client's base URL lacks, or has too much."""
+    """Return the message for a path that is not served: what a client's base URL lacks, or has too much."""
     path = request.url.path
     scope = {**request.scope, "path": f"/v1{path}"}
     if any(route.matches(scope)[0] is not Match.NONE for route in app.routes):

@@ -20,7 +20,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def allowed_hosts(listens_at: str, given: Collection[str], has_keys: bool) -> tuple[str, ...]:
-    """The names that are let through; (): all.
+    """Return the names that are let through; (): all.
 
     Args:
         listens_at: the server's address.
@@ -53,7 +53,7 @@ class HostCheck:
 
 
 def _without_port(host: str) -> str:
-    """The name or address in a `Host` header: `[::1]:8000` is `::1`."""
+    """Return the name or address in a `Host` header: `[::1]:8000` is `::1`."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

@@ -28,14 +28,14 @@ NAMES_A_SOURCE = ("image", "video", "audio")  # parts that a processor of transf
 
 
 def holds_images(messages: Sequence[Any]) -> bool:
-    """Whether any message has a part of type image_url."""
+    """Return whether any message has a part of type image_url."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in parts)
 
 
 def with_images(messages: Sequence[Any]) -> list[Any]:
-    """The messages with images of Pillow in the place of their data: URLs.
+    """Return the messages with images of Pillow in the place of their data: URLs.
 
     Raises:
         ApiError: an image that is not a data: URL or cannot be read, too many images, or too many pixels.
@@ -91,8 +91,8 @@ def _url_of(part: Mapping[str, Any], named: str) -> str:
 
 
 def _opened(url: str, named: str) -> Any:
-    """The image of a data: URL. Only its header is read yet, so its size is known before memory is
-    taken for it."""
+    """Return the image of a data: URL. Only its header is read yet, so its size is known before
+    memory is taken for it."""
     try:
         from PIL import Image
     except ImportError:

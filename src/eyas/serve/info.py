@@ -23,7 +23,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(service: Service) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     routes = APIRouter()
     listed = _listed_models(service)
 

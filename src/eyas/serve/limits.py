@@ -44,7 +44,7 @@ class BodyLimit:
 
 
 def check_count(settings: Settings, prompts: int, n: int) -> None:
-    """ApiError when a request asks for more sequences than the server takes at once."""
+    """Raise ApiError if a request asks for more sequences than the server takes at once."""
     if prompts * n > settings.max_sequences:
         raise ApiError(
             400,
@@ -54,7 +54,7 @@ def check_count(settings: Settings, prompts: int, n: int) -> None:
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
-    """ApiError for token ids outside the vocabulary; `param` is the field that they come from."""
+    """Raise ApiError for token ids outside the vocabulary; `param` is the field that they come from."""
     outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if outside is not None:
         message = f"token id {outside} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
@@ -62,7 +62,7 @@ def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: int) -> int:
-    """The tokens that an answer may have.
+    """Return the tokens that an answer may have.
 
     Raises:
         ApiError: prompt and answer exceed the context, or the answer the server's limit.

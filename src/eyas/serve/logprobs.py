@@ -55,15 +55,15 @@ class TokenTexts:
         return [other.encode() if text is None else text for text, other in zip(self._in_text, named, strict=True)]
 
     def has_text(self, token: int) -> bool:
-        """Whether the token adds to a text; special tokens do not."""
+        """Return whether the token adds to a text; special tokens do not."""
         return self._in_text[token] is not None
 
     def bytes_of(self, token: int) -> bytes:
-        """The token's bytes, which may be part of a character."""
+        """Return the token's bytes, which may be part of a character."""
         return self._bytes[token]
 
     def text_of(self, token: int) -> str:
-        """The token's text; part of a character is a replacement character."""
+        """Return the token's text; part of a character is a replacement character."""
         return self.bytes_of(token).decode("utf-8", "replace")
 
     # --- completions ---
@@ -71,7 +71,7 @@ class TokenTexts:
     def completion(
         self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """The `logprobs` of a completion.
+        """Return the `logprobs` of a completion.
 
         Args:
             tokens: those of the prompt (echo) and the answer.
@@ -95,8 +95,8 @@ class TokenTexts:
         return TextOffsets(self, detokeniser, text, begin)
 
     def _top(self, value: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens and the token itself, by text; of two with the same text, the
-        more probable one."""
+        """Return the most probable tokens and the token itself, by text; of two with the same text,
+        the more probable one."""
         listed: dict[str, float] = {}
         for token, logprob in (*value.top, (value.token, value.logprob)):
             listed.setdefault(self.text_of(token), _finite(logprob))
@@ -105,7 +105,7 @@ class TokenTexts:
     # --- chats ---
 
     def chat(self, values: Iterable[TokenLogprobs], count: int) -> dict[str, Any]:
-        """The `logprobs` of a chat's choice, each token with the `count` most probable ones."""
+        """Return the `logprobs` of a chat's choice, each token with the `count` most probable ones."""
         return {
             "content": [
                 {

@@ -47,7 +47,7 @@ class Memory:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def conversation(self, owner: str, response: str) -> tuple[Item, ...] | None:
-        """The items up to a response of this owner, if they are remembered."""
+        """Return the items up to a response of this owner, if they are remembered."""
         found = self._kept.get((owner, response))
         if found is None:
             return None
@@ -55,6 +55,6 @@ class Memory:
         return found.items
 
     def item(self, owner: str, name: str) -> Item | None:
-        """The item with this id in a conversation of this owner, if it is remembered."""
+        """Return the item with this id in a conversation of this owner, if it is remembered."""
         own = (kept.items for (who, _), kept in reversed(self._kept.items()) if who == owner)
         return next((item for items in own for item in reversed(items) if item.get("id") == name), None)

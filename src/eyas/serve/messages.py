@@ -87,7 +87,7 @@ class CountBody(Body):
         return sorted([*others, *(["thinking.budget_tokens"] if (self.thinking or {}).get("budget_tokens") else [])])
 
     def chat(self) -> ChatBody:
-        """The same request as a chat.
+        """Return the same request as a chat.
 
         Raises:
             ApiError: a field or a part of a message that is not served.
@@ -113,7 +113,7 @@ class CountBody(Body):
         return chat
 
     def limits(self) -> dict[str, Any]:
-        """The fields of a chat that say how the answer is sampled and where it ends."""
+        """Return the fields of a chat that say how the answer is sampled and where it ends."""
         return {}
 
 
@@ -134,7 +134,7 @@ class MessagesBody(CountBody):
 
 
 def router(service: Service) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     routes = APIRouter(route_class=AnthropicRoute)
 
     async def messages(request: Request, body: MessagesBody) -> Response:
@@ -186,7 +186,7 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def _messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The messages of a chat: a result of a tool is one of its own."""
+    """Yield the messages of a chat: a result of a tool is one of its own."""
     for number, message in enumerate(messages, start=1):
         role, content = message.get("role"), message.get("content")
         if not isinstance(content, list):
@@ -260,7 +260,7 @@ def _form(form: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The template's variable of models that can think and need not; others do not know it."""
+    """Return the template's variable of models that can think and need not; others do not know it."""
     kind = (thinking or {}).get("type")
     return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else None
 

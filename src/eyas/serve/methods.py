@@ -30,8 +30,8 @@ class Methods:
         self._lock = threading.Lock()
 
     def drafter(self, method: str, adapter: str = "") -> Drafter:
-        """The drafter of this method for an adapter of the target, adaptive where the server's own
-        method is.
+        """Return the drafter of this method for an adapter of the target, adaptive where the
+        server's own method is.
 
         Raises:
             OptionError: a method that this server does not have.
@@ -46,8 +46,8 @@ class Methods:
             return with_policy(*self._loaded[method, adapter])
 
     def _with_adapter(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:
-        """The method with the weights that it has for the server's own target, and a policy that
-        learns by itself."""
+        """Return the method with the weights that it has for the server's own target, and a policy
+        that learns by itself."""
         if method == self.llm.method:
             return self.llm.view(adapter)[1:]
         own = method, self.llm.target.adapter
@@ -66,7 +66,7 @@ class Methods:
         return kind.model_free or method == PLAIN or self._head(method) is not None
 
     def _head(self, method: str) -> str | None:
-        """The head that the method reads, if the server has one."""
+        """Return the head that the method reads, if the server has one."""
         kind = drafters.find(method)
         if not kind.head_format:
             return None

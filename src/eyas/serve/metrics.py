@@ -153,7 +153,7 @@ class Metrics:
             self._with_label(self.accepted_by_position, position=str(min(position, DEEPEST - 1))).inc(count)
 
     def _time(self, now: float, tokens: int, times: SequenceTimes) -> None:
-        """The latency of what has just come."""
+        """Record the latency of what has just come."""
         if times.first is None:
             times.first = now
             self.first_token_seconds.observe(now - times.arrived)
@@ -163,8 +163,8 @@ class Metrics:
         times.last = now
 
     def _with_label(self, counter: Counter, **label: str) -> Counter:
-        """The counter of one label; looked up once, as prometheus-client's own look-up takes longer
-        than the counting."""
+        """Return the counter of one label; looked up once, as prometheus-client's own look-up takes
+        longer than the counting."""
         key = (counter, *label.values())
         if key not in self._with_labels:
             self._with_labels[key] = counter.labels(**self._label, **label)
@@ -188,7 +188,7 @@ class _WithoutTimes:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the registry."""
+        """Yield the metrics of the registry."""
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric

@@ -46,7 +46,7 @@ class Middle:
 
 
 def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> Middle:
-    """The prompt for what stands between two texts.
+    """Return the prompt for what stands between two texts.
 
     Args:
         files: names and texts of further files, for models that know them.
@@ -78,6 +78,6 @@ def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str
 
 
 def _opening(tokenizer: Any) -> list[int]:
-    """The token that the tokenizer begins every text with, if it does."""
+    """Return the token that the tokenizer begins every text with, if it does."""
     first = encode(tokenizer, "a")[:1]
     return first if first == [tokenizer.bos_token_id] else []

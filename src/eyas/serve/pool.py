@@ -43,7 +43,7 @@ class DecoderPool:
         self._taken = Counter[Decoder]()  # rows of each that are taken
 
     def busy(self) -> list[Decoder]:
-        """The Decoders that have something to do."""
+        """Return the Decoders that have something to do."""
         return [decoder for decoder in self._decoders.values() if not decoder.finished]
 
     def take(self, method: str, load: int, adapter: str = "") -> Decoder:
@@ -66,8 +66,8 @@ class DecoderPool:
         self._taken[decoder] -= 1
 
     def _size(self, kind: tuple[str, str], load: int) -> int:
-        """The rows of the Decoder to enter: enough for the load. A larger one that is busy is taken
-        if the load fills much of it."""
+        """Return the rows of the Decoder to enter: enough for the load. A larger one that is busy
+        is taken if the load fills much of it."""
         enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(kind, size)]
         busy = [size for size in enough if size < GROWTH * load and self._is_busy(kind, size)]
         return min(busy or enough)

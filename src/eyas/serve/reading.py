@@ -31,12 +31,12 @@ class MessageReader(Protocol):
     called: bool  # whether a call was made: the reason of the end is then "tool_calls"
 
     def read(self, delta: Delta) -> list[dict[str, Any]]:
-        """The parts that a Delta adds."""
+        """Return the parts that a Delta adds."""
         ...
 
 
 def reader_for(llm: LLM, tools: Tools, prompt: Sequence[int], stops: bool) -> MessageReader:
-    """The reader of a sequence after this prompt.
+    """Return the reader of a sequence after this prompt.
 
     Args:
         stops: the request has stop strings, which `Delta.text` is cut at.
@@ -54,7 +54,7 @@ def reader_for(llm: LLM, tools: Tools, prompt: Sequence[int], stops: bool) -> Me
 
 
 def check_readable(llm: LLM, tools: Tools) -> None:
-    """ApiError where the model may call functions, and nothing tells how it writes calls."""
+    """Raise ApiError if the model may call functions, and nothing tells how it writes calls."""
     if tools.listed and not tools.forced and response_template(llm) is None:
         raise ApiError(400, UNREADABLE, param="tools")
 
@@ -77,7 +77,7 @@ def message_of(reader: MessageReader, index: int, totals: Totals) -> dict[str, A
 
 
 def response_template(llm: LLM) -> dict[str, Any] | None:
-    """The response template of the tokenizer, or the one that transformers has for the model's type."""
+    """Return the response template of the tokenizer, or the one that transformers has for the model's type."""
     own = getattr(llm.tokenizer, "response_template", None)
     if own is not None or llm.tokenizer is None:
         return own

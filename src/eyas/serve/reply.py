@@ -40,11 +40,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices that a Delta adds, each to be sent in a chunk of its own; none while there is
-        nothing to be seen."""
+        """Return the choices that a Delta adds, each to be sent in a chunk of its own; none while
+        there is nothing to be seen."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """The choices of chunks that come before anything is generated."""
+        """Return the choices of chunks that come before anything is generated."""
         return []
 
     def extra(self, totals: list[Totals]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Dialect(ABC):
         return {}
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The fields that a response and a chunk have in common."""
+        """Return the fields that a response and a chunk have in common."""
         head = {"id": f"{self.prefix}-{self.identity}", "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices}
 
@@ -70,7 +70,7 @@ async def reply(service: Service, request: Request, body: GenerationBody, dialec
 
 
 async def whole(request: Request, answer: Answer) -> list[Totals]:
-    """The sequences of a job, once all have ended. Closes the Answer.
+    """Return the sequences of a job, once all have ended. Closes the Answer.
 
     Raises:
         ApiError: the client has hung up; the job is given up.
@@ -90,7 +90,7 @@ async def _collected(answer: Answer) -> list[Totals]:
 
 
 async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep_alive: float) -> AsyncIterator[bytes]:
-    """The events of a streamed response, but for the one that ends it."""
+    """Yield the events of a streamed response, but for the one that ends it."""
     totals = [Totals() for _ in range(answer.count)]
 
     def chunk(choice: dict[str, Any], cycle: Mapping[str, Any] | None = None) -> bytes:

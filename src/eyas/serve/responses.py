@@ -56,7 +56,7 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
 
 
 def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[str, Any]]:
-    """The items of the request, behind those of an earlier response, and with those that it names.
+    """Return the items of the request, behind those of an earlier response, and with those that it names.
 
     Raises:
         ApiError: a response or an item that is not remembered.
@@ -95,7 +95,7 @@ class Writer(BlockWriter):
         self._number = -1  # number of the last event
 
     def response(self) -> dict[str, Any]:
-        """The response object, once it has ended; it is remembered."""
+        """Return the response object, once it has ended; it is remembered."""
         cut = self.totals.finish == "length"
         status = "incomplete" if cut else "completed"
         output = [self._item(block, status) for block in self.blocks]
@@ -109,7 +109,7 @@ class Writer(BlockWriter):
         }
 
     def _head(self, status: str) -> dict[str, Any]:
-        """The response object without what is generated."""
+        """Return the response object without what is generated."""
         body, keywords = self.body, self.chat.job.keywords
         effort, summary = (body.reasoning.effort, body.reasoning.summary) if body.reasoning else (None, None)
         return {
@@ -206,5 +206,5 @@ def _part(block: Block) -> Mapping[str, Any]:
 
 
 def _logprobs(block: Block) -> dict[str, list[Any]]:
-    """The log-probabilities that events of a text must have: none."""
+    """Return the log-probabilities that events of a text must have: none."""
     return {"logprobs": []} if block.kind == "text" else {}

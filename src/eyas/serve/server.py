@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
         self._announced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM and SIGINT."""
+        """Handle SIGTERM and SIGINT."""
         self._signals += 1
         now = time.monotonic()
         if self._signals == 1:

@@ -68,8 +68,8 @@ class Service:
         return self.settings.name, *self.llm.adapters
 
     def model_name(self, asked: str | None) -> str:
-        """The model that a client asks for; ApiError if it is not served. None: the target, without
-        an adapter."""
+        """Return the model that a client asks for; ApiError if it is not served. None: the target,
+        without an adapter."""
         name = self.settings.name if asked is None else asked
         if name not in self.models:
             served = ", ".join(map(repr, self.models))
@@ -79,11 +79,11 @@ class Service:
         return name
 
     def adapter_keywords(self, name: str) -> dict[str, str]:
-        """The keyword of `LLM.request` for a name of `models`."""
+        """Return the keyword of `LLM.request` for a name of `models`."""
         return {"adapter": BASE if name == self.settings.name else name} if self.llm.adapters else {}
 
     async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of a function that runs in the worker thread."""
+        """Return the result of a function that runs in the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Service:
         return tuple(encode(self.tokenizer, prompt) if special else encode_part(self.tokenizer, prompt, "the prompt"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special tokens included; ApiError for ids outside the vocabulary."""
+        """Return the text of token ids, special tokens included; ApiError for ids outside the vocabulary."""
         check_ids(tokens, self.llm.target.vocab_size, "tokens")
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 

@@ -31,7 +31,7 @@ class DeltaMaker:
         self.writer = writer
 
     def make(self, step: Step, drafted: int) -> Delta:
-        """The Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
+        """Return the Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
         return Delta(
             self.index,
             text=self.reader.take(final=step.finish is not None),
@@ -49,13 +49,13 @@ class DeltaMaker:
         )
 
     def _stop_id(self, step: Step) -> int | None:
-        """The last token, if it ended the sequence because the job says so."""
+        """Return the last token, if it ended the sequence because the job says so."""
         ended = step.finish == "stop" and step.tokens[-1] in self.stop_ids
         return step.tokens[-1] if ended else None
 
 
 def figures(step: Step, drafted: int) -> CycleFigures:
-    """The numbers of one cycle."""
+    """Return the numbers of one cycle."""
     return CycleFigures(len(step.tokens), max(0, len(step.path) - 1), drafted, step.seconds, step.drafted_by)
 
 

@@ -87,7 +87,7 @@ class EventStream(Response):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is given up when the client hangs up.
+    """Return the result of `work`, which is given up when the client hangs up.
 
     Raises:
         ApiError: the client has gone; nobody reads it.
@@ -105,7 +105,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 async def _first_of(work: Coroutine[Any, Any, T], other: Coroutine[Any, Any, None]) -> T | None:
-    """The result of `work`; None when `other` is done before it."""
+    """Return the result of `work`; None when `other` is done before it."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(other)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ __all__ = ["detokenize", "tokenize"]
 
 
 async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Response:
-    """The token ids of a text, or of a conversation as /v1/chat/completions reads it."""
+    """Return the token ids of a text, or of a conversation as /v1/chat/completions reads it."""
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
@@ -31,7 +31,7 @@ async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Re
 
 
 async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     service.model_name(body.model)
     return JSONResponse({"prompt": await service.in_worker(service.decode, body.tokens)})
 

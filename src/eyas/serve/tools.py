@@ -37,8 +37,8 @@ class Tools:
     parallel: bool = True
 
     def grammar(self) -> str:
-        """The grammar, in Lark's form, of one call of a forced function: {"name": ..., "arguments":
-        {...}}."""
+        """Return the grammar, in Lark's form, of one call of a forced function: {"name": ...,
+        "arguments": {...}}."""
         functions = {tool["function"]["name"]: tool["function"] for tool in self.listed}
         calls, rules = [], []
         for number, name in enumerate(self.forced):
@@ -57,8 +57,8 @@ class Tools:
 
 
 def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools:
-    """The Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; ApiError where
-    they are wrong."""
+    """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`;
+    ApiError where they are wrong."""
     listed = tuple(_checked(tool, number) for number, tool in enumerate(tools or (), start=1))
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         listed, choice = _allowed(listed, choice.get("allowed_tools") or choice)
@@ -87,7 +87,7 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
 def _allowed(
     listed: tuple[Mapping[str, Any], ...], choice: Mapping[str, Any]
 ) -> tuple[tuple[Mapping[str, Any], ...], str]:
-    """The tools that OpenAI's `allowed_tools` leaves, and whether one of them must be called."""
+    """Return the tools that OpenAI's `allowed_tools` leaves, and whether one of them must be called."""
     wanted = [tool.get("function", tool).get("name") for tool in choice.get("tools") or () if isinstance(tool, Mapping)]
     known = [tool["function"]["name"] for tool in listed]
     mode = choice.get("mode", "auto")
@@ -112,7 +112,8 @@ def _checked(tool: Any, number: int) -> Mapping[str, Any]:
 
 
 def written_tools(tokenizer: Any, tools: Tools) -> dict[str, Any]:
-    """The tools as a keyword of `text.render`; ApiError where the chat template has no place for them."""
+    """Return the tools as a keyword of `text.render`; ApiError where the chat template has no place
+    for them."""
     if not tools.listed:
         return {}
     if not has_place_for_tools(tokenizer, tools.listed):

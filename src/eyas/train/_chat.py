@@ -49,8 +49,8 @@ class TokenizedChat:
 
 
 def messages_to_learn(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line up to the assistant's last reply that counts, after which nothing
-    does. InputError when there is none.
+    """Return the messages of a line up to the assistant's last reply that counts, after which
+    nothing does. InputError when there is none.
     """
     messages = messages_of(record)
     replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
@@ -63,8 +63,8 @@ def messages_to_learn(record: Any) -> list[dict[str, Any]]:
 
 
 def messages_of(record: Any) -> list[dict[str, Any]]:
-    """The messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages` returns them;
-    InputError when it has neither.
+    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages`
+    returns them; InputError when it has neither.
     """
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"messages": [...]}')
@@ -113,8 +113,8 @@ class ChatReader:
         self._takes_tools: bool | None = None  # whether the template has a place for them
 
     def read(self, record: Any) -> TokenizedChat:
-        """The conversation of one line of data. InputError, without the line's place, when it
-        cannot be used.
+        """Return the conversation of one line of data. InputError, without the line's place, when
+        it cannot be used.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError("the tokenizer has no chat template; give the target folder one, or train on plain text")
@@ -139,7 +139,7 @@ class ChatReader:
         return bool(tools) and not self._takes_tools
 
     def _tokenize(self, whole: str) -> tuple[list[int], list[Span]]:
-        """The ids of the text, and the characters of each."""
+        """Return the ids of the text, and the characters of each."""
         try:
             whole.encode()
         except UnicodeEncodeError as error:
@@ -155,8 +155,8 @@ class ChatReader:
         return list(out["input_ids"]), [(int(begin), int(end)) for begin, end in out["offset_mapping"]]
 
     def _tokens_of(self, span: Span, ids: Sequence[int], offsets: Sequence[Span], whole: str) -> Span:
-        """The tokens of a reply, from its characters: all that overlap them, up to and including
-        the end-of-turn token.
+        """Return the tokens of a reply, from its characters: all that overlap them, up to and
+        including the end-of-turn token.
         """
         first = bisect_right(offsets, span[0], key=lambda at: at[1])
         past = max(first, bisect_left(offsets, span[1], key=lambda at: at[0]))

@@ -68,7 +68,7 @@ class FeatureSettings:
         return len(self.layers) * self.hidden_size * DTYPES[self.dtype].itemsize
 
     def differences(self, now: FeatureSettings, is_same_target: Callable[[str], bool]) -> list[str]:
-        """The differences to another run's settings, for a message.
+        """Return the differences to another run's settings, for a message.
 
         Args:
             is_same_target: whether a fingerprint is that of the other run's target.
@@ -137,7 +137,7 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """InputError when it cannot be written."""
+        """Write manifest.json. Raise InputError if it cannot be written."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -159,7 +159,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """InputError when there is no manifest, or it is damaged or of a newer version."""
+        """Read manifest.json. Raise InputError if it is missing, damaged or of a newer version."""
         path = folder / MANIFEST_FILE
         missing = f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`"
 
@@ -175,7 +175,7 @@ class Manifest:
 
     @classmethod
     def _from_content(cls, content: Mapping[str, Any]) -> tuple[Manifest, bool]:
-        """The manifest, and whether it is as it was written."""
+        """Return the manifest, and whether it is as it was written."""
         settings = FeatureSettings(**{f.name: content[f.name] for f in fields(FeatureSettings)})
         examples = content["examples"]
         manifest = cls(

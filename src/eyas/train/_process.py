@@ -79,8 +79,8 @@ def flushed_denormals() -> Iterator[None]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16, and torch can use them. A CPU without them
-    is about four times slower in bfloat16 than in float32.
+    """Return whether the device has instructions for bfloat16, and torch can use them. A CPU
+    without them is about four times slower in bfloat16 than in float32.
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

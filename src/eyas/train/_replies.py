@@ -57,15 +57,15 @@ class Found(NamedTuple):
 
 
 def is_trained(message: Mapping[str, Any], number: int) -> bool:
-    """Whether a message is a reply that counts: one that says something, and has weight. InputError
-    as in `has_weight`.
+    """Return whether a message is a reply that counts: one that says something, and has weight.
+    InputError as in `has_weight`.
     """
     said = message["content"].strip() or _reasoning(message).strip() or message.get("tool_calls")
     return message["role"] == "assistant" and has_weight(message, number) and bool(said)
 
 
 def has_weight(message: Mapping[str, Any], number: int) -> bool:
-    """Whether the `weight` of a reply, as in OpenAI's files, is not 0.
+    """Return whether the `weight` of a reply, as in OpenAI's files, is not 0.
 
     Raises:
         InputError: it is neither 0 nor 1.
@@ -109,7 +109,7 @@ def find_replies(write: Write, messages: Messages, template: str) -> Found:
 
 
 def _without_untrained(write: Write, messages: Messages, marks: list[Span]) -> list[Span]:
-    """The template's marks, less those in replies that do not count."""
+    """Return the template's marks, less those in replies that do not count."""
     for k, message in enumerate(messages):
         if message["role"] == "assistant" and not is_trained(message, k + 1):
             begin = len(_text(write, messages[:k])) if k else 0
@@ -119,8 +119,8 @@ def _without_untrained(write: Write, messages: Messages, marks: list[Span]) -> l
 
 
 def _between_prefixes(write: Write, messages: Messages, whole: str, ends: Mapping[int, int]) -> tuple[list[Span], bool]:
-    """The characters of the replies that end at `ends` and of the last one, and whether a prompt
-    before one of them reads otherwise in the whole text.
+    """Return the characters of the replies that end at `ends` and of the last one, and whether a
+    prompt before one of them reads otherwise in the whole text.
     """
     last = len(messages) - 1
     prompts = {k: write(messages[:k])[0] for k in (*ends, last) if k > 0}
@@ -136,14 +136,14 @@ def _between_prefixes(write: Write, messages: Messages, whole: str, ends: Mappin
 
 
 def _first_begin(write: Write, messages: Messages, whole: str) -> int | None:
-    """The place where a reply that opens the conversation begins; None if nothing tells it."""
+    """Return the place where a reply that opens the conversation begins; None if nothing tells it."""
     header, found, _ = _text(write, [_with_place(messages[0])]).partition(PLACE)
     return len(header) if found and whole.startswith(header) else None
 
 
 def _last_begin(write: Write, messages: Messages, whole: str, prompt: str) -> int:
-    """The place where the last reply begins: after its prompt, or after the part of it that comes
-    before a written reply.
+    """Return the place where the last reply begins: after its prompt, or after the part of it that
+    comes before a written reply.
 
     (The prompts of reasoning models end with <think>, which the text of a reply without reasoning
     lacks.)
@@ -159,8 +159,8 @@ def _last_begin(write: Write, messages: Messages, whole: str, prompt: str) -> in
 
 
 def _as_served(write: Write, messages: Messages, template: str) -> tuple[str, str] | None:
-    """The prompt of the last reply, and the reply as the model generated it; None where nothing
-    tells how that was written.
+    """Return the prompt of the last reply, and the reply as the model generated it; None where
+    nothing tells how that was written.
     """
     *before, reply = messages
     if not before:
@@ -192,8 +192,8 @@ def _reasoning(message: Mapping[str, Any]) -> str:
 
 
 def _holds(text: str, message: Mapping[str, Any], template: str) -> bool:
-    """Whether a template's text holds the words of a message, whatever the spaces between them, and
-    its calls."""
+    """Return whether a template's text holds the words of a message, whatever the spaces between
+    them, and its calls."""
     if message.get("tool_calls") and "tool_calls" not in template:
         return False
     squeezed = "".join(text.split())

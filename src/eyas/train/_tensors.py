@@ -32,7 +32,7 @@ DTYPE_NAMES = {
 
 
 def byte_view(value: Tensor) -> memoryview:
-    """The bytes of a tensor; not copied when it is contiguous and on the CPU."""
+    """Return the bytes of a tensor; not copied when it is contiguous and on the CPU."""
     return memoryview(value.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 

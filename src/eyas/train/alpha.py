@@ -55,7 +55,7 @@ def chain_figures(
 
 
 def last_prompt(example: Example) -> tuple[int, ...]:
-    """The tokens before the last run of counted tokens: the prompt of the assistant's last reply.
+    """Return the tokens before the last run of counted tokens: the prompt of the assistant's last reply.
 
     For plain text, where all tokens count, it is the first half.
     """
@@ -72,8 +72,8 @@ def last_prompt(example: Example) -> tuple[int, ...]:
 def _decode(
     drafter: DraftMethod, prompts: Sequence[tuple[int, ...]], new_tokens: int, eos: frozenset[int]
 ) -> list[Step]:
-    """The Steps of greedy decoding, prompt after prompt. Prompts that fill the context are left
-    out.
+    """Return the Steps of greedy decoding, prompt after prompt. Prompts that fill the context are
+    left out.
     """
     steps: list[Step] = []
     for prompt in prompts:

@@ -34,7 +34,7 @@ class LossSums:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def floats(self) -> dict[str, float]:
-        """The sums, on the host."""
+        """Return the sums, on the host."""
         return {name: float(value) for name, value in self.sums.items()}
 
     @staticmethod
@@ -52,7 +52,7 @@ def batch_loss(
     key: tuple[object, ...],
     autocast_dtype: torch.dtype | None,
 ) -> Loss:
-    """The loss of one batch.
+    """Return the loss of one batch.
 
     Args:
         batch: indices of its examples.
@@ -88,6 +88,6 @@ def batch_memory_errors(batches: Batches, batch: Sequence[int]) -> AbstractConte
 
 
 def check_finite(value: Tensor | float, step: int) -> None:
-    """EyasError when the value is NaN or infinite; `step` counts from 1."""
+    """Raise EyasError if the value is NaN or infinite; `step` counts from 1."""
     if not math.isfinite(value):
         raise EyasError(f"the loss or its gradient became NaN or infinite at step {step}: start again with a lower lr")

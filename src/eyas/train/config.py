@@ -149,8 +149,8 @@ class TrainConfig:
         return tuple(name for name in (part.strip() for part in self.log.split(",")) if name)
 
     def check_processes(self, count: int) -> None:
-        """OptionError when that many processes cannot share the batches of a step evenly, or its
-        update.
+        """Raise OptionError if that many processes cannot share the batches of a step evenly, or
+        its update.
         """
         if self.accumulation % count:
             raise OptionError(
@@ -163,7 +163,7 @@ class TrainConfig:
             )
 
     def total_steps(self, batches: Batches) -> int:
-        """The steps of a run with this data. OptionError when the warm-up would not end."""
+        """Return the steps of a run with this data. OptionError when the warm-up would not end."""
         steps = (
             self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         )
@@ -187,7 +187,7 @@ class TrainConfig:
         return count
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The learning rate of a step (0, 1, ...) of a run of `steps` steps."""
+        """Return the learning rate of a step (0, 1, ...) of a run of `steps` steps."""
         warmup = min(2000, steps // 20) if self.warmup_steps is None else self.warmup_steps
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
@@ -196,8 +196,8 @@ class TrainConfig:
         return self.lr * (left if self.schedule == "constant" else self.min_lr_share + (1 - self.min_lr_share) * left)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """The differences to a saved run's options, for a message; those of MAY_CHANGE are left
-        out.
+        """Return the differences to a saved run's options, for a message; those of MAY_CHANGE are
+        left out.
         """
         messages = []
         for name in (f.name for f in fields(self) if f.name not in MAY_CHANGE):

@@ -259,7 +259,7 @@ class _Reader:
 
 @contextmanager
 def _read_errors(file: Path) -> Iterator[None]:
-    """The system's errors while a file is read, as one line."""
+    """Turn the system's errors while a file is read into one line."""
     try:
         yield
     except FileNotFoundError as error:
@@ -272,8 +272,8 @@ def _read_errors(file: Path) -> Iterator[None]:
 
 @contextmanager
 def open_file(file: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked if it is a .gz. InputError, also inside the block, when they
-    cannot be read.
+    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block, if
+    they cannot be read.
     """
     with _read_errors(file), open(file, "rb") as plain:
         is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
@@ -281,7 +281,7 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
 
 
 def is_chat_file(file: Path) -> bool:
-    """Whether a file holds conversations, by its name; otherwise it is plain text."""
+    """Return whether a file holds conversations, by its name; otherwise it is plain text."""
     name = file.name.lower().removesuffix(".gz")
     return name.endswith((".jsonl", ".ndjson", ".json"))
 
@@ -334,7 +334,7 @@ def _decode(raw: bytes) -> str:
 
 
 def parse_chat_line(raw: bytes) -> Any:
-    """The JSON value of one line; InputError when it is none."""
+    """Return the JSON value of one line; InputError when it is none."""
     content = _decode(raw)
     try:
         return parse_json(content)
@@ -373,7 +373,7 @@ class Batches:
     """
 
     def __init__(self, examples: Sequence[Example], batch_tokens: int, seed: int = 0) -> None:
-        """OptionError when an example does not fit into a batch."""
+        """Raise OptionError if an example does not fit into a batch."""
         self.examples = examples
         self.batch_tokens = batch_tokens
         self.seed = seed
@@ -386,7 +386,7 @@ class Batches:
             )
 
     def plan(self, epoch: int | None) -> list[list[int]]:
-        """The batches of an epoch, as indices of examples; None: sorted by length and not
+        """Return the batches of an epoch, as indices of examples; None: sorted by length and not
         shuffled."""
         rng = random.Random(f"{self.seed}/{epoch}")
         noise = 0.0 if epoch is None else 0.1
@@ -407,7 +407,7 @@ class Batches:
         return batches
 
     def take(self, position: tuple[int, int], count: int) -> tuple[list[list[int]], tuple[int, int]]:
-        """The next `count` batches from a place in the data, and the place after them.
+        """Return the next `count` batches from a place in the data, and the place after them.
 
         Args:
             position: (epoch, index of the batch in it).

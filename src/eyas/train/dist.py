@@ -40,7 +40,7 @@ CONNECTION_ERRORS = (
 
 
 def world_size() -> int:
-    """The number of processes that the launcher has started."""
+    """Return the number of processes that the launcher has started."""
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if size.isdecimal() else 1
 
@@ -101,7 +101,7 @@ class SingleProcess:
         return value
 
     def shard_like(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """The shard of a whole tensor that belongs to this process, if the parameter is sharded."""
+        """Return the shard of a whole tensor that belongs to this process, if the parameter is sharded."""
         return value
 
     def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -109,18 +109,18 @@ class SingleProcess:
         return dict(values)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
+        """Return whether the flag is set in any process."""
         return flag
 
     def broadcast(self, value: T) -> T:
-        """The first process's value."""
+        """Return the first process's value."""
         return value
 
     def close(self) -> None:
         """Leave the group, after a run that ended well."""
 
     def is_connection_error(self, error: RuntimeError) -> bool:
-        """Whether the error says that another process has ended."""
+        """Return whether the error says that another process has ended."""
         return False
 
 
@@ -128,7 +128,7 @@ class ProcessGroup(SingleProcess):
     """One of several processes, connected by torch.distributed."""
 
     def __init__(self, device: torch.device, parallel: str) -> None:
-        """OptionError when the other processes cannot be reached."""
+        """Raise OptionError if the other processes cannot be reached."""
         import torch.distributed as dist
 
         self.dist = dist
@@ -225,7 +225,7 @@ class ProcessGroup(SingleProcess):
         return distribute_tensor(value.to(self.device), mesh, placements, src_data_rank=None)
 
     def _gather(self, value: T) -> list[T]:
-        """The values of all processes, in the order of their ranks."""
+        """Return the values of all processes, in the order of their ranks."""
         values: list[Any] = [None] * self.size
         self.dist.all_gather_object(values, value)
         return values

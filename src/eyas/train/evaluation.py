@@ -54,7 +54,7 @@ def evaluate_heldout(setup: TrainSetup, step: int, more_figures: MoreFigures | N
 
 
 def _chosen_batches(setup: TrainSetup) -> list[tuple[int, list[int]]]:
-    """The first batches, up to about `heldout_tokens`, each with the number of tokens before it."""
+    """Return the first batches, up to about `heldout_tokens`, each with the number of tokens before it."""
     batches, chosen, tokens = setup.heldout_batches, list[tuple[int, list[int]]](), 0
     for batch in batches.plan(0):
         chosen.append((tokens, batch))

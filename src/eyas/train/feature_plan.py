@@ -28,7 +28,7 @@ def open_or_plan(
     is_target: Callable[[str], bool],
     agree: Callable[[Manifest, Sequence[int]], None],
 ) -> FeatureStore:
-    """The store in a folder, begun now or earlier with the same settings.
+    """Return the store in a folder, begun now or earlier with the same settings.
 
     Args:
         read: reads the data; not called when the folder has a plan.
@@ -71,7 +71,7 @@ def feature_settings(
     heldout: float,
     shard_bytes: int,
 ) -> FeatureSettings:
-    """The settings of features of these files."""
+    """Return the settings of features of these files."""
     target_dtype = str(target.dtype).removeprefix("torch.")
     hashes = [{"name": Path(path).name, "sha256": data_hash(path)} for path in files]
     return FeatureSettings(
@@ -90,7 +90,8 @@ def feature_settings(
 def chosen_layers(
     target: Target, layers: str | None, methods: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """The layers of a list like "2,8,13", or those that the methods with these options read in training."""
+    """Return the layers of a list like "2,8,13", or those that the methods with these options read
+    in training."""
     if layers:
         try:
             numbers = sorted({int(part) for part in layers.split(",")})

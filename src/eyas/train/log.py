@@ -40,7 +40,7 @@ class TrainLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the log. A last line that is cut off is left out: a killed run may leave one.
+    """Return the lines of the log. A last line that is cut off is left out: a killed run may leave one.
 
     InputError when the file cannot be read, or another line is not of a training log.
     """

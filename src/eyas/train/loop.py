@@ -235,7 +235,7 @@ class Trainer:
 
 
 def _restored(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) -> TrainState:
-    """The saved state; its weights are loaded into the net."""
+    """Return the saved state; its weights are loaded into the net."""
     state = TrainState.from_dict(saved, output.state_file)
     try:
         setup.net.load_state_dict(saved["net"])
@@ -247,7 +247,7 @@ def _restored(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) 
 
 
 def _copied_weights(setup: TrainSetup) -> dict[str, Tensor]:
-    """The net's whole weights on the CPU, in the first process."""
+    """Return the net's whole weights on the CPU, in the first process."""
     if not setup.group.is_first:
         return {}
     return {name: value.detach().cpu().clone() for name, value in setup.net.state_dict().items()}

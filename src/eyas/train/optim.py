@@ -68,7 +68,7 @@ class HeadOptimizer:
             optimizer.step()
 
     def state(self, full_tensor: Callable[[Tensor], Tensor]) -> list[dict[str, Any]]:
-        """The state that resuming needs. `full_tensor` makes a whole tensor of a shard."""
+        """Return the state that resuming needs. `full_tensor` makes a whole tensor of a shard."""
         return [
             _map_tensors(optimizer.state_dict(), lambda _, value: full_tensor(value)) for optimizer in self.optimizers
         ]

@@ -50,8 +50,8 @@ class TrainOutput:
         )
 
     def load(self, resume: bool) -> dict[str, Any] | None:
-        """The saved state, checked against this run's settings; None when there is none. Without
-        `resume` it is deleted.
+        """Return the saved state, checked against this run's settings; None when there is none.
+        Without `resume` it is deleted.
 
         Raises:
             InputError: the file is damaged.

@@ -19,7 +19,7 @@ __all__ = ["options_of", "write_record"]
 
 
 def options_of(options: Any, prefix: str = "") -> dict[str, Any]:
-    """The fields of a dataclass and of the dataclasses in it, as `{"tree.nodes": 60}`."""
+    """Return the fields of a dataclass and of the dataclasses in it, as `{"tree.nodes": 60}`."""
     values: dict[str, Any] = {}
     for field in fields(options):
         value = getattr(options, field.name)

@@ -117,8 +117,8 @@ def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
 
 
 def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversation:
-    """The conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt": "..."}.
-    InputError when it cannot be used.
+    """Return the conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt":
+    "..."}. InputError when it cannot be used.
 
     Assistant's messages before the first question stay, and those of weight 0. A conversation that
     ends with a question gets a reply to it.
@@ -196,7 +196,7 @@ class _ActiveConversation:
         self.totals = StepTotals()
 
     def result(self, ended: str = "", dropped: bool = False) -> Regenerated | Skipped:
-        """The conversation up to its last reply. `ended`: why it ends early."""
+        """Return the conversation up to its last reply. `ended`: why it ends early."""
         if not self.finish:
             return Skipped(self.conversation, ended, dropped, len(self.reply))
         messages = self.messages

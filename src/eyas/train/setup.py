@@ -53,7 +53,7 @@ class TrainSetup:
         return self.drafter.target.device
 
     def check_same_run(self, saved: Mapping[str, Any], path: Path) -> None:
-        """OptionError when a saved state is of a run with other settings; the message names
+        """Raise OptionError if a saved state is of a run with other settings; the message names
         them."""
         differences = [f"other {name}" for key, name in IDENTITY_NAMES.items() if saved.get(key) != self.identity[key]]
         differences += self.config.differences(saved["config"])

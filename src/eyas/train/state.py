@@ -95,7 +95,7 @@ class TrainState:
         self.evaluations_without_improvement = self.evaluations_without_improvement + 1 if is_worse else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The values as `state.pt` holds them."""
+        """Return the values as `state.pt` holds them."""
         best = self.best and {"step": self.best.step, "figures": dict(self.best.figures), "net": dict(self.best.net)}
         return {
             "step": self.step,
@@ -111,8 +111,8 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
-        """The state that `to_dict` described. InputError, which names the file, where values have
-        other types.
+        """Return the state that `to_dict` described. InputError, which names the file, where values
+        have other types.
         """
         best = saved["best"]
         try:

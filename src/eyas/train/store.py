@@ -77,7 +77,7 @@ class FeatureStore:
     """A folder of features: its examples, and the features of any of them."""
 
     def __init__(self, folder: Path) -> None:
-        """InputError when the manifest or the examples are missing or damaged."""
+        """Raise InputError if the manifest or the examples are missing or damaged."""
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self.settings = self.manifest.settings
@@ -122,8 +122,8 @@ class FeatureStore:
         return self.folder / self.manifest.shards[shard].file
 
     def fault(self, shard: int) -> str:
-        """The fault of a shard, as far as its header and size tell: MISSING, a sentence, or an
-        empty string.
+        """Return the fault of a shard, as far as its header and size tell: MISSING, a sentence, or
+        an empty string.
         """
         path, planned = self.path(shard), self.manifest.shards[shard]
         if not path.exists():
@@ -145,11 +145,11 @@ class FeatureStore:
         return f"{total - len(self.missing())} of {total} shards"
 
     def missing(self) -> list[int]:
-        """The shards that are missing or not whole."""
+        """Return the shards that are missing or not whole."""
         return [shard for shard in range(len(self.manifest.shards)) if self.fault(shard)]
 
     def in_shard(self, shard: int) -> list[int]:
-        """The examples of a shard, in the order of its rows."""
+        """Return the examples of a shard, in the order of its rows."""
         planned = self.manifest.shards[shard]
         return self.order[planned.first : planned.first + planned.examples]
 
@@ -190,7 +190,7 @@ class FeatureStore:
     # --- for a training
 
     def check(self, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """InputError when these are features of another target or tokenizer."""
+        """Raise InputError if these are features of another target or tokenizer."""
         settings = self.settings
         if not has_fingerprint(target, settings.target["fingerprint"]):
             raise InputError(
@@ -204,7 +204,7 @@ class FeatureStore:
                 )
 
     def check_layers(self, layers: Sequence[int]) -> None:
-        """InputError when some of these layers are not in the store."""
+        """Raise InputError if some of these layers are not in the store."""
         stored = self.settings.layers
         absent = [k for k in layers if k not in stored]
         if absent:
@@ -215,7 +215,7 @@ class FeatureStore:
             )
 
     def data(self) -> Data:
-        """The examples whose shards are there, in the order of `data.read`.
+        """Return the examples whose shards are there, in the order of `data.read`.
 
         InputError when a shard is there but not whole, or when there is none.
         """

@@ -21,8 +21,8 @@ PROJECT = "eyas"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """OptionError when one of them is not installed. Cheap, so that it can be asked before a model
-    is loaded.
+    """Raise OptionError if one of them is not installed. Cheap, so that it can be asked before a
+    model is loaded.
     """
     for name in names:
         spec = importlib.util.find_spec(name)
@@ -82,7 +82,7 @@ def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line under the names of charts, `train/loss` and `heldout/loss`."""
+    """Return the numbers of a line under the names of charts, `train/loss` and `heldout/loss`."""
     if "heldout" in line:
         return {f"heldout/{name}": float(value) for name, value in line["heldout"].items()}
     return {f"train/{name}": float(value) for name, value in line.items() if name != "step"}

@@ -33,7 +33,7 @@ MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "ext
 
 
 def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
-    """The prompts of a task, in the order of their file.
+    """Return the prompts of a task, in the order of their file.
 
     Args:
         spec: NAME (bundled, or from the hub) or NAME:PATH; NAME/PART takes one part of a set, such
@@ -64,7 +64,7 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
 
 
 def read_prompts(path: str | Path) -> tuple[list[Prompt], list[str]]:
-    """The user's own prompts, and one line for each line that cannot be used.
+    """Return the user's own prompts, and one line for each line that cannot be used.
 
     A line: {"prompt": "..."}, {"messages": [...]}, {"turns": [...]} or {"prompt_ids": [...]}; with
     any of them "id", "task" (else the file's name), "system", "max_new_tokens", "raw". InputError
@@ -108,7 +108,7 @@ def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
 
 
 def _not_empty(found: list[_Found], problems: Sequence[str], where: str) -> list[_Found]:
-    """The same; InputError when there is none."""
+    """Return what was found. Raise InputError if it is nothing."""
     if found:
         return found
     raise InputError(
@@ -149,7 +149,7 @@ class _Reader:
                 self.problems.append(f"{where}: {error}")
 
     def _prompt(self, record: Any, number: int, part: str) -> _Found | None:
-        """The prompt of a line; None when the line belongs to another task of a common file."""
+        """Return the prompt of a line; None when the line belongs to another task of a common file."""
         if self.own:
             check_own_line(record)
         name, category, fields = parse_line(record)

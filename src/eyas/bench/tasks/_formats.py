@@ -55,7 +55,7 @@ class ParsedLine(NamedTuple):
 
 
 def parse_line(record: Any) -> ParsedLine:
-    """The content of a line. InputError, without the line's place, when it cannot be used."""
+    """Return the content of a line. InputError, without the line's place, when it cannot be used."""
     if not isinstance(record, Mapping):
         raise InputError("not a JSON object; a line is one object")
     read = next((read for keys, read in FORMATS if keys <= record.keys()), None)
@@ -71,7 +71,7 @@ def parse_line(record: Any) -> ParsedLine:
 
 
 def check_own_line(record: Any) -> None:
-    """InputError unless a line of the user's own file holds exactly one of the keys of OWN."""
+    """Raise InputError unless a line of the user's own file holds exactly one of the keys of OWN."""
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"prompt": "..."}')
     given = [way for way in OWN if way in record]

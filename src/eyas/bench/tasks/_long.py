@@ -78,7 +78,7 @@ def passages(
 
 
 def _first_word(book: Book, length: int, turn: int, turns: int, seed: int) -> int:
-    """The word that the passage number `turn` of `turns` begins with."""
+    """Return the word that the passage number `turn` of `turns` begins with."""
     room = len(book.words) - length + 1  # places to begin at
     shift = random.Random(f"{seed}/{book.name}/{length}").randrange(room)
     place = (turn * room + shift) // turns

@@ -47,8 +47,8 @@ TASKS = {
 
 
 def files_of(name: str, path: Path) -> list[Path]:
-    """The files of lines at a path: the path itself; of a folder its question.jsonl, its only file of
-    lines, or the question.jsonl of each folder in it."""
+    """Return the files of lines at a path: the path itself; of a folder its question.jsonl, its
+    only file of lines, or the question.jsonl of each folder in it."""
     if path.is_file():
         return [path]
     if not path.exists():

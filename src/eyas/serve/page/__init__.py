@@ -62,7 +62,7 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The name of an inline script or style in a Content-Security-Policy."""
+    """Return the name of an inline script or style in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

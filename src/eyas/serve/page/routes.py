@@ -22,7 +22,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.api_route("/", methods=["GET", "HEAD"])
 def index() -> Response:
-    """The page."""
+    """Return the page."""
     return file("index.html")
 
 

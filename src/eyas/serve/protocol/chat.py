@@ -46,7 +46,7 @@ class TemplateFields(Body):
     reasoning_effort: str | None = None
 
     def template(self) -> dict[str, Any]:
-        """The keywords of `text.render` that these fields mean."""
+        """Return the keywords of `text.render` that these fields mean."""
         effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort = {"enable_thinking": False}

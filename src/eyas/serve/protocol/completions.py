@@ -36,7 +36,7 @@ class CompletionBody(GenerationBody):
         return value
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one."""
+        """Return the prompts one by one."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or _is_ids(given) else list(given)
 

@@ -204,8 +204,8 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         }
 
     def keywords(self, **more: Any) -> dict[str, Any]:
-        """The keywords of `LLM.generate` among the fields that are given, and those of `more` that
-        are not None.
+        """Return the keywords of `LLM.generate` among the fields that are given, and those of
+        `more` that are not None.
 
         Raises:
             OptionError: structured output that is asked for under two names.

@@ -72,11 +72,11 @@ class ResponsesBody(GenerationBody):
             raise ApiError(400, f"include: this server does not support {others[0]}: leave it out", param="include")
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as items."""
+        """Return the input as items."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
-        """The same request as a chat, with these items as its conversation.
+        """Return the same request as a chat, with these items as its conversation.
 
         Raises:
             InputError: an item that cannot be read.
@@ -129,7 +129,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
-    """Whether a message of the assistant's belongs to the turn that the last one began."""
+    """Return whether a message of the assistant's belongs to the turn that the last one began."""
     if "tool_calls" in message:
         return True
     return not last.get("content") and "tool_calls" not in last and "reasoning_content" not in message

@@ -17,7 +17,7 @@ CHANGE_NOTHING = (None, False)  # values with which further names are left out
 
 
 def structure_keywords(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that `structured_outputs` and the older guided names of a body mean.
+    """Return the keywords that `structured_outputs` and the older guided names of a body mean.
 
     Raises:
         OptionError: a name that is not served, or a value of another type.

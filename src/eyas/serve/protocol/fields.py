@@ -131,7 +131,7 @@ class StreamOptions(BaseModel):
 SAMPLING = {field.name: (get_type_hints(Sampling)[field.name] | None, None) for field in fields(Sampling)}
 
 
-class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  # type: ignore[misc, call-overload]
+class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  # type: ignore[misc]
     """The fields of `Sampling`, length and stream of a request."""
 
     model: str | None = None

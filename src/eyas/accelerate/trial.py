@@ -42,7 +42,7 @@ class AnswerSpeed(NamedTuple):
     longest: int  # tokens that the longest conversation can have
 
 
-class _TimeIsUp(Exception):  # noqa: N818 - it is no error
+class _TimeIsUp(Exception):  # noqa: N818 - not an error
     pass
 
 

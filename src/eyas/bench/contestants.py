@@ -245,7 +245,7 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
 
 
 def _ends(request: Request, vocab_size: int) -> dict[str, Any]:
-    """Where generate stops. Without EOS ids it gets one that is no token."""
+    """Where generate stops. Without EOS ids it gets one that is not a token."""
     eos = sorted(token for token in request.eos if 0 <= token < vocab_size)
     return {"eos_token_id": eos or [vocab_size], "pad_token_id": eos[0] if eos else 0}
 

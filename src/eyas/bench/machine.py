@@ -135,7 +135,7 @@ def gpus() -> list[dict[str, Any]]:
 
 def commit(clone: Path = CLONE) -> str | None:
     """Return the commit of the clone that eyas runs from, with a + when tracked files were changed
-    since; None when it is no clone."""
+    since; None if it is not a clone."""
     if not (clone / ".git").exists():
         return None
     at = command_output("git", "-C", str(clone), "rev-parse", "HEAD")

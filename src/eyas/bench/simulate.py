@@ -30,7 +30,7 @@ _STRIDE = 2**20  # distance of the noise's positions of one root token from thos
 
 def parse_rates(text: str) -> tuple[float, ...]:
     """ "0.8,0.75" -> (0.8, 0.75): of depth 1, 2; the last one holds for all deeper ones.
-    OptionError when they are no rates."""
+    Raise OptionError if they are not rates."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError as error:

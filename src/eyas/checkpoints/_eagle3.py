@@ -462,7 +462,7 @@ def refuse(config: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for sizes that are no whole numbers or contradict each other."""
+    """Raise CheckpointError if sizes are not whole numbers or contradict each other."""
     vocab, draft_vocab = count(ours, "vocab_size"), count(ours, "draft_vocab_size")
     count(ours, "target_hidden_size")
     if draft_vocab > vocab:

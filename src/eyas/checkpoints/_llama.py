@@ -69,7 +69,7 @@ def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -
 
 
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layer's sizes and constants under our names, without its biases and its RoPE."""
+    """The layer's sizes and constants under our names, without its biases and its RoPE."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -121,7 +121,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | None:
-    """Return the scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE.
+    """The scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE.
 
     Args:
         positions: the original length of a YaRN that names none.
@@ -162,7 +162,7 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
-    """Raise CheckpointError for a head with biases of q, k and v, for an engine that has them only
+    """CheckpointError for a head with biases of q, k and v, for an engine that has them only
     together with one of o.
 
     Args:

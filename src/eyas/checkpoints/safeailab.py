@@ -57,7 +57,7 @@ OPTIONAL = frozenset({"embed.weight"})
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether these are the tensors of a head in this format; config.json only tells that it
-    is no EAGLE-3 head."""
+    is not an EAGLE-3 head."""
     record = config.get("eyas")
     has_inputs = "fc.weight" in names or (isinstance(record, dict) and "inputs" in record)
     is_other = is_eagle3(config, names) or is_block_head(config, names)

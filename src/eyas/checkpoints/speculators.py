@@ -10,7 +10,7 @@ An export also has `speculators_config`, which names the target: `vllm serve FOL
 by itself. It always has embed_tokens, because the library's class drafts with zeros for a table
 that is missing (transformers initialises it before the target's is read).
 
-Heads of other types (dflash, mtp ...) and layers that are no LLaMA's are refused by name. Our
+Heads of other types (dflash, mtp ...) and layers other than LLaMA's are refused by name. Our
 config and our tensor names: see `_eagle3`.
 """
 

@@ -26,7 +26,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 GREEN, RED = "32", "31"
 
 
-class Interrupted(Exception):  # noqa: N818 - it is no error
+class Interrupted(Exception):  # noqa: N818 - not an error
     """The user stopped a command; the message says what was kept and how to go on."""
 
 

@@ -1,7 +1,7 @@
 """The tokens of a model as the grammar library sees them: the bytes that each token adds to the text.
 
 Tokenizers are byte-level or SentencePiece, and a model's vocabulary may be larger than its
-tokenizer's. Special tokens and ids that the tokenizer does not have are no text, and are never
+tokenizer's. Special tokens and ids that the tokenizer does not have have no text, and are never
 allowed.
 
 One more id than the model has, `end`, means the end of the text. So one table serves requests with
@@ -47,7 +47,7 @@ class Vocabulary:
 
     @cached_property
     def without_text(self) -> list[int]:
-        """The ids that are no text: special tokens, ids that the tokenizer does not have, and `end`."""
+        """The ids without text: special tokens, ids that the tokenizer does not have, and `end`."""
         return [token for token, text in enumerate(self.texts) if not text]
 
     def allowed(self, bits_NW: Tensor) -> tuple[Tensor, Tensor]:

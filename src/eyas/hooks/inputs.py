@@ -18,7 +18,7 @@ class Batch:
     """The rows of a batch, padded on the left to one width."""
 
     ids_BT: Tensor  # int64, with the padding
-    padding: tuple[int, ...]  # tokens on the left of each row that are no part of its prompt
+    padding: tuple[int, ...]  # tokens on the left of each row that are not part of its prompt
     prompts: tuple[tuple[int, ...], ...]  # without padding
     media: Mapping[str, Any] | None = None  # see `Request.media`; the batch has one row then
 

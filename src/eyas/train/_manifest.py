@@ -187,9 +187,7 @@ class Manifest:
             shards=tuple(Shard(**shard) for shard in content["shards"]),
             versions=content["versions"],
         )
-        # manifests of earlier versions have no checksum of their own
-        is_whole = content.get("sha256", _content_hash(content)) == _content_hash(content)
-        return manifest, is_whole and manifest.id == content["id"]
+        return manifest, content["sha256"] == _content_hash(content) and manifest.id == content["id"]
 
 
 def _content_hash(content: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # the latter: a folder of that name that is no package
+        if spec is None or spec.origin is None:  # the latter: a folder of that name that is not a package
             raise OptionError(f"log: {name} is not installed: pip install {name}, or leave it out")
 
 

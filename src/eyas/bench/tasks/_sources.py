@@ -66,7 +66,7 @@ def files_of(name: str, path: Path) -> list[Path]:
 
 
 def lines_of(file: Path) -> Iterator[tuple[str, Any]]:
-    """(where, record) of every line; the record of a line that is no JSON is the InputError that
+    """(where, record) of every line; the record of a line that is not JSON is the InputError that
     says so."""
     for where, raw in chat_lines(file):
         try:

@@ -195,7 +195,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         return bool(self.cycles)
 
     def job_fields(self) -> dict[str, Any]:
-        """Return the fields of a Job that are no keywords of `LLM.request`."""
+        """Return the fields of a Job that are not keywords of `LLM.request`."""
         names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
         return {
             "method": self.speculation if names_method else None,

@@ -80,7 +80,7 @@ class ResponsesBody(GenerationBody):
 
         Raises:
             InputError: an item that cannot be read.
-            ApiError: a tool that is no function.
+            ApiError: a tool that is not a function.
         """
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         asked = self.max_output_tokens if self.max_output_tokens is not None else self.max_tokens

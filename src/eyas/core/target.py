@@ -257,6 +257,7 @@ class Target:
         """
         self._use_adapter()
         caught: dict[int, Tensor] = {}
+        L = self.num_layers
 
         def before(k: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,21 +266,19 @@ class Target:
             return hook
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            caught[self.num_layers] = output[0]
+            caught[L] = output[0]
 
         for k in feature_layers:
-            if not 0 <= k <= self.num_layers:
-                raise OptionError(
-                    f"feature layer {k} does not exist: the target has {self.num_layers} layers (0..{self.num_layers})"
-                )
+            if not 0 <= k <= L:
+                raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")
         inner = [
             self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
             for k in feature_layers
-            if k < self.num_layers
+            if k < L
         ]
         hooks = [
             *inner,
-            *([self.family.base.register_forward_hook(after)] if self.num_layers in feature_layers else []),
+            *([self.family.base.register_forward_hook(after)] if L in feature_layers else []),
         ]
 
         def features() -> Tensor:

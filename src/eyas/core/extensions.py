@@ -150,7 +150,8 @@ def known_extensions() -> tuple[type[TargetExtension], ...]:
     Raises:
         ModelError: an installed package's extension cannot be loaded.
     """
-    names = [f"eyas.{FOLDER.name}.{module.name}" for module in pkgutil.iter_modules([str(FOLDER)])]
+    modules = [module.name for module in pkgutil.iter_modules([str(FOLDER)]) if not module.name.startswith("plug_")]
+    names = [f"eyas.{FOLDER.name}.{name}" for name in modules]
     found = [getattr(importlib.import_module(name), "Extension", None) for name in names]
     found += [_loaded(point) for point in entry_points(group=GROUP)]
     return tuple(sorted((kind for kind in found if kind is not None), key=lambda kind: kind.order))

@@ -3,10 +3,12 @@
     python runs/smollm2.py questions --chats CHAT.jsonl.gz --skip 0 --limit 3500 --output out/smollm2/questions_a.jsonl
     python runs/smollm2.py pack --chats CHAT.jsonl.gz --answers out/smollm2/own_a.jsonl --output runs/answers/smollm2_a.npz
     python runs/smollm2.py chats --chats CHAT.jsonl.gz --answers runs/answers/smollm2_a.npz --output out/smollm2/chats_a.jsonl
+    python runs/smollm2.py ship --answers out/smollm2/eagle3 --output tiny/eyas_tiny/weights/smollm2_eagle3
 
 The answers between the first two commands are made by `eyas regenerate` (runs/smollm2.sh has all
 commands in order). They take hours, so `pack` keeps them as token ids beside the line of their
-question, 2 MB a million tokens, and `chats` makes the chats again wherever the questions are.
+question, 2 MB a million tokens, and `chats` makes the chats again wherever the questions are. `ship` puts
+a trained head into the package eyas-tiny, its weights in float16.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _common import open_text, run
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from eyas import named
 from eyas.errors import InputError
-from eyas.files import write_atomically, write_text
+from eyas.files import CHECKSUMS, sha256_of_folder, write_atomically, write_text
 
 SOURCES = ("dolly_qa", "dolly_3k", "rasbt_instruction_1100", "gsm8k", "gpteacher_codegen", "gpteacher_roleplay")
 MAX_CHARACTERS = 2500  # of a question
@@ -82,6 +86,22 @@ def chats(args: argparse.Namespace) -> None:
     print(f"{len(records):,} chats")
 
 
+def ship(args: argparse.Namespace) -> None:
+    """Copy a trained head in float16, and write the package's checksums again."""
+    tensors = load_file(args.answers / "model.safetensors")
+    args.output.mkdir(parents=True, exist_ok=True)
+    halves = {name: value.half() if value.is_floating_point() else value for name, value in tensors.items()}
+    save_file(halves, args.output / "model.safetensors")
+    config = json.loads((args.answers / "config.json").read_text()) | {"torch_dtype": "float16"}
+    write_text(args.output / "config.json", json.dumps(config, indent=2) + "\n")
+    record = (args.answers / "training.json").read_text()
+    write_text(args.output / "training.json", re.sub(r"(?<= )/[^ ]*/", "", record))  # no folders of the machine
+    folder = args.output.parent
+    (folder / CHECKSUMS).unlink(missing_ok=True)
+    write_text(folder / CHECKSUMS, json.dumps(sha256_of_folder(folder), indent=1) + "\n")
+    print(f"{sum(file.stat().st_size for file in args.output.iterdir()) / 1e6:.1f} MB in {args.output}")
+
+
 def _answers(path: Path | None) -> dict[int, list[int]]:
     """Return packed answers by the line of their question; none where there is no file yet."""
     if path is None or not path.exists():
@@ -113,14 +133,16 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("questions", "pack", "chats"))
-    parser.add_argument("--chats", type=Path, required=True, help="chats, one JSON object a line; .gz too")
-    parser.add_argument("--answers", type=Path, help="what regenerate wrote, or what pack wrote")
+    parser.add_argument("stage", choices=("questions", "pack", "chats", "ship"))
+    parser.add_argument("--chats", type=Path, help="chats, one JSON object a line; .gz too")
+    parser.add_argument("--answers", type=Path, help="what regenerate wrote, or what pack wrote; of ship: the head")
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--limit", type=int, default=0, help="0: all")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    {"questions": questions, "pack": pack, "chats": chats}[args.stage](args)
+    if args.chats is None and args.stage != "ship":
+        parser.error("--chats is required")
+    {"questions": questions, "pack": pack, "chats": chats, "ship": ship}[args.stage](args)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 #     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
+#     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
 #     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts of each)
 # THREADS: CPU threads of a step. TOKENS, LR: of the training; EVALUATE: steps between evaluations, which decode some answers.
 set -euo pipefail
@@ -76,8 +77,11 @@ bench)
     --methods "${METHODS:-suffix,prompt_lookup,eagle3,eagle3:draft_with=suffix}" --temperature 0 --temperature 1 \
     --output "$OUT/bench_$2" "${rounded[@]}" ${HEAD:+--draft "eagle3=$HEAD"}
   ;;
+ship)
+  "$PYTHON" runs/smollm2.py ship --answers "$OUT/${2:?method}" --output "tiny/eyas_tiny/weights/smollm2_$2"
+  ;;
 *)
-  sed -n '2,11s/^# \?//p' "$0" >&2
+  sed -n '2,12s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

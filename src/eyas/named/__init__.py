@@ -35,12 +35,15 @@ class NamedModel:
 
 
 def models() -> tuple[NamedModel, ...]:
-    """All of them. Here stands which method is the default for each, and which heads it has."""
+    """Return all of them. Here stands which method is the default for each, and which heads it has."""
+    smollm2_heads = {"eagle3": tiny.FOLDER / "smollm2_eagle3"}  # in eyas-tiny, which may not be installed
+    has_heads = all(folder.is_dir() for folder in smollm2_heads.values())
     return (
         NamedModel((EMBEDDED,), tiny.BEST, heads=tiny.HEADS),
         NamedModel(
             ("smollm2", _smollm2.QUANTISED),
-            "suffix",  # until it has heads
+            "eagle3" if has_heads else "suffix",
+            heads=smollm2_heads if has_heads else {},
             published=_smollm2.HUB,
             place=_smollm2.place,
         ),

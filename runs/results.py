@@ -31,7 +31,9 @@ def source(*names: str) -> str:
     """The commands that wrote these records, and the machines."""
     lines = []
     for name in names:
-        command = re.sub(r"(\.\./)?shared/(data/\w+|models)/", "", record(name)["command"])
+        command = re.sub(r"(\.\./)?shared/(data/\w+|models)/", "", record(name)["command"]).replace(
+            " --profile", ""
+        )  # an option of before
         machine = record(name).get("machine") or {}
         threads = record(name).get("threads") or machine.get("threads")
         where = f"{machine.get('cpu', 'not recorded')}, {threads} thread{'s' * (threads != 1)}"

@@ -271,7 +271,7 @@ def _write(folder: Path, manifest: Manifest, tokens_T: Array, suffixes_T: Array)
 
 
 def _checked(source: Source, vocab_size: int) -> Iterator[Sequence[int]]:
-    """The documents of a source. Raise InputError if it has none, or a token is not in the vocabulary."""
+    """Yield the documents of a source. Raise InputError if it has none, or a token is not in the vocabulary."""
     is_empty = True
     for document in source.read():
         if len(document):

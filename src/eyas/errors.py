@@ -82,14 +82,14 @@ def one_line(error: object, limit: int | None = None) -> str:
 
 
 def first_line(error: BaseException, limit: int | None = None) -> str:
-    """The first line of an exception's message, cut after `limit` characters; its type where the
+    """Return the first line of an exception's message, cut after `limit` characters; its type where the
     message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0][:limit] if lines else type(error).__name__
 
 
 def near(name: object, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known names, or all of them."""
+    """Return the end of a message about an unknown name: the nearest known names, or all of them."""
     names = sorted(known)
     if not names:
         return "there are none"

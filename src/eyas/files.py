@@ -52,7 +52,7 @@ CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecima
 
 
 def user_cache() -> Path:
-    """The folder for results that are computed once per machine, like `~/.cache/eyas`.
+    """Return the folder for results that are computed once per machine, like `~/.cache/eyas`.
 
     It may not exist yet. A user without a home folder (an unknown user id in a container) gets one
     among the temporary files.
@@ -66,13 +66,13 @@ def user_cache() -> Path:
 
 
 def sha256_of_file(path: str | Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal. Raises OSError when it cannot be read."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal. Raises OSError when it cannot be read."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def kept_sha256(path: str | Path) -> str:
-    """The SHA-256 of a large file, which is kept in the user's cache: it is computed again when the
+    """Return the SHA-256 of a large file, which is kept in the user's cache: it is computed again when the
     file's size, times or place on the disk have changed. Raises OSError when it cannot be read.
 
     A change that the system does not record, such as a failing disk's, is not noticed.
@@ -94,13 +94,13 @@ def kept_sha256(path: str | Path) -> str:
 
 
 def sha256_of_folder(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file below a folder, by its path there: the content of CHECKSUMS."""
+    """Return the SHA-256 of every file below a folder, by its path there: the content of CHECKSUMS."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
     return {path.relative_to(folder).as_posix(): sha256_of_file(path) for path in files}
 
 
 def is_altered(path: str | Path) -> bool:
-    """Whether a checksums.json, in the file's folder or the one above it, has another SHA-256 for
+    """Return whether a checksums.json, in the file's folder or the one above it, has another SHA-256 for
     the file."""
     path = Path(path).absolute()
     for folder in path.parents[:2]:
@@ -158,7 +158,7 @@ def remove_leftovers(folder: str | Path, name: str = "*") -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process of this machine has this number."""
+    """Return whether a process of this machine has this number."""
     if os.name == "nt":  # where signal 0 is Ctrl-C
         import psutil
 
@@ -176,7 +176,7 @@ def _is_running(pid: int) -> bool:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text, for example of one line of a file.
+    """Return the value of a JSON text, for example of one line of a file.
 
     Raises InputError, without a place, for every text that has none: bytes that are not UTF-8, no
     JSON, values nested deeper than Python can read, numbers of more digits than it converts.
@@ -201,7 +201,7 @@ def read_versioned(
     missing: str,
     damaged: Callable[[str], InputError],
 ) -> Content:
-    """The content of a JSON file whose keys "format" and "version" say what it is.
+    """Return the content of a JSON file whose keys "format" and "version" say what it is.
 
     Args:
         version: the newest one that `interpret` knows.

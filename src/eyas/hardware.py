@@ -21,7 +21,7 @@ BFLOAT16_CURE = "torch's code for matrix units ends with an illegal instruction 
 
 
 def cpu() -> dict[str, str]:
-    """The first processor's entries in /proc/cpuinfo, such as "model name" and "flags"; empty where
+    """Return the first processor's entries in /proc/cpuinfo, such as "model name" and "flags"; empty where
     there is no such file."""
     path = Path("/proc/cpuinfo")
     entries: dict[str, str] = {}
@@ -32,13 +32,13 @@ def cpu() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's name by its maker; the architecture where the system does not tell it."""
+    """Return the processor's name by its maker; the architecture where the system does not tell it."""
     brand = cpu().get("model name") or command_output("sysctl", "-n", "machdep.cpu.brand_string")
     return brand or platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    """The versions of eyas and of the packages that a speed depends on."""
+    """Return the versions of eyas and of the packages that a speed depends on."""
     numbers = {"eyas": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers"):
         try:
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 matrices on this CPU. On some virtual machines with AMX the
+    """Return whether torch multiplies bfloat16 matrices on this CPU. On some virtual machines with AMX the
     process dies, so another one tries."""
     try:
         done = subprocess.run([sys.executable, "-c", BFLOAT16_PROBE], capture_output=True, timeout=120, check=False)
@@ -60,7 +60,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def command_output(*command: str) -> str | None:
-    """The standard output of a program; None if it is missing, fails or hangs."""
+    """Return the standard output of a program; None if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

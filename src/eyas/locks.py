@@ -99,7 +99,7 @@ def check_output_folder(folder: str | Path) -> None:
 
 
 def _holder(file: Path) -> str:
-    """The process that holds a lock, for people."""
+    """Return the process that holds a lock, for people."""
     try:
         holder = json.loads(file.read_text())
         since = time.strftime("%H:%M:%S", time.localtime(holder["since"]))

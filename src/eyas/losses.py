@@ -172,7 +172,7 @@ def draft_losses(
 
 
 def _cross_entropy_and_gradient(predicted_CV: Tensor, true_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of some rows, and its gradient with respect to the predicted logits:
+    """Return the summed cross-entropy of some rows, and its gradient with respect to the predicted logits:
     q - p.
     """
     p_CV = _at_least_float32(true_CV).softmax(-1)
@@ -276,7 +276,7 @@ class _LossThroughDraftHead(torch.autograd.Function):
 
 
 def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The target's most likely token as a draft id [C] (-1: not in the draft vocabulary), p over the
+    """Return the target's most likely token as a draft id [C] (-1: not in the draft vocabulary), p over the
     draft vocabulary [C, v], and the share of the target's distribution that is in there [C].
     """
     best_C, true_CV = true_CV.argmax(-1), _at_least_float32(true_CV)
@@ -304,7 +304,7 @@ def _rows_in(elements: int, row_elements: int) -> int:
 
 
 def _chunks(rows: int, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors in chunks of this many rows."""
+    """Return the tensors in chunks of this many rows."""
     return zip(*(torch.split(logits_MV, rows) for logits_MV in logits), strict=True)
 
 

@@ -88,7 +88,7 @@ class Cycle(NamedTuple):
 
 
 def cycle_of(step: Step, seconds: float | None = None) -> Cycle:
-    """The numbers of a Step that is no prefill.
+    """Return the numbers of a Step that is no prefill.
 
     Args:
         seconds: default: the Step's own.

@@ -34,7 +34,7 @@ Objective = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def distribution(p_nv: Tensor, share_n: Tensor, log_q_nv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cross-entropy of q under p."""
+    """Return the cross-entropy of q under p."""
     loss_n = (p_nv * log_q_nv).sum(-1).neg_()
     q_nv = log_q_nv.exp()
     return loss_n, _overlap(p_nv, share_n, q_nv), q_nv.sub_(p_nv)
@@ -49,7 +49,7 @@ def acceptance(p_nv: Tensor, share_n: Tensor, log_q_nv: Tensor) -> tuple[Tensor,
 
 
 def hybrid(p_nv: Tensor, share_n: Tensor, log_q_nv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The Kullback-Leibler divergence and 1 - overlap, weighted by the overlap."""
+    """Return the Kullback-Leibler divergence and 1 - overlap, weighted by the overlap."""
     q_nv = log_q_nv.exp()
     overlap_n = _overlap(p_nv, share_n, q_nv)
     weight_n = (-ETA * overlap_n).exp()
@@ -65,7 +65,7 @@ def _overlap(p_nv: Tensor, share_n: Tensor, q_nv: Tensor) -> Tensor:
 
 
 def _overlap_gradient(p_nv: Tensor, share_n: Tensor, q_nv: Tensor) -> Tensor:
-    """The gradient of the overlap with respect to the logits of q [n, v]: only tokens with q below p
+    """Return the gradient of the overlap with respect to the logits of q [n, v]: only tokens with q below p
     can raise it.
     """
     rising_nv = q_nv * (q_nv < p_nv * share_n[:, None])

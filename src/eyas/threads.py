@@ -27,7 +27,7 @@ def release_threads() -> None:
 
 @cache
 def _gnu_openmp() -> ctypes.CDLL | None:
-    """The library that torch has loaded; None where it uses another one, or an old one without this
+    """Return the library that torch has loaded; None where it uses another one, or an old one without this
     function."""
     if not sys.platform.startswith("linux"):
         return None

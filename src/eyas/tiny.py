@@ -41,7 +41,7 @@ MISSING = (
 
 
 def _folder() -> Path:
-    """The files of the embedded model: those of the clone that this file belongs to, else the
+    """Return the files of the embedded model: those of the clone that this file belongs to, else the
     installed ones; they may not exist."""
     clone = Path(__file__).parents[2] / "tiny" / PACKAGE
     installed = None if clone.is_dir() else find_spec(PACKAGE)
@@ -77,7 +77,7 @@ def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantise(packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The float32 tensors that `quantise` packed."""
+    """Return the float32 tensors that `quantise` packed."""
     return {
         name: value.float() * packed[name + SCALE][:, None] if name + SCALE in packed else value.float()
         for name, value in packed.items()
@@ -86,7 +86,7 @@ def dequantise(packed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model(folder: Path = FOLDER) -> PreTrainedModel:
-    """The embedded model in float32, in eval mode, on the CPU. ModelError when its files are
+    """Return the embedded model in float32, in eval mode, on the CPU. ModelError when its files are
     missing, altered or broken."""
     import torch
     from safetensors import SafetensorError
@@ -118,7 +118,7 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
 
 
 def tokenizer(folder: Path = FOLDER) -> PreTrainedTokenizerBase:
-    """The embedded model's tokenizer. ModelError when its files are missing, altered or broken."""
+    """Return the embedded model's tokenizer. ModelError when its files are missing, altered or broken."""
     from transformers import AutoTokenizer
 
     _check(folder, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -143,7 +143,7 @@ def _check(folder: Path, *names: str) -> None:
 
 
 def with_small_tree(asked: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a method with a static tree; the small tree unless they name one.
+    """Return the options of a method with a static tree; the small tree unless they name one.
 
     Args:
         usual: the method's options and their defaults.

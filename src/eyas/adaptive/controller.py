@@ -161,7 +161,7 @@ class AdaptiveController:
         return PassSeconds(self._costs.nodes, self._costs.verify)
 
     def decide(self, cycle_input: CycleInput) -> Decision:
-        """The decision about the cycle that begins with this input."""
+        """Return the decision about the cycle that begins with this input."""
         rows, self._limits = cycle_input.active_rows, cycle_input.draft_limits
         if self.samples_children and any(not cycle_input.sampling[b].greedy for b in rows):
             return Decision(arm=SAMPLED)
@@ -209,7 +209,7 @@ class AdaptiveController:
         self._prompts.add_prompt(tokens, seconds)
 
     def is_dormant(self, rows: int) -> bool:
-        """Whether the method is expected not to draft the next cycle of `rows` rows: then the
+        """Return whether the method is expected not to draft the next cycle of `rows` rows: then the
         prompt of a new row may be stored."""
         state = self._states.get(rows.bit_length())
         return state is not None and state.bandit.playing != DRAFT
@@ -291,7 +291,7 @@ class AdaptiveController:
         return self._seconds[rows]
 
     def _plan(self, rows: int) -> Plan:
-        """The size with the most tokens a second."""
+        """Return the size with the most tokens a second."""
         assert self.acceptance is not None
         return best(self.acceptance.all_sizes, self.acceptance.accepted_S, self._seconds_by_size(rows))
 
@@ -301,7 +301,7 @@ class AdaptiveController:
         return Plan(size, self.acceptance(size), seconds)
 
     def _next_larger(self, size: TreeSize) -> TreeSize:
-        """The next larger size to explore."""
+        """Return the next larger size to explore."""
         assert self.acceptance is not None
         assert self.max_tree is not None
         wanted = TreeSize(size.nodes + 4, size.depth + 2, size.branch + 2).within(self.max_tree)
@@ -315,7 +315,7 @@ def _decision(step: Step) -> Decision:
 
 
 def _nodes(steps: Sequence[Step], padded: bool = False) -> int:
-    """The nodes of a cycle's pass, of all of its rows together. `padded`: padding takes its time too."""
+    """Return the nodes of a cycle's pass, of all of its rows together. `padded`: padding takes its time too."""
     if (draft := steps[0].draft) is None:
         return len(steps)
     if padded or not draft.tree.counts:
@@ -324,7 +324,7 @@ def _nodes(steps: Sequence[Step], padded: bool = False) -> int:
 
 
 def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = False) -> AdaptiveController | None:
-    """The controller of a method; None for plain decoding, where there is nothing to decide.
+    """Return the controller of a method; None for plain decoding, where there is nothing to decide.
 
     Args:
         fallback: whether another method may draft where this one does not pay. A method without a

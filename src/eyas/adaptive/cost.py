@@ -108,7 +108,7 @@ class Costs:
         return f"doubtful: {text}" if self.doubtful else text
 
     def expired(self, now: float, doubtful_seconds: float = DOUBTFUL_SECONDS) -> bool:
-        """Whether it must be measured again at the time `now`, in seconds since the epoch."""
+        """Return whether it must be measured again at the time `now`, in seconds since the epoch."""
         return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
@@ -132,7 +132,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Costs:
-        """The costs that `asdict` made these fields of; ValueError, KeyError or TypeError for
+        """Return the costs that `asdict` made these fields of; ValueError, KeyError or TypeError for
         anything else."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
@@ -376,7 +376,7 @@ def measure(drafter: Drafter) -> Costs:
 
 
 def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
-    """The costs with those of the trees that the method always drafts."""
+    """Return the costs with those of the trees that the method always drafts."""
     plain, drafted = _cycles(drafter, None, costs.context)
     if not (plain and drafted):  # a context of some tokens
         return costs
@@ -418,7 +418,7 @@ def cost_key(drafter: Drafter) -> dict[str, Any]:
 
 
 def cost_path(key: dict[str, Any]) -> Path:
-    """The file that keeps the costs of this key."""
+    """Return the file that keeps the costs of this key."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return user_cache() / f"tune-{name}.json"
 
@@ -431,7 +431,7 @@ def load_costs(
     doubtful_seconds: float = DOUBTFUL_SECONDS,
     now: Callable[[], float] = time.time,
 ) -> tuple[Costs, bool]:
-    """The costs, and whether they were read instead of measured.
+    """Return the costs, and whether they were read instead of measured.
 
     Args:
         force: measure them in any case.
@@ -466,7 +466,7 @@ def load_costs(
 
 
 def _read(path: Path, key: dict[str, Any]) -> Costs | None:
-    """The costs in the file; None if it is missing, damaged, or belongs to another key."""
+    """Return the costs in the file; None if it is missing, damaged, or belongs to another key."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         content = parse_json(path.read_bytes())
         return Costs.from_json(content["costs"]) if content["key"] == key else None

@@ -69,7 +69,7 @@ class _Tree(NamedTuple):
 
 @cache
 def sizes(limit: TreeSize) -> tuple[TreeSize, ...]:
-    """The sizes that are compared: those within `limit` whose trees can reach their depth and their
+    """Return the sizes that are compared: those within `limit` whose trees can reach their depth and their
     number of nodes."""
     nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
     branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
@@ -84,7 +84,7 @@ def sizes(limit: TreeSize) -> tuple[TreeSize, ...]:
 
 
 def best(all_sizes: Sequence[TreeSize], accepted_S: Array, seconds_S: Array) -> Plan:
-    """The size with the highest goodput; the first of several.
+    """Return the size with the highest goodput; the first of several.
 
     Args:
         accepted_S: expected accepted draft tokens of a cycle with each of `all_sizes`.
@@ -151,7 +151,7 @@ class Acceptance:
         return accepted_S
 
     def _exponent_E(self, predicted_E: Array) -> Array:
-        """The exponent k by depth. With few trees it is close to that of the depth before, at the
+        """Return the exponent k by depth. With few trees it is close to that of the depth before, at the
         first depth to 1."""
         exponents, k = [], 1.0
         for trees, accepted, predicted in zip(*self._sums_4E[:2].tolist(), predicted_E.tolist(), strict=True):
@@ -207,7 +207,7 @@ class Acceptance:
             self._add(*drafted, size._replace(nodes=min(len(drafted[0]), self.limit.nodes)))
 
     def _find_nearest(self, size: TreeSize) -> TreeSize:
-        """The largest of `all_sizes` within this one; else the smallest of all."""
+        """Return the largest of `all_sizes` within this one; else the smallest of all."""
         if size in self.place:
             return size
         return max(

@@ -54,7 +54,7 @@ class PassSeconds:
         self._cycles = 0
 
     def __call__(self, tokens_K: Array) -> Array:
-        """The seconds of passes over these numbers of tokens."""
+        """Return the seconds of passes over these numbers of tokens."""
         seconds_K: Array = np.interp(tokens_K, self._tokens_G, self._seconds_G)
         return seconds_K
 
@@ -115,7 +115,7 @@ class NodeChoice:
         return counts
 
     def _best(self, accepted_K: Array) -> int:
-        """The place of the highest rate; 0: no nodes."""
+        """Return the place of the highest rate; 0: no nodes."""
         count = len(accepted_K)
         rate_K = (self.rows + accepted_K) / self._seconds_K[:count]
         best = int(rate_K.argmax())

@@ -98,7 +98,7 @@ class LLM:
         return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
-        """The adapter that a request asks for, as `Request.adapter`."""
+        """Return the adapter that a request asks for, as `Request.adapter`."""
         if name is None:
             return self.target.adapter
         return self.target.with_adapter("" if name == BASE else str(name)).adapter
@@ -315,7 +315,7 @@ class LLM:
     def request(
         self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> tuple[Request, TextReader]:
-        """The engine's request for a prompt, and the reader that turns its tokens into text.
+        """Return the engine's request for a prompt, and the reader that turns its tokens into text.
         Parameters as in `generate`.
         """
         params = generate_keywords(keywords)
@@ -346,7 +346,7 @@ class LLM:
         return request, reader
 
     def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
-        """The prompt that the target's processor makes of messages with images. Keywords as in
+        """Return the prompt that the target's processor makes of messages with images. Keywords as in
         `text.render`."""
         made: MediaIds = MEDIA.plug_for("messages with images").media_prompt(messages, self.target.model, **template)
         return made
@@ -361,7 +361,7 @@ class LLM:
         return FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
 
     def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
-        """The constraint that the keywords ask for; None where the text is free."""
+        """Return the constraint that the keywords ask for; None where the text is free."""
         asked = {name: params[name] for name in STRUCTURE_KEYWORDS if params[name] is not None}
         if not asked:
             return None
@@ -450,7 +450,7 @@ class Chat:
 
     @with_generate_keywords
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
-        """The same, piece by piece. When the stream is closed early, the text so far is appended to
+        """Return the same, piece by piece. When the stream is closed early, the text so far is appended to
         the conversation.
         """
         if not all(decoder.finished for decoder in self._decoders.values()):

@@ -140,7 +140,7 @@ def _load_drafter(
     options: Mapping[str, Any],
     draft_with: str | None,
 ) -> Drafter:
-    """The drafter that `load` asks for; with `draft_with` two, merged."""
+    """Return the drafter that `load` asks for; with `draft_with` two, merged."""
     second = None if draft_with is None else drafters.find(draft_with)
     if second is not None and second.needs_weights:
         raise OptionError(
@@ -207,7 +207,7 @@ def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, o
 
 
 def _has(kind: type[DraftMethod], option: str) -> bool:
-    """Whether the method has this option, or an option group of this name."""
+    """Return whether the method has this option, or an option group of this name."""
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
 
@@ -241,7 +241,7 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
 
 
 def _knows_other_tokens(method: DraftMethod, target: Target) -> bool:
-    """Whether a head brings an embedding table of the target's width that is another model's. Training
+    """Return whether a head brings an embedding table of the target's width that is another model's. Training
     and rounding leave most of a table's directions as they were; those of two models are unrelated."""
     table = getattr(method, "embed_tokens", None)
     if table is None or table.shape[1] != target.hidden_size:

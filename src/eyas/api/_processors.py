@@ -28,12 +28,12 @@ STATEFUL = frozenset(
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """The Sampling among the keywords of `generate`; OptionError for impossible values."""
+    """Return the Sampling among the keywords of `generate`; OptionError for impossible values."""
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 
 def check_processor(processor: Processor) -> Processor:
-    """The processor; InputError for one that cannot be asked about every node of a tree."""
+    """Return the processor; InputError for one that cannot be asked about every node of a tree."""
     name = type(processor).__name__
     if STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
         raise InputError(

@@ -119,14 +119,14 @@ class TextReader:
         return piece.hit is not None
 
     def stops_after(self, tokens: Sequence[int]) -> bool:
-        """Whether `feed` would return True for the last of these tokens. Changes nothing."""
+        """Return whether `feed` would return True for the last of these tokens. Changes nothing."""
         if self._stops is None or not self._has_stops:
             return False
         ahead = deepcopy(self._stops, {id(self._tokenizer): self._tokenizer})
         return any(ahead.feed(token).hit is not None for token in tokens)
 
     def take(self, final: bool = False) -> str:
-        """The text since the last call; `final` adds the text that was held back."""
+        """Return the text since the last call; `final` adds the text that was held back."""
         if final and self._stops is not None:
             self._new.append(self._stops.flush())
         text = "".join(self._new)
@@ -160,7 +160,7 @@ class Answer:
         return Piece(self.reader.take(final=step.finish is not None), step.tokens, step.accepted, step.finish, logprobs)
 
     def result(self) -> Result:
-        """The answer so far; one that was cancelled counts as ended by its length."""
+        """Return the answer so far; one that was cancelled counts as ended by its length."""
         totals = self.totals
         stats = Stats.of(totals, self.request)
         logprobs = None if self.logprobs is None else tuple(self.logprobs)

@@ -74,5 +74,5 @@ class Stream(Iterator[Piece]):
         self.close()
 
     def result(self) -> Result:
-        """The answer so far."""
+        """Return the answer so far."""
         return self._answer.result()

@@ -214,7 +214,7 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
 
 
 def has_media(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages of which one holds an image or the like."""
+    """Return whether a prompt is a list of messages of which one holds an image or the like."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return False
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
@@ -235,7 +235,7 @@ def _as_lists(prompt: Any) -> Any:
 
 
 def _media_names(prompt: Mapping[str, Any]) -> list[str]:
-    """The inputs of a processor's output that are no text."""
+    """Return the inputs of a processor's output that are no text."""
     return (
         [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
         if "input_ids" in prompt
@@ -267,7 +267,7 @@ def _visible(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
 
 
 def _token_ids(items: Sequence[Any]) -> tuple[int, ...] | None:
-    """The items as ints, where all of them are whole numbers (of numpy and torch, too)."""
+    """Return the items as ints, where all of them are whole numbers (of numpy and torch, too)."""
     if all(type(item) is int for item in items):
         return tuple(items)
     ids = [plain_number(item) for item in items]
@@ -287,7 +287,7 @@ def _is_whole(value: object) -> bool:
 
 
 def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keywords of `LLM.generate`, all of them, with the defaults where nothing else is given.
+    """Return the keywords of `LLM.generate`, all of them, with the defaults where nothing else is given.
 
     `max_length`, which counts the prompt too, stays among them where it is given.
 
@@ -329,7 +329,7 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
 
 
 def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
-    """The temperature that `do_sample` asks for: 0 for False; True needs one above 0."""
+    """Return the temperature that `do_sample` asks for: 0 for False; True needs one above 0."""
     if sample is None:
         return {}
     if not isinstance(sample, bool):
@@ -434,7 +434,7 @@ def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype; None is "auto"."""
+    """Return the name of a dtype; None is "auto"."""
     if dtype is None:
         return "auto"
     if not isinstance(dtype, str | torch.dtype):
@@ -443,7 +443,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def device_name(device: Any) -> str:
-    """The name of a device; None is "auto", a number is that of a GPU."""
+    """Return the name of a device; None is "auto", a number is that of a GPU."""
     if device is None:
         return "auto"
     if not isinstance(device, str | torch.device) and not _is_whole(device):
@@ -461,7 +461,7 @@ def on_or_off(value: Any) -> Any:
 
 
 def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The mode of trees, auto or fixed, and the options of the method alone.
+    """Return the mode of trees, auto or fixed, and the options of the method alone.
 
     `tree` with the name of a mode decides. Without it, trees are fixed where an option describes
     them, else auto. With tree=auto and such options, trees grow no larger than the options allow.

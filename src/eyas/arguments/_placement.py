@@ -16,7 +16,7 @@ STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, DeviceMap | None]:
-    """The device of the whole model, or where a device map puts its parts.
+    """Return the device of the whole model, or where a device map puts its parts.
 
     Args:
         target: as `eyas.load` takes it.

@@ -176,7 +176,7 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
 
 
 def _how_to_get(llm: LLM, head_format: str) -> str:
-    """How to get a head of this format for this target."""
+    """Return how to get a head of this format for this target."""
     if llm.target.name == "embedded":
         return f"`make bench-heads` trains it into {HEADS / head_format}, or name one: --draft {head_format}=FOLDER"
     train = f"eyas train --method {head_format} --target {llm.target.name} --data CHATS --output HEAD"

@@ -109,7 +109,7 @@ def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def short(value: Any) -> str:
-    """The value for a message, at most 80 characters."""
+    """Return the value for a message, at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -69,7 +69,7 @@ def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -
 
 
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer's sizes and constants under our names, without its biases and its RoPE."""
+    """Return the layer's sizes and constants under our names, without its biases and its RoPE."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -121,7 +121,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | None:
-    """The scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE.
+    """Return the scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE.
 
     Args:
         positions: the original length of a YaRN that names none.

@@ -350,5 +350,5 @@ class Run:
 
 
 def _lines(path: Path) -> int:
-    """How many lines a file has; 0 without it."""
+    """Return how many lines a file has; 0 without it."""
     return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -108,7 +108,7 @@ def _fast_paths() -> dict[str, str]:
 
 
 def _requirements() -> list[Finding]:
-    """Whether every package that eyas needs is there, and new enough."""
+    """Return whether every package that eyas needs is there, and new enough."""
     from packaging.requirements import Requirement
 
     try:

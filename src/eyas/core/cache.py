@@ -52,7 +52,7 @@ ALIGNED = 64
 
 
 def layout_of(cache: Cache) -> Layout:
-    """The layout of a growing cache that a forward of the model has filled."""
+    """Return the layout of a growing cache that a forward of the model has filled."""
     stored = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
     return tuple(None if k is None or v is None else (k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored)
 
@@ -173,7 +173,7 @@ class KVCache(Cache):
         self._rows, self._make_slots, self._indices_by_device, self._width = rows, slot_RN, {}, width
 
     def aligned(self, width: int) -> int:
-        """The width of a forward that attends to slots below `width`: on a GPU the next multiple of
+        """Return the width of a forward that attends to slots below `width`: on a GPU the next multiple of
         ALIGNED."""
         return -(-width // ALIGNED) * ALIGNED if self.device.type == "cuda" else width
 
@@ -185,7 +185,7 @@ class KVCache(Cache):
         return self.layer_view(layer_idx).update(key_states, value_states)
 
     def layer_view(self, layer: int) -> LayerCache:
-        """The cache of one layer for the next forward."""
+        """Return the cache of one layer for the next forward."""
         (_, _, device), _ = self._entries_of_layer[layer][0]
         return LayerCache(
             *self.keys_values(layer), *self._rows_and_slots(device), self._width, not isinstance(self._rows, range)
@@ -220,7 +220,7 @@ class KVCache(Cache):
         return key, value
 
     def stores_of(self, layer: int) -> bool:
-        """Whether the layer has keys and values of its own."""
+        """Return whether the layer has keys and values of its own."""
         return layer in self._entries_of_layer
 
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
@@ -319,7 +319,7 @@ def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in which a model attends where `allowed` is True: 0 there, elsewhere the lowest
+    """Return the mask in which a model attends where `allowed` is True: 0 there, elsewhere the lowest
     number of the dtype."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)

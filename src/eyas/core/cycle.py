@@ -57,7 +57,7 @@ class Cycle:
         return self.host_result_BX.tolist()
 
     def first_failure(self, row: int, path: Sequence[int]) -> tuple[int, EyasError | None]:
-        """How many nodes of the row's path have a distribution, up to the first that has none; and why
+        """Return how many nodes of the row's path have a distribution, up to the first that has none; and why
         that one has none."""
         for place, node in enumerate(path if self.failures else ()):
             if (error := self.failures.get((row, node))) is not None:
@@ -122,7 +122,7 @@ class CycleRunner:
 
 
 def is_worth_keeping(cycle_runner: CycleRunner) -> bool:
-    """Whether to use an idle decoder, whose cycles this runs, again for the next request.
+    """Return whether to use an idle decoder, whose cycles this runs, again for the next request.
 
     Recorded CUDA graphs are tied to the addresses of its caches. On a CPU a new cache costs
     milliseconds, which shows in short answers; a large cache is freed all the same.
@@ -143,7 +143,7 @@ def verify_output(draft: Draft, output: TargetOutput, cycle_input: CycleInput, v
 def node_scores(
     logits_BNV: Tensor, draft: Draft, cycle_input: CycleInput, ops: Ops = REFERENCE
 ) -> tuple[Tensor, Failures]:
-    """The scores at each node, and the nodes that have none because a request's feature failed there.
+    """Return the scores at each node, and the nodes that have none because a request's feature failed there.
 
     Each row has its own `Sampling` and features. Each node's own prefix is used if something depends on it.
 

@@ -86,7 +86,7 @@ class Policy(Protocol):
     """
 
     def decide(self, cycle_input: CycleInput) -> Decision:
-        """The decision about the cycle that begins with this input."""
+        """Return the decision about the cycle that begins with this input."""
         ...
 
     def observe(self, steps: Sequence[Step]) -> None:
@@ -104,7 +104,7 @@ class Policy(Protocol):
         return
 
     def is_dormant(self, rows: int) -> bool:
-        """Whether the method is expected not to draft the next cycle of `rows` rows: then the
+        """Return whether the method is expected not to draft the next cycle of `rows` rows: then the
         prompt of a new row may be stored."""
         return False
 
@@ -129,7 +129,7 @@ class AdaptiveDrafter(Drafter):
 
 
 def with_policy(drafter: Drafter, policy: Policy | None) -> Drafter:
-    """The drafter with this policy; the drafter itself if there is none."""
+    """Return the drafter with this policy; the drafter itself if there is none."""
     return drafter if policy is None else AdaptiveDrafter(drafter, policy)
 
 
@@ -184,7 +184,7 @@ class DormantSession(DraftSession):
         self.active_rows: set[int] = set()
 
     def _decide(self, cycle_input: CycleInput) -> Decision:
-        """The decision about the current cycle, made once, by `capturable` or by `draft`."""
+        """Return the decision about the current cycle, made once, by `capturable` or by `draft`."""
         if not self.decided:
             self.decided, self.active_rows = True, set(cycle_input.active_rows)
             limits = cycle_input.draft_limits
@@ -205,7 +205,7 @@ class DormantSession(DraftSession):
         return self.decision or FIXED
 
     def _limited_size(self, cycle_input: CycleInput) -> TreeSize | None:
-        """The size of a dynamic tree if every active row is limited to fewer nodes than the tree
+        """Return the size of a dynamic tree if every active row is limited to fewer nodes than the tree
         has; else None."""
         limits = [cycle_input.draft_limits[row] for row in cycle_input.active_rows] if cycle_input.draft_limits else []
         size = (
@@ -232,7 +232,7 @@ class DormantSession(DraftSession):
             self.policy.observe_prompt(tokens, seconds if self.missed[row] is None else None)
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        """The session's answer. The session first reads what it missed, because a recorded cycle
+        """Return the session's answer. The session first reads what it missed, because a recorded cycle
         cannot do that."""
         decision = self._decide(cycle_input)
         if not decision.drafts_every_row or cycle_input.draft_limits:
@@ -380,7 +380,7 @@ def _accepted(draft: Draft, verdict: Verdict, output: TargetOutput) -> _Accepted
 
 
 def _without_drafts(draft: Draft, rows: frozenset[int]) -> Draft:
-    """The draft in which all nodes of these rows but the root are padding."""
+    """Return the draft in which all nodes of these rows but the root are padding."""
     tree, acceptable_BN = draft.tree, draft.tree.acceptable_BN.clone()
     acceptable_BN[sorted(rows), 1:] = False
     counts = tuple(1 if row in rows else count for row, count in enumerate(tree.counts or (tree.nodes,) * tree.rows))

@@ -81,7 +81,7 @@ class DraftSession(ABC):
     decision: DecisionLabel | None = None  # an adaptive drafter's decision about the current cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        """How to record the cycle that begins with this input; None: drafting or verifying it reads
+        """Return how to record the cycle that begins with this input; None: drafting or verifying it reads
         values on the host."""
         return None
 
@@ -205,7 +205,7 @@ class Drafter(ABC):
         self.target, self.options = target, self.Options() if options is None else options
 
     def for_target(self, target: Target) -> Drafter:
-        """The same method and weights for another view of its target (`Target.with_adapter`)."""
+        """Return the same method and weights for another view of its target (`Target.with_adapter`)."""
         if target is self.target:
             return self
         other = copy(self)
@@ -217,12 +217,12 @@ class Drafter(ABC):
         """Make a session with `rows` empty rows."""
 
     def describe(self) -> dict[str, Any]:
-        """The options of the tree, for `--json`."""
+        """Return the options of the tree, for `--json`."""
         return {}
 
 
 def method_name(drafter: Drafter) -> str:
-    """The method's name for `--method`; `eagle2+suffix` for two merged methods."""
+    """Return the method's name for `--method`; `eagle2+suffix` for two merged methods."""
     parts = drafter.parts
     if parts:
         return "+".join(method_name(part) for part in parts)

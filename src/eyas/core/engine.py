@@ -58,7 +58,7 @@ class _Launched:
     rows: tuple[Row | None, ...]  # the decoder's rows at launch
 
     def live_rows(self, rows: Sequence[Row | None]) -> list[int | None]:
-        """The number of each row of the cycle; None if it was empty, or its request has left."""
+        """Return the number of each row of the cycle; None if it was empty, or its request has left."""
         return [b if row is not None and row is rows[b] else None for b, row in enumerate(self.rows)]
 
 
@@ -152,7 +152,7 @@ class Decoder:
         return prefills + steps
 
     def _launch(self, timer: StageTimer) -> _Launched | None:
-        """The cycle that ran ahead, if a row of it is still in flight; else launch one for all rows
+        """Return the cycle that ran ahead, if a row of it is still in flight; else launch one for all rows
         in flight. None: there are none."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and any(b is not None for b in ahead.live_rows(self.rows)):
@@ -180,13 +180,13 @@ class Decoder:
         return _Launched(cycle_input, cycle, last.rows)
 
     def _cycle_input(self, root_tokens_B: Tensor, max_position: int) -> CycleInput:
-        """The input of the next cycle of all rows."""
+        """Return the input of the next cycle of all rows."""
         self._settings = self._settings or RowSettings.of(self.rows, self.target)
         session = self.target_session
         return make_cycle_input(self.rows, self._settings, root_tokens_B, session.length_B, max_position, session.cache)
 
     def _first_token(self, prompt: Prompt, read: Tensor | EyasError) -> Step:
-        """The row of a prompt that is read, and its first token.
+        """Return the row of a prompt that is read, and its first token.
 
         The token is drawn by `verify` from a tree whose only node is the prompt's last token, so
         prompt and cycles share one rule.

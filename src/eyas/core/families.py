@@ -261,7 +261,7 @@ def _refuse_positions(config: Any, base: nn.Module) -> None:
 
 
 def cache_argument_of(module: nn.Module) -> str:
-    """The name under which the module's forward takes a cache."""
+    """Return the name under which the module's forward takes a cache."""
     parameters = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[0])
 
@@ -270,7 +270,7 @@ def cache_argument_of(module: nn.Module) -> str:
 
 
 def _kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of layers that this configuration names, each once, sorted by name."""
+    """Return the kinds of layers that this configuration names, each once, sorted by name."""
     kinds: set[str] = set()
     for name in KIND_LISTS:
         kinds |= {KIND_ALIASES.get(kind, kind) for kind in getattr(config, name, None) or ()}
@@ -278,7 +278,7 @@ def _kinds(config: Any) -> tuple[str, ...]:
 
 
 def _takes_dict(code: frozenset[str]) -> bool:
-    """Whether the forward accepts a dict of masks, one per kind of layer (its code tests
+    """Return whether the forward accepts a dict of masks, one per kind of layer (its code tests
     `isinstance(mask, dict)`)."""
     return {"isinstance", "dict", "layer_types"} <= code
 
@@ -290,7 +290,7 @@ def _window(config: Any, mask_kinds: tuple[str, ...], code: frozenset[str]) -> i
 
 
 def _names(module: nn.Module, every_method: bool = False) -> frozenset[str]:
-    """The names that the code of a module's forward (or of every method of its class) uses:
+    """Return the names that the code of a module's forward (or of every method of its class) uses:
     globals, attributes, nested functions.
     """
     functions = vars(type(module)).values() if every_method else [type(module).forward]
@@ -312,7 +312,7 @@ def _names_of(code: CodeType | None) -> Iterator[str]:
 
 
 def _decoder(model: Any) -> nn.Module:
-    """The text decoder: the base model, or the language model inside of a multi-modal one."""
+    """Return the text decoder: the base model, or the language model inside of a multi-modal one."""
     decoder: Any = model.get_decoder()
     if decoder is None or decoder is model:
         decoder = model.base_model
@@ -323,7 +323,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
-    """The decoder layers: the outermost list with as many modules as the configuration has
+    """Return the decoder layers: the outermost list with as many modules as the configuration has
     layers."""
     count = config.num_hidden_layers
     # LongCat's configuration counts its attentions, two in each layer
@@ -341,7 +341,7 @@ def _first(config: Any, names: tuple[str, ...]) -> float | None:
 
 
 def _scale(config: Any, table: Mapping[str, int]) -> float:
-    """The product of the scales in this table that the configuration sets."""
+    """Return the product of the scales in this table that the configuration sets."""
     scale = 1.0
     for name, power in table.items():
         value = getattr(config, name, None)
@@ -383,7 +383,7 @@ def _context(config: Any, has_attention: bool) -> tuple[int, str]:
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary parameters: one set, or one per kind of layer."""
+    """Yield the rotary parameters: one set, or one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or vars(config).get("rope_scaling") or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     yield from nested or [rope]

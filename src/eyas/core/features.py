@@ -53,7 +53,7 @@ class Constraint(Protocol):
     once."""
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """The tokens that may follow each node of a tree.
+        """Return the tokens that may follow each node of a tree.
 
         Args:
             parents: the parent of each of N nodes, -1 for node 0, the root; each parent before its
@@ -80,7 +80,7 @@ class Constraint(Protocol):
         ...
 
     def forced(self, limit: int) -> list[int]:
-        """The tokens that must come next, at most `limit`; they may be drafted, and are verified
+        """Return the tokens that must come next, at most `limit`; they may be drafted, and are verified
         like any draft."""
         ...
 

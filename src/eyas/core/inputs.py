@@ -26,7 +26,7 @@ class TreeSize(NamedTuple):
     branch: int  # nodes expanded per level, and children drafted for each
 
     def within(self, limit: TreeSize) -> TreeSize:
-        """The size with each number cut to that of `limit`."""
+        """Return the size with each number cut to that of `limit`."""
         return TreeSize(*map(min, self, limit))
 
 
@@ -41,7 +41,7 @@ class NodeChooser(Protocol):
         ...
 
     def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
-        """How many nodes of each row to verify, all rows weighed together.
+        """Return how many nodes of each row to verify, all rows weighed together.
 
         Args:
             chances: for each row, the estimated chances that its nodes are accepted, in descending order.

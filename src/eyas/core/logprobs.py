@@ -24,7 +24,7 @@ WIDTHS = (0, 1, 5, 20)  # numbers of top tokens that are gathered; above 20, pow
 
 
 def width_for(counts: Iterable[int | None], vocab: int) -> int | None:
-    """The smallest width that is enough for all of these numbers of tokens; None if all are
+    """Return the smallest width that is enough for all of these numbers of tokens; None if all are
     None."""
     most = max((count for count in counts if count is not None), default=None)
     if most is None:

@@ -42,7 +42,7 @@ class Ops(Rule):
     draft_formats: tuple[str, ...] = ("exact",)
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
-        """The random numbers of rows with these samplings; None is an empty row."""
+        """Return the random numbers of rows with these samplings; None is an empty row."""
         return GumbelNoise.of(sampling, device)
 
     def scores(self, logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None) -> Tensor:

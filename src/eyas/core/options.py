@@ -114,7 +114,7 @@ def plain_type(annotation: Any) -> Any:
 
 
 def parse_option(option: Option, text: str) -> Any:
-    """The value of an option from its text, `N,N` for several numbers. OptionError when it has
+    """Return the value of an option from its text, `N,N` for several numbers. OptionError when it has
     none."""
     kind = plain_type(option.annotation)
     try:
@@ -129,7 +129,7 @@ def parse_option(option: Option, text: str) -> Any:
 
 
 def field_docstrings(kind: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of its bases; none without source code."""
+    """Return the docstring below each field of a dataclass and of its bases; none without source code."""
     from docstring_parser import parse_from_object
 
     described: dict[str, str] = {}

@@ -121,7 +121,7 @@ class PromptReader:
         self._cycle_seconds = self._token_seconds = 0.0
 
     def __bool__(self) -> bool:
-        """Whether any prompt waits or is being read."""
+        """Return whether any prompt waits or is being read."""
         return bool(self.waiting or self.reading)
 
     def add(self, request_id: int, request: Request) -> None:
@@ -211,7 +211,7 @@ class PromptReader:
                 yield prompt, logits_V
 
     def _next(self) -> Prompt | None:
-        """The prompt to read next; None if no row can read one."""
+        """Return the prompt to read next; None if no row can read one."""
         able = [*self.reading.values(), *(self.waiting[i] for i in range(min(len(self.empty), len(self.waiting))))]
         oldest_first = self.budget is None or self._steps % OLDEST_EVERY == 0
         return min(able, key=lambda prompt: (0 if oldest_first else prompt.remaining, prompt.request_id), default=None)
@@ -276,7 +276,7 @@ class PromptReader:
         return row, source, shared[source]
 
     def _shared(self, row: int, prompt: Sequence[int]) -> int:
-        """How many tokens of the prompt are in the row's cache already. The last one is always
+        """Return how many tokens of the prompt are in the row's cache already. The last one is always
         read: its logits are wanted."""
         if not self.reuse or row in self._unshared or not prompt:
             return 0
@@ -285,7 +285,7 @@ class PromptReader:
         )
 
     def _reusable_prefix(self, row: int, source: int, shared: int) -> int:
-        """How many of the shared tokens both the drafter's session and the target can reuse."""
+        """Return how many of the shared tokens both the drafter's session and the target can reuse."""
         kept = shared
         while kept:
             fewer = self.drafter.truncate(row, kept) if source == row else self.drafter.copy(source, row, kept)

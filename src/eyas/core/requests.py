@@ -18,7 +18,7 @@ class DecisionLabel(Protocol):
     """An adaptive drafter's decision about one cycle, as far as statistics need it."""
 
     def label(self, row: int) -> str:
-        """The name under which statistics count the row's draft, such as "plain" or "16/5/4"."""
+        """Return the name under which statistics count the row's draft, such as "plain" or "16/5/4"."""
         ...
 
 
@@ -104,7 +104,7 @@ def check_request(request: Request, vocab: int) -> None:
 
 
 def check_steps(steps: Sequence[Step]) -> Sequence[Step]:
-    """The steps; raises the error of a request that has failed."""
+    """Return the steps; raises the error of a request that has failed."""
     for step in steps:
         if step.error is not None:
             raise step.error

@@ -122,7 +122,7 @@ class RequestDraftSession(DraftSession):
         return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
 
     def _without_method(self, cycle_input: CycleInput, continuations: dict[int, list[Continuation]]) -> CycleInput:
-        """The input for the method: if every row is off, or has a confident continuation, no row
+        """Return the input for the method: if every row is off, or has a confident continuation, no row
         wants its drafts."""
         limits, rows = cycle_input.draft_limits, cycle_input.active_rows
         self._decided = None
@@ -149,7 +149,7 @@ def _confident(continuation: Continuation) -> bool:
 
 
 def _guides(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:
-    """The features that guide drafts, for each active row that has any."""
+    """Return the features that guide drafts, for each active row that has any."""
     if not cycle_input.features:
         return {}
     guides = {row: [f for f in cycle_input.features[row] if f.guides] for row in cycle_input.active_rows}
@@ -164,7 +164,7 @@ def _continuations(row: int, guides: Sequence[RowFeature], cycle_input: CycleInp
 
 
 def _merged(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft:
-    """The method's tree, then the nodes of the continuations that it does not have, padded to 2, 3,
+    """Return the method's tree, then the nodes of the continuations that it does not have, padded to 2, 3,
     5, 9, ... nodes, so that few shapes occur."""
     tries = {row: build_trie(continuation.tokens for continuation in found) for row, found in continuations.items()}
     nodes = max(2, padded_nodes(max(len(tokens) for _, tokens in tries.values())))
@@ -188,7 +188,7 @@ def _merged(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft
 
 
 def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
-    """The draft with at most `limits` acceptable nodes below the root of each row; None: all of
+    """Return the draft with at most `limits` acceptable nodes below the root of each row; None: all of
     them. See "Limits and losslessness" above."""
     tree = draft.tree
     same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]

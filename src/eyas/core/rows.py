@@ -45,7 +45,7 @@ class Row:
 
     @classmethod
     def of(cls, request_id: int, request: Request, target: Target) -> Row:
-        """The row of a request whose prompt is read."""
+        """Return the row of a request whose prompt is read."""
         adjustments = _adjustments(request, target.vocab_size, target.device)
         features = tuple(feature.open(request, target) for feature in request.features)
         return cls(request_id, request, list(request.prompt), adjustments, features)
@@ -66,7 +66,7 @@ class Row:
         return TextEnd(self.request.eos, self.remaining, self.request.stops_after)
 
     def adjustments(self) -> Adjustments | None:
-        """The adjustments of the text so far; None if the next tokens' distribution does not depend
+        """Return the adjustments of the text so far; None if the next tokens' distribution does not depend
         on it."""
         if self.penalty_state is None or self.penalty_state.end_tokens is None:
             return self.penalty_state
@@ -118,7 +118,7 @@ class Row:
     def step(
         self, b: int, tokens: tuple[int, ...], timer: StageTimer, *, path: tuple[int, ...] = (), **step_fields: Any
     ) -> Step:
-        """The Step in which this row, number `b`, emits these tokens. `step_fields`: further fields
+        """Return the Step in which this row, number `b`, emits these tokens. `step_fields`: further fields
         of the Step."""
         ended_at = timer.now()
         return Step(
@@ -140,7 +140,7 @@ class Row:
         return {name: value for report in reports for name, value in report.items()}
 
     def failed(self, b: int, error: EyasError, timer: StageTimer, **step_fields: Any) -> Step:
-        """The last Step of a request that fails."""
+        """Return the last Step of a request that fails."""
         self.finish = "error"
         return self.step(b, (), timer, error=error, **step_fields)
 
@@ -159,7 +159,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
-        """The settings of these rows, of which at least one is active.
+        """Return the settings of these rows, of which at least one is active.
 
         Empty rows are given the Sampling of an active one. Their results are ignored, and fewer
         combinations of Samplings mean fewer recorded CUDA graphs.
@@ -187,7 +187,7 @@ def make_cycle_input(
     max_position: int,
     target_cache: KVCache | None = None,
 ) -> CycleInput:
-    """The input of the cycle whose roots are `tokens_B` at `position_B`."""
+    """Return the input of the cycle whose roots are `tokens_B` at `position_B`."""
     return CycleInput(
         tokens_B=tokens_B,
         position_B=position_B,
@@ -207,7 +207,7 @@ def make_cycle_input(
 
 
 def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
-    """The cycle whose tree is the prompt's last token alone: it draws the first token from the
+    """Return the cycle whose tree is the prompt's last token alone: it draws the first token from the
     logits that the prefill returns."""
     position = len(row.tokens) - 1
     token_1, position_1 = (torch.tensor([number], device=target.device) for number in (row.tokens[-1], position))
@@ -218,7 +218,7 @@ def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
 
 
 def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
-    """The adjustments [V] of the prompt; None if the request's distribution does not depend on the
+    """Return the adjustments [V] of the prompt; None if the request's distribution does not depend on the
     text."""
     sampling, ends = request.sampling, list(request.eos)
     if not sampling.has_adjustments and not (request.min_tokens and ends):

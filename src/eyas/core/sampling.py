@@ -115,7 +115,7 @@ def _adjusted(scores_NV: Tensor, sampling: Sampling, adjustments: Adjustments) -
 
 
 def equal_but_for_seeds(sampling: Sequence[Sampling]) -> bool:
-    """Whether these samplings differ in nothing but their seeds."""
+    """Return whether these samplings differ in nothing but their seeds."""
     first = sampling[0]
     return all(s is first or replace(s, seed=first.seed) == first for s in sampling)
 
@@ -138,7 +138,7 @@ def apply_sampling_rows(
 
 
 def probs(scores_NV: Tensor, greedy: bool) -> Tensor:
-    """The distribution float32 [N, V] of scores from `apply_sampling`: their softmax; greedy: all
+    """Return the distribution float32 [N, V] of scores from `apply_sampling`: their softmax; greedy: all
     mass on the argmax."""
     if greedy:
         return torch.zeros_like(scores_NV).scatter_(-1, scores_NV.argmax(-1, keepdim=True), 1.0)
@@ -193,7 +193,7 @@ class GumbelNoise:
 
     @classmethod
     def of(cls, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
-        """The noise of rows with these samplings; None: an empty row."""
+        """Return the noise of rows with these samplings; None: an empty row."""
         rows = [s or Sampling() for s in sampling]
         greedy = [s.greedy for s in rows]
         return cls(

@@ -108,7 +108,7 @@ class Runner(Protocol):
         ...
 
     def wrap_cycle(self, cycle: Any) -> Any:
-        """The runner of a decoder's cycles (a `core.cycle.CycleRunner`): `cycle` itself, or one
+        """Return the runner of a decoder's cycles (a `core.cycle.CycleRunner`): `cycle` itself, or one
         that replays recordings of them."""
         ...
 
@@ -333,7 +333,7 @@ class Target:
         return places[bad.index(True)] if any(bad) else "in the lm_head"
 
     def nan_error(self, ids: Sequence[int]) -> ModelError:
-        """The error for NaN logits after these ids; its message says where NaN appears first."""
+        """Return the error for NaN logits after these ids; its message says where NaN appears first."""
         where = self.first_bad_layer(ids)
         return ModelError(
             f"the target's logits are NaN ({where}): its weights or dtype ({self.dtype}) are broken; try --dtype float32"
@@ -553,7 +553,7 @@ class TargetSession:
         self.lengths = list(lengths)
 
     def longest_known_prefix(self, row: int, most: int) -> int:
-        """The most tokens, up to `most`, to which `truncate` can cut a row, and which `copy` can
+        """Return the most tokens, up to `most`, to which `truncate` can cut a row, and which `copy` can
         copy. Fewer only if the target has states."""
         most = min(most, self.lengths[row])
         for state in self.states:

@@ -90,7 +90,7 @@ class Tree:
 
     @classmethod
     def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """The tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain
+        """Return the tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain
         decoding."""
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
@@ -103,7 +103,7 @@ class Tree:
         return Tree(parents_BN, acceptable_BN, depth_BN, self.mask_BNN.expand(rows, -1, -1), self.max_depth)
 
     def first_nodes(self, nodes: int) -> Tree:
-        """The trees of the first nodes."""
+        """Return the trees of the first nodes."""
         part = slice(nodes)
         mask_BNN = self.mask_BNN[:, part, part]
         return Tree(
@@ -169,7 +169,7 @@ class TargetOutput:
     features_BNF: Tensor  # hidden states of the layers that the drafter reads (`Drafter.feature_layers`), concatenated
 
     def features_at(self, path_BP: Tensor) -> Tensor:
-        """The features [B, P, F] at these nodes; past the end of a path, where it is -1, the
+        """Return the features [B, P, F] at these nodes; past the end of a path, where it is -1, the
         root's."""
         index_BP1 = path_BP.clamp(min=0)[..., None]
         return self.features_BNF.gather(1, index_BP1.expand(-1, -1, self.features_BNF.shape[-1]))
@@ -189,7 +189,7 @@ class Verdict:
 
 
 def unpack_verdict(host_result_BX: Tensor) -> Verdict:
-    """The verdict from the columns of `core.cycle.Cycle.host_result_BX`."""
+    """Return the verdict from the columns of `core.cycle.Cycle.host_result_BX`."""
     P = (host_result_BX.shape[1] - 3) // 2
     length_B, bonus_B, has_nan_B = host_result_BX[:, :3].unbind(1)
     return Verdict(
@@ -275,7 +275,7 @@ Choices = tuple[tuple[int, ...], ...]
 
 
 def padded_nodes(drafted: int) -> int:
-    """The nodes of a tree with room for the root and `drafted` nodes: 1, 2, 3, 5, 9, 17, ..., so
+    """Return the nodes of a tree with room for the root and `drafted` nodes: 1, 2, 3, 5, 9, 17, ..., so
     that there are few shapes."""
     nodes = 1
     while nodes <= drafted:
@@ -284,7 +284,7 @@ def padded_nodes(drafted: int) -> int:
 
 
 def chain_choices(depth: int) -> Choices:
-    """The static tree that is a chain of `depth` draft tokens."""
+    """Return the static tree that is a chain of `depth` draft tokens."""
     return tuple((0,) * d for d in range(1, depth + 1))
 
 

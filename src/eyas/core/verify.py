@@ -81,7 +81,7 @@ class Rule:
         return (logp_BNV + gumbel_BPV.gather(1, depth_BNV)).argmax(-1), None
 
     def accept_path(self, draft: Draft, draw_BN: Tensor) -> Verdict:
-        """The path from the root on which each node is the token that was drawn at its parent.
+        """Return the path from the root on which each node is the token that was drawn at its parent.
         Siblings have distinct tokens."""
         check_siblings(draft.tree, draft.tokens_BN)
         return verdict_of(draft.tree, draft.tokens_BN, *accepted_nodes(draft.tree, draft.tokens_BN, draw_BN))
@@ -90,7 +90,7 @@ class Rule:
 def verify(
     draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Rule | None = None
 ) -> Verdict:
-    """The longest path of the tree that the target accepts, and its bonus token.
+    """Return the longest path of the tree that the target accepts, and its bonus token.
 
     Args:
         scores_BNV: float32; softmax over V is the target's distribution at each node
@@ -193,7 +193,7 @@ def _verify_block(
 
 
 def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """The children of one node of each row: (sibling number, child node [B], whether the row has
+    """Return the children of one node of each row: (sibling number, child node [B], whether the row has
     that child [B]), in node order."""
     child_BN = (tree.parents_BN == node_B[:, None]) & tree.acceptable_BN
     rank_BN = child_BN.cumsum(-1)
@@ -228,7 +228,7 @@ def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tens
 
 
 def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tensor) -> Verdict:
-    """The verdict with the accepted nodes as path: they have depths 0, 1, 2, ..."""
+    """Return the verdict with the accepted nodes as path: they have depths 0, 1, 2, ..."""
     depth_P = torch.arange(tree.max_depth + 1, device=tokens_BN.device)
     on_path_BPN = accepted_BN[:, None] & (tree.depth_BN[:, None] == depth_P[:, None])
     length_B = accepted_BN.sum(-1)

@@ -38,7 +38,7 @@ __all__ = [
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """The module of each method, by the method's name; this folder's methods come before those of others."""
+    """Return the module of each method, by the method's name; this folder's methods come before those of others."""
     others = {point.name: point.value for point in entry_points(group="eyas.methods")}
     folder = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_")]
     return others | {name: f"{__name__}.{name}" for name in folder}
@@ -50,7 +50,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> type[DraftMethod]:
-    """The method of that name, or at that dotted path. OptionError for one that is not there."""
+    """Return the method of that name, or at that dotted path. OptionError for one that is not there."""
     if not isinstance(name, str):
         raise OptionError(f"a method is the name of one, not {type(name).__name__}; known: {', '.join(names())}")
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))

@@ -31,12 +31,12 @@ class PartialTree(NamedTuple):
 
     @classmethod
     def root(cls, cycle_input: CycleInput) -> PartialTree:
-        """The root alone."""
+        """Return the root alone."""
         tokens_B1 = cycle_input.tokens_B[:, None]
         return cls(torch.full_like(tokens_B1, -1), tokens_B1, torch.zeros_like(tokens_B1[0]))
 
     def with_level(self, parent_BK: Tensor, tokens_BK: Tensor) -> PartialTree:
-        """The tree with a level more, whose children are sought next.
+        """Return the tree with a level more, whose children are sought next.
 
         Args:
             parent_BK: each new node's parent, as an index among the nodes of the last level.
@@ -56,7 +56,7 @@ def has_masks(cycle_input: CycleInput) -> bool:
 def only_allowed(
     logits_BQv: Tensor, cycle_input: CycleInput, partial_tree: PartialTree | None, draft_ids_v: Tensor | None
 ) -> Tensor:
-    """The logits with -inf for the tokens that the constraint of their row forbids; the same tensor
+    """Return the logits with -inf for the tokens that the constraint of their row forbids; the same tensor
     without constraints.
 
     Args:

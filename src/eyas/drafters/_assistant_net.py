@@ -105,7 +105,7 @@ class Net(nn.Module):
         return logits
 
     def placed_for(self, target: Target) -> Net:
-        """The net on the target's device, in its dtype; angles stay float32."""
+        """Return the net on the target's device, in its dtype; angles stay float32."""
         placed(self, target)
         rotary: Any = type(self.model.rotary_emb)
         with target.device:
@@ -160,7 +160,7 @@ def source_layers(target: Target) -> dict[str, int]:
 
 
 def load_net(weights: Weights, target: Target) -> Net:
-    """The net of a published assistant; CheckpointError if it does not fit the target."""
+    """Return the net of a published assistant; CheckpointError if it does not fit the target."""
     config, source = weights.config, weights.source
     text = config["text_config"]
     pairs = {"hidden size": (config["backbone_hidden_size"], target.hidden_size)}
@@ -187,7 +187,7 @@ def load_net(weights: Weights, target: Target) -> Net:
 
 
 def _made(config: Mapping[str, Any], source: str) -> Net:
-    """The net of this configuration; CheckpointError if transformers refuses it."""
+    """Return the net of this configuration; CheckpointError if transformers refuses it."""
     try:
         return Net(config)
     except EyasError:
@@ -259,7 +259,7 @@ def _gemma4(family: str, part: str) -> Any:
 
 
 def _text_config(family: str, values: Mapping[str, Any]) -> Any:
-    """The configuration of a Gemma 4 in which all layers read keys of others.
+    """Return the configuration of a Gemma 4 in which all layers read keys of others.
 
     transformers 5.23 refuses such a model, as no layer of it produces the keys (`kv_sharing_modes`).
     """

@@ -89,7 +89,7 @@ class BlockMethod(DraftMethod):
     @classmethod
     @abstractmethod
     def new_extras(cls, options: Any) -> Extras:
-        """The further heads of a new net."""
+        """Return the further heads of a new net."""
 
     @classmethod
     @abstractmethod
@@ -208,12 +208,12 @@ class BlockMethod(DraftMethod):
         return logits
 
     def grow(self, hidden_BSD: Tensor, cycle_input: CycleInput) -> Draft:
-        """The tree below the roots, from the hidden of the slots of its levels."""
+        """Return the tree below the roots, from the hidden of the slots of its levels."""
         net: BlockNet = self.decoding_net
         logits_BSV = self.head(hidden_BSD, net)
 
         def level_logits(tokens_BQ: Tensor, level: int) -> Tensor:
-            """The logits [B, Q, V] of the children of nodes at this depth."""
+            """Return the logits [B, Q, V] of the children of nodes at this depth."""
             logits_BQV = logits_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
             if net.markov is not None:
                 logits_BQV = logits_BQV + net.markov(tokens_BQ).to(logits_BQV.dtype)
@@ -228,7 +228,7 @@ class BlockMethod(DraftMethod):
         return grow_dynamic(net_steps, cycle_input, self.tree)
 
     def stopped(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
-        """The logits, or minus infinity for nodes that shall have no children. Here all nodes may
+        """Return the logits, or minus infinity for nodes that shall have no children. Here all nodes may
         have some."""
         return logits_BQV
 
@@ -248,12 +248,12 @@ class BlockMethod(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The loss of blocks at random anchors; see `_block_loss`."""
+        """Return the loss of blocks at random anchors; see `_block_loss`."""
         return block_loss(self, batch, self.training, generator)
 
 
 def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
-    """The hidden_states that a new head fuses: those named, or as many as it has layers, evenly
+    """Return the hidden_states that a new head fuses: those named, or as many as it has layers, evenly
     from layer 1's output to L-3's."""
     L = target.num_layers
     if layers == "auto":
@@ -267,7 +267,7 @@ def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
 
 
 def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:
-    """The token that was asked for, or the padding token, or the one that counts least."""
+    """Return the token that was asked for, or the padding token, or the one that counts least."""
     if asked is not None:
         if asked >= target.num_embeddings:
             raise OptionError(f"head.mask_token is {asked}, and the target has {target.num_embeddings} embeddings")
@@ -279,7 +279,7 @@ def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> in
 
 
 def _without_equal_head(weights: Weights, target: Target) -> Weights:
-    """The weights without an lm_head that is the target's, up to the rounding of storage."""
+    """Return the weights without an lm_head that is the target's, up to the rounding of storage."""
     ours, theirs = weights.tensors.get(HEAD), getattr(target.family.head, "weight", None)
     if ours is None or theirs is None or ours.shape != theirs.shape or target.family.logit_scale != 1:
         return weights

@@ -64,7 +64,7 @@ class TrainableMethod(Protocol):
 def block_loss(
     method: TrainableMethod, batch: Batch, training: BlockTraining, generator: torch.Generator | None
 ) -> Loss:
-    """The loss of blocks at random anchors. The count is that of the blocks; its figures are of the
+    """Return the loss of blocks at random anchors. The count is that of the blocks; its figures are of the
     first level.
 
     Args:
@@ -167,5 +167,5 @@ def _in_chunks(
 
 
 def _empty_loss(weight: Tensor) -> Loss:
-    """The loss of a batch without anchors."""
+    """Return the loss of a batch without anchors."""
     return Loss(weight.sum() * 0, torch.zeros((), dtype=torch.long, device=weight.device), {})

@@ -146,7 +146,7 @@ class BlockNet(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     def context(self, features: Tensor) -> Tensor:
-        """The target's features [..., F] -> what all layers make keys and values of [..., D]."""
+        """Return the target's features [..., F] -> what all layers make keys and values of [..., D]."""
         return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
 
     def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:

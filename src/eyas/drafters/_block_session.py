@@ -145,7 +145,7 @@ class BlockSession(DraftSession):
         self.net.store_kv(self.net.context(features_RTF.to(self.drafter.dtype)), slot_RT, self._layers())
 
     def _read_block(self, cycle_input: CycleInput) -> Tensor:
-        """The net's pass over the block: the normed hidden of its slots [B, n, D]."""
+        """Return the net's pass over the block: the normed hidden of its slots [B, n, D]."""
         block_format, roots_B1 = self.drafter.block_format, cycle_input.tokens_B[:, None]
         n, width = block_format.block, cycle_input.max_position + block_format.block
         slot_Bn = self.length_B[:, None] + torch.arange(n, device=roots_B1.device)

@@ -67,7 +67,7 @@ class EagleNet(Protocol):
     EAGLE-1's predicted feature, EAGLE-3's hidden state."""
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [..., F] -> hidden [..., D]."""
+        """Return the target's features [..., F] -> hidden [..., D]."""
         ...
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> None:
@@ -76,7 +76,7 @@ class EagleNet(Protocol):
         ...
 
     def __call__(self, hidden: Tensor, embeddings: Tensor, position_RN: Tensor, cache: DraftKVCache) -> Tensor:
-        """The net's output [R, N, D] at pairs, whose keys and values are stored in the cache too."""
+        """Return the net's output [R, N, D] at pairs, whose keys and values are stored in the cache too."""
         ...
 
 
@@ -95,7 +95,7 @@ class EagleMethod(DraftMethod):
 
     @classmethod
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """The `train_feature_layers` of a new head with these options; no head is made."""
+        """Return the `train_feature_layers` of a new head with these options; no head is made."""
         return (target.num_layers,)
 
     @property
@@ -109,7 +109,7 @@ class EagleMethod(DraftMethod):
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
-        """The net's output [..., D] -> logits [..., V or v]."""
+        """Return the net's output [..., D] -> logits [..., V or v]."""
 
     @abstractmethod
     def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
@@ -350,7 +350,7 @@ class EagleSession(DraftSession):
         self.pending_B[row] = 1
 
     def _read_ranges(self, row: int, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges [begin, end) of pairs to read, of those from `first` to `end` - 1."""
+        """Yield the ranges [begin, end) of pairs to read, of those from `first` to `end` - 1."""
         skip_begin, skip_end = self.unread_range[row]
         for begin, stop in ((first, min(end, skip_begin)), (max(first, skip_end, skip_begin), end)):
             if begin < stop:
@@ -374,7 +374,7 @@ class EagleSession(DraftSession):
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
-        """The functions that grow the tree of this cycle. The nodes of the tree get the slots
+        """Return the functions that grow the tree of this cycle. The nodes of the tree get the slots
         after the committed ones, level by level."""
 
         def expand(tokens_BQ: Tensor, hidden_BQD: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
@@ -403,7 +403,7 @@ class EagleSession(DraftSession):
         return hidden_BPD.gather(1, last_B1[..., None].expand(-1, -1, hidden_BPD.shape[-1]))[:, 0]
 
     def _newest(self, cycle_input: CycleInput) -> tuple[Tensor, Tensor]:
-        """The index [B, 1] of each row's newest pending pair, and the second tokens [B, P] of all
+        """Return the index [B, 1] of each row's newest pending pair, and the second tokens [B, P] of all
         pending pairs."""
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
         return last_B1, self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle_input.tokens_B[:, None])

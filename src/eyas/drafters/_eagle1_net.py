@@ -42,7 +42,7 @@ class Net(nn.Module):
         return features
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """The input of the decoder layer [..., D]. `embeddings` are those of tokens t+1."""
+        """Return the input of the decoder layer [..., D]. `embeddings` are those of tokens t+1."""
         read = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}[
             self.inputs
         ]
@@ -53,7 +53,7 @@ class Net(nn.Module):
         self.layer.attention.store(self.join(hidden_RND, embeddings_RND), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
-        """The next hidden [R, N, D]."""
+        """Return the next hidden [R, N, D]."""
         x_RND = self.join(hidden_RND, embeddings_RND)
         feature_RND = self.layer.decode(x_RND, x_RND, position_RN, cache)
         return torch.cat([embeddings_RND, feature_RND], dim=-1) if self.inputs == "unshifted" else feature_RND

@@ -55,7 +55,7 @@ class LayeredCache(DraftCache, Protocol):
     """A draft cache of several layers; as a `DraftCache` it is the cache of the first."""
 
     def draft_layer(self, number: int) -> DraftCache:
-        """The cache of one layer."""
+        """Return the cache of one layer."""
         ...
 
 
@@ -89,16 +89,16 @@ class Net(nn.Module):
         return fused
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention [..., 2D], and the residual to which its output is added [..., D]."""
+        """Return the input of attention [..., 2D], and the residual to which its output is added [..., D]."""
         joined = join_normed(self.layer.embed_norm, embeddings, self.layer.hidden_norm, hidden)
         return joined, joined[..., embeddings.shape[-1] :] if self.architecture.norm_before_residual else hidden
 
     def next_input(self, hidden: Tensor) -> Tensor:
-        """The hidden that the next step reads."""
+        """Return the hidden that the next step reads."""
         return self.norm(hidden) if self.architecture.norm_output else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The input of the head, from the hidden that `forward` returned."""
+        """Return the input of the head, from the hidden that `forward` returned."""
         normed: Tensor = hidden if self.architecture.norm_output else self.norm(hidden)
         return normed
 
@@ -117,7 +117,7 @@ class Net(nn.Module):
         last.attention.store(x_RND, position_RN, cache.draft_layer(len(self.later)))
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> Tensor:
-        """The next hidden [R, N, D]."""
+        """Return the next hidden [R, N, D]."""
         x_RND, residual_RND = self.join(hidden_RND, embeddings_RND)
         out_RND = self.layer.decode(x_RND, residual_RND, position_RN, cache)
         for number, layer in enumerate(self.later_layers, start=1):
@@ -128,7 +128,7 @@ class Net(nn.Module):
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int,
         gradient_checkpointing: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """The hidden [M, D] at the slots `rows_M` after each step of the training-time test.
+        """Return the hidden [M, D] at the slots `rows_M` after each step of the training-time test.
 
         Args:
             embed: index of a packed token [M] -> its embedding [M, D].
@@ -161,7 +161,7 @@ class ParallelNet(Net):
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], mask_D: Tensor, rows_M: Tensor, documents: Documents, steps: int,
         gradient_checkpointing: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """The hidden [M, D] at the slots `rows_M`, and at each of the masks after them.
+        """Return the hidden [M, D] at the slots `rows_M`, and at each of the masks after them.
 
         Args:
             mask_D: the embedding of the mask's token.
@@ -199,7 +199,7 @@ class PackedPasses:
         self.later: list[list[KeysValues]] = [[] for _ in self.layers]  # keys and values of later passes, by layer
 
     def first(self, x_ND: Tensor, residual_ND: Tensor) -> Tensor:
-        """The hidden [M, D] at the query rows. Layers before the last are computed at all slots, as
+        """Return the hidden [M, D] at the query rows. Layers before the last are computed at all slots, as
         the next one makes keys of them."""
         for number, layer in enumerate(self.layers[:-1]):
             self.keys.append(layer.attention.rotated_key_value(x_ND, self.position_N))
@@ -213,7 +213,7 @@ class PackedPasses:
         )
 
     def next(self, x_MD: Tensor, residual_MD: Tensor) -> Tensor:
-        """The hidden [M, D] after one more pass."""
+        """Return the hidden [M, D] after one more pass."""
         position_M = self.position_N[self.rows_M] + len(self.later[0]) + 1
         for number, (layer, keys, later) in enumerate(zip(self.layers, self.keys, self.later, strict=True)):
             if number:
@@ -232,7 +232,7 @@ class PackedPasses:
         keys: KeysValues,
         later: list[KeysValues],
     ) -> Tensor:
-        """The layer's output [M, D]."""
+        """Return the layer's output [M, D]."""
 
         def compute(x_MD: Tensor, residual_MD: Tensor) -> Tensor:
             return layer.finish(residual_MD, layer.attention.attend_packed(x_MD, position_M, queries, keys, later))

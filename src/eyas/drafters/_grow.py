@@ -115,7 +115,7 @@ class FusedTreeBuilder(Protocol):
         ...
 
     def suits(self, cycle_input: CycleInput) -> bool:
-        """Whether it supports the Sampling of all rows."""
+        """Return whether it supports the Sampling of all rows."""
         ...
 
     def __call__(
@@ -196,7 +196,7 @@ def _log_q(logits: Tensor) -> Tensor:
 
 
 def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest scores and their indices; ties go to the smaller index."""
+    """Return the `count` largest scores and their indices; ties go to the smaller index."""
     values_BX, index_BX = score_BX.sort(dim=-1, descending=True, stable=True)
     return values_BX[:, :count], index_BX[:, :count]
 
@@ -282,7 +282,7 @@ def _best_children(
     net_steps: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree, hidden_BQD: Tensor, adjustments: Adjustments | None,
     partial_tree: PartialTree | None, level: int,
 ) -> _Children:  # fmt: skip
-    """The `branch` most likely children of each node of a level."""
+    """Return the `branch` most likely children of each node of a level."""
     logits_BQv = only_allowed(net_steps.head(hidden_BQD), cycle_input, partial_tree, net_steps.draft_ids_v)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
@@ -309,7 +309,7 @@ def _kept(
     value_BX: Tensor,
     parent_BX: Tensor,
 ) -> Draft:
-    """The tree of the drafted nodes with indices `selected_BM`.
+    """Return the tree of the drafted nodes with indices `selected_BM`.
 
     With each node its parent is kept too: its value is at least the child's, and it was drafted earlier.
     """

@@ -63,7 +63,7 @@ class RankTree:
         self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)
 
     def draft(self, cycle_input: CycleInput, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
-        """The tree below the roots with these tokens, which must differ among siblings, and their log q."""
+        """Return the tree below the roots with these tokens, which must differ among siblings, and their log q."""
         tree = Tree.build(self.parents_N.expand(len(cycle_input.tokens_B), -1), self.depth)
         tokens_BN = torch.cat([cycle_input.tokens_B[:, None], tokens_BM], dim=1)
         return Draft(tree, tokens_BN, F.pad(score_BM, (1, 0)))
@@ -108,7 +108,7 @@ class HeadsTree:
 def best_children(
     logits_BQV: Tensor, cycle_input: CycleInput, noise: str, level_Q: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The best children of Q nodes, best first, [B, Q, count]: their tokens, which differ, and log q.
+    """Return the best children of Q nodes, best first, [B, Q, count]: their tokens, which differ, and log q.
 
     With coupled noise they are ranked by log q + the noise that the target adds at their positions,
     and q is processed by the row's own Sampling like p, with the row's tokens up to the root as its

@@ -65,7 +65,7 @@ class Session(DraftSession):
         self.match_BM = torch.empty(0)
 
     def truncate(self, row: int, length: int) -> int:
-        """The number of tokens that both sessions still know; each may know less than it is asked to keep."""
+        """Return the number of tokens that both sessions still know; each may know less than it is asked to keep."""
         first = self.first.truncate(row, length)
         kept = self.second.truncate(row, first)
         if kept < first and self.first.truncate(row, kept) < kept:
@@ -138,7 +138,7 @@ def _renumber(match_BN: Tensor, nodes: int, others: int) -> Tensor:
 
 
 def _with_others(seen: Draft, draft: Draft, number_BX: Tensor) -> Draft:
-    """The two merged trees as the second session sees them, and the nodes of `draft` that neither
+    """Return the two merged trees as the second session sees them, and the nodes of `draft` that neither
     session has drafted."""
     both = seen.tree.nodes
     if draft.tree.nodes == both:
@@ -155,7 +155,7 @@ def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:
 
 
 def _take(features: Tensor, columns: Sequence[int] | None, width: int) -> Tensor:
-    """The features of some of the concatenated layers, each `width` wide; None: of all of them."""
+    """Return the features of some of the concatenated layers, each `width` wide; None: of all of them."""
     if columns is None:
         return features
     return torch.cat([features[..., :0], *(features[..., i * width : (i + 1) * width] for i in columns)], dim=-1)

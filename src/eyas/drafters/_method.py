@@ -108,14 +108,14 @@ class DraftMethod(Drafter):
         return cls.random(target, options, seed)
 
     def weights(self) -> Weights:
-        """The weights and configuration to save as a checkpoint."""
+        """Return the weights and configuration to save as a checkpoint."""
         raise NotImplementedError(f"{type(self).__module__} has no weights to save")
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The training loss of a batch. `generator`, on the CPU, is the only source of
+        """Return the training loss of a batch. `generator`, on the CPU, is the only source of
         randomness."""
         raise NotImplementedError(f"{type(self).__module__} cannot be trained")
 
     def chain(self, depth: int) -> DraftMethod:
-        """The same net, drafting chains of `depth` tokens: for measuring n-alpha."""
+        """Return the same net, drafting chains of `depth` tokens: for measuring n-alpha."""
         raise NotImplementedError(f"{type(self).__module__} drafts no chains")

@@ -42,11 +42,11 @@ class LlamaNet(nn.Module):
         self.layer = DecoderLayer(shape)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features after the final norm [..., D], unchanged."""
+        """Return the target's features after the final norm [..., D], unchanged."""
         return features
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """The input of the layer [..., D]."""
+        """Return the input of the layer [..., D]."""
         joined: Tensor = self.fc(join_normed(self.embed_norm, embeddings, self.hidden_norm, hidden))
         return joined
 
@@ -63,7 +63,7 @@ class LlamaNet(nn.Module):
 
 
 def llama_net(net: Net) -> LlamaNet | None:
-    """The same module by eyas' own layer, with copies of its weights; None for one whose layer
+    """Return the same module by eyas' own layer, with copies of its weights; None for one whose layer
     computes something else."""
     module: Any = net.module
     config = net.config

@@ -67,7 +67,7 @@ class Net(nn.Module):
         self.kind = kinds[0] if kinds else FULL
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features after the final norm [..., D], unchanged."""
+        """Return the target's features after the final norm [..., D], unchanged."""
         return features
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> None:
@@ -86,7 +86,7 @@ class Net(nn.Module):
     def training_time_test(
         self, features_ND: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int
     ) -> list[Tensor]:
-        """The output [M, D] at the slots `rows_M` after each step of the training-time test
+        """Return the output [M, D] at the slots `rows_M` after each step of the training-time test
         (EAGLE-3, section 3.2).
 
         Step 0 reads the target's features; step i reads the output of step i - 1 at its slot, and
@@ -110,7 +110,7 @@ class Net(nn.Module):
     def _document_steps(
         self, features_ND: Tensor, embed: Callable[[Tensor], Tensor], rows_m: Tensor, begin: int, steps: int
     ) -> list[Tensor]:
-        """The outputs [m, D] of `training_time_test` for the document that begins at a packed token."""
+        """Return the outputs [m, D] of `training_time_test` for the document that begins at a packed token."""
         end, last = int(rows_m[-1]) + 1, len(features_ND) - 1
         index_T, cache = torch.arange(begin, end, device=rows_m.device), DynamicCache()
         position_m = rows_m - begin
@@ -130,7 +130,7 @@ class Net(nn.Module):
         return outputs
 
     def layout(self, dtype: torch.dtype, device: torch.device) -> Layout:
-        """The sizes that the module's layer caches, found by running it on one pair of zeros."""
+        """Return the sizes that the module's layer caches, found by running it on one pair of zeros."""
         cache, zeros_11D = DynamicCache(), torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=device)
         with torch.no_grad():
             self._run(zeros_11D, zeros_11D, torch.zeros(1, 1, dtype=torch.long, device=device), cache, None)
@@ -156,7 +156,7 @@ class Net(nn.Module):
         return output if self.shared_norm is None else self.shared_norm(output)
 
     def _mask(self, allowed_R1NW: Tensor, key_position_W: Tensor, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
-        """The additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is
+        """Return the additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is
         never as deep as a window."""
         window = getattr(self.config, "sliding_window", None) if self.kind == SLIDING else None
         if window is not None:
@@ -232,7 +232,7 @@ def new_net(target: Target, seed: int) -> Net:
 
 
 def load_net(target: Target, folder: str | Path) -> Net:
-    """The first MTP module in the target's checkpoint.
+    """Return the first MTP module in the target's checkpoint.
 
     Raises:
         CheckpointError: the checkpoint has no MTP weights, or they do not fit the target.
@@ -251,7 +251,7 @@ def load_net(target: Target, folder: str | Path) -> Net:
 
 
 def _twin(target: Target, folder: str) -> Any:
-    """The target's model with a configuration of its own that names its MTP modules; the model
+    """Return the target's model with a configuration of its own that names its MTP modules; the model
     itself is not changed.
 
     Published configurations of some families (Qwen3-Next, Qwen3.5) have other names for what

@@ -51,7 +51,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def random_net(make: Callable[[], NetT], target: Target, seed: int) -> NetT:
-    """The net that `make` returns, with random matrices, on the target's device."""
+    """Return the net that `make` returns, with random matrices, on the target's device."""
     with seeded(seed, target.device):
         net = make()
         init_matrices(net)
@@ -69,7 +69,7 @@ def init_matrices(net: nn.Module) -> None:
 
 
 def final_scale(target: Target) -> Tensor:
-    """The scale [D] of the target's final norm; ones if that fails."""
+    """Return the scale [D] of the target's final norm; ones if that fails."""
     norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
     ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
     scale = norm_scale(norms[-1], ones).to(target.device) if norms and target.hidden_size % 2 == 0 else ones
@@ -77,7 +77,7 @@ def final_scale(target: Target) -> Tensor:
 
 
 def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
-    """The factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a
+    """Return the factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a
     norm without weights leaves as it is."""
     signs_D = ones_D - 2 * (torch.arange(len(ones_D), device=ones_D.device) % 2)  # mean 0, mean square 1
     scale_1D: Tensor = norm(signs_D[None])
@@ -85,7 +85,7 @@ def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
 
 
 def placed(net: NetT, target: Target) -> NetT:
-    """The net on the target's device, in its dtype, for inference."""
+    """Return the net on the target's device, in its dtype, for inference."""
     return net.to(device=target.device, dtype=target.dtype).eval()
 
 
@@ -115,14 +115,14 @@ def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[
 
 
 def target_sizes(target: Target) -> dict[str, tuple[str, int]]:
-    """The `sizes` of `check_head` for a head of the target's width and vocabulary."""
+    """Return the `sizes` of `check_head` for a head of the target's width and vocabulary."""
     return {"hidden_size": ("hidden size", target.hidden_size), "vocab_size": ("vocabulary", target.vocab_size)}
 
 
 def load_head(
     net: NetT, weights: Weights, target: Target, others: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[NetT, Tensor | None]:
-    """The net with the tensors of a checkpoint, and the head's embedding table [V, D], which a
+    """Return the net with the tensors of a checkpoint, and the head's embedding table [V, D], which a
     checkpoint may have; None where it has none, or the target's. As `load_tensors` otherwise."""
     shapes = {EMBEDDING: (target.vocab_size, weights.config["hidden_size"]), **(others or {})}
     return load_tensors(net, weights, target, shapes, frozenset({EMBEDDING})), _own_embedding(weights, target)
@@ -135,7 +135,7 @@ def load_tensors(
     others: Mapping[str, tuple[int, ...]] | None = None,
     optional: frozenset[str] = frozenset(),
 ) -> NetT:
-    """The net with the tensors of a checkpoint, on the target's device.
+    """Return the net with the tensors of a checkpoint, on the target's device.
 
     Args:
         others: names and shapes of tensors in the checkpoint that are not the net's; those in
@@ -180,7 +180,7 @@ def saved_head(
 
 
 def _own_embedding(weights: Weights, target: Target) -> Tensor | None:
-    """The head's embedding table [V, D], unless it is the target's up to the rounding of storage."""
+    """Return the head's embedding table [V, D], unless it is the target's up to the rounding of storage."""
     table = weights.tensors.get(EMBEDDING)
     if table is None:
         return None
@@ -195,12 +195,12 @@ def _own_embedding(weights: Weights, target: Target) -> Tensor | None:
 
 
 def layer_shape(config: Mapping[str, Any]) -> LayerShape:
-    """The sizes of the decoder layer that a checkpoint's config describes."""
+    """Return the sizes of the decoder layer that a checkpoint's config describes."""
     return LayerShape(**{name: config[name] for name in LAYER_KEYS if name in config})
 
 
 def layer_numbers(layers: str | Sequence[int], target: Target) -> tuple[int, ...]:
-    """The layers of the target that a head fuses, from `head.layers` or a checkpoint. OptionError
+    """Return the layers of the target that a head fuses, from `head.layers` or a checkpoint. OptionError
     unless they are rising numbers of hidden_states before the final norm."""
     L = target.num_layers
     try:
@@ -213,7 +213,7 @@ def layer_numbers(layers: str | Sequence[int], target: Target) -> tuple[int, ...
 
 
 def layer_config(shape: LayerShape) -> dict[str, Any]:
-    """The entries of a checkpoint's config that describe this layer."""
+    """Return the entries of a checkpoint's config that describe this layer."""
     return {name: getattr(shape, name) for name in LAYER_KEYS}
 
 

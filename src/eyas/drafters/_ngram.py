@@ -53,7 +53,7 @@ class MatchRates:
         self._hits[place] += hit
 
     def chance(self, length: int) -> float:
-        """The estimated chance that a match of this length is right; never 0 or 1."""
+        """Return the estimated chance that a match of this length is right; never 0 or 1."""
         place = min(length, LONGEST)
         assumed = place / (place + PRIOR_LENGTH)
         return (self._hits[place] + PRIOR * assumed) / (self._counts[place] + PRIOR)
@@ -178,7 +178,7 @@ class TextSession(DraftSession):
 
 
 def _best_first(guesses: Sequence[Guess], limit: int | None) -> tuple[list[Guess], list[float]]:
-    """The guesses, the most probable from the root on first, and these probabilities; at most `limit`."""
+    """Return the guesses, the most probable from the root on first, and these probabilities; at most `limit`."""
     chances = [1.0]
     for guess in guesses:
         chances.append(chances[guess.parent] * math.exp(guess.logp))

@@ -72,13 +72,13 @@ class Predictions:
         return cls(rows_M, step_K, row_K, position_N[goal_NI[rows_M[row_K], step_K]], before_U)
 
     def target_logits(self, features_NF: Tensor, target: Target) -> Callable[[slice], Tensor]:
-        """The function from a slice of the target positions to the target's logits there. The
+        """Return the function from a slice of the target positions to the target's logits there. The
         target's final features are the last ones of `features_NF`."""
         final_ND = features_NF[:, -target.hidden_size :]
         return lambda positions: target.head(final_ND[self.before_U[positions]].to(target.dtype))
 
     def figures(self, losses: DraftLosses, steps: int) -> dict[str, Tensor]:
-        """How often the first and the last step are right, and their overlap, summed."""
+        """Return how often the first and the last step are right, and their overlap, summed."""
         sums = {}
         for step in dict.fromkeys((0, steps - 1)):
             suffix, is_here_K = f" at step {step + 1}" if step else "", self.step_K == step

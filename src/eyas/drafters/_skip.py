@@ -85,7 +85,7 @@ def parse_parts(text: str, layers: int) -> frozenset[Part]:
 
 
 def format_parts(parts: Iterable[Part]) -> str:
-    """The text that `parse_parts` reads."""
+    """Return the text that `parse_parts` reads."""
     kinds: dict[int, str] = {}
     for layer, kind in sorted(parts):
         kinds[layer] = kinds.get(layer, "") + kind
@@ -96,7 +96,7 @@ def format_parts(parts: Iterable[Part]) -> str:
 
 
 def without(target: Target, skipped: frozenset[Part]) -> Target:
-    """The target with parts left out: the same modules in new containers. ModelError where a part
+    """Return the target with parts left out: the same modules in new containers. ModelError where a part
     cannot be told."""
     model, layers = target.model, target.family.layers
     text: Any = model.config.get_text_config(decoder=True)
@@ -188,7 +188,7 @@ def _layer(layer: nn.Module, number: int, parts: Sequence[Part], output_kinds: d
 
 
 def _name_of(layer: nn.Module, kind: str) -> str:
-    """The name of a layer's attention or MLP."""
+    """Return the name of a layer's attention or MLP."""
     names = [name for name, child in layer.named_children() if CLASSES[kind].search(type(child).__name__)]
     if len(names) != 1:
         what = {ATTENTION: "attention", MLP: "MLP"}[kind]
@@ -261,7 +261,7 @@ def own_text(target: Target, rows: int = TEXT_ROWS, length: int = TEXT_LENGTH, s
 
 @torch.inference_mode()
 def search(target: Target, tokens_RT: Tensor) -> Found:
-    """The parts to leave out, and how many tokens to draft then.
+    """Return the parts to leave out, and how many tokens to draft then.
 
     Args:
         tokens_RT: int64; text like that which will be decoded; `own_text` where there is none.
@@ -293,7 +293,7 @@ def search(target: Target, tokens_RT: Tensor) -> Found:
 
 
 def _distribution(target: Target, tokens_RT: Tensor) -> Tensor:
-    """The target's distribution after every token, [R * T, V]."""
+    """Return the target's distribution after every token, [R * T, V]."""
     return target.head(target.encode(tokens_RT, (target.num_layers,))).float().softmax(-1).flatten(0, 1)
 
 
@@ -302,7 +302,7 @@ def _num_weights(module: nn.Module) -> int:
 
 
 def _sizes(target: Target) -> dict[Part, int]:
-    """How many weights every part has."""
+    """Return how many weights every part has."""
     layers, found = target.family.layers, dict[Part, int]()
     for k, layer in enumerate(layers):
         for kind in CLASSES:

@@ -78,7 +78,7 @@ class StaticTree:
         check_choice("tree.noise", self.noise, NOISES)
 
     def resolve(self) -> Choices:
-        """The paths of the tree; OptionError when the name, the file or the tree is bad."""
+        """Return the paths of the tree; OptionError when the name, the file or the tree is bad."""
         if not isinstance(self.choices, str):
             return check_choices(self.choices)
         name, _, depth = self.choices.partition("-")
@@ -228,7 +228,7 @@ class Method(EagleMethod):
     # --- drafting
 
     def net_inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """The net's `hidden` input for tokens [...] whose features [..., D] come from the target."""
+        """Return the net's `hidden` input for tokens [...] whose features [..., D] come from the target."""
         return (
             torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1)
             if self.net.inputs == "unshifted"
@@ -291,7 +291,7 @@ class Method(EagleMethod):
         return Loss(feature_loss + 0.1 * token_loss, torch.tensor(len(rows_M), device=tokens_N.device), sums)
 
     def _training_noise(self, batch: Batch, generator: torch.Generator | None) -> Tensor:
-        """The noise to add to the features, [N, D]; a scalar zero in evaluation, or with `noise` none."""
+        """Return the noise to add to the features, [N, D]; a scalar zero in evaluation, or with `noise` none."""
         device = batch.features_NF.device
         if self.options.noise == "none" or not self.net.training:
             return torch.zeros((), dtype=self.dtype, device=device)

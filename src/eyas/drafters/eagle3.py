@@ -288,7 +288,7 @@ class Method(DynamicEagle):
     def hidden_by_step(
         self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int
     ) -> list[Tensor]:
-        """The hidden [M, D] at the slots `rows_M` from which each step predicts; `documents` and
+        """Return the hidden [M, D] at the slots `rows_M` from which each step predicts; `documents` and
         the rest as in the net's method."""
         embed = self.packed_embeddings(batch)
         return self.net.training_time_test(
@@ -296,11 +296,11 @@ class Method(DynamicEagle):
         )
 
     def packed_embeddings(self, batch: Batch) -> Callable[[Tensor], Tensor]:
-        """The function from indices of packed tokens [M] to their embeddings [M, D]."""
+        """Return the function from indices of packed tokens [M] to their embeddings [M, D]."""
         return lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The objective, by default the cross-entropy with the target's distribution over the draft
+        """Return the objective, by default the cross-entropy with the target's distribution over the draft
         vocabulary, summed over the steps of the training-time test (section 3.2).
 
         Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own
@@ -363,7 +363,7 @@ def _default_layers(target: Target) -> tuple[int, ...] | None:
 
 
 def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
-    """The layers that a checkpoint names, or the paper's. CheckpointError or FitError if the target
+    """Return the layers that a checkpoint names, or the paper's. CheckpointError or FitError if the target
     does not have them."""
     layers, L = weights.config["feature_layers"], target.num_layers
     if max(layers or (0,)) >= L:

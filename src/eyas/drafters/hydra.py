@@ -135,7 +135,7 @@ class Net(nn.Module):
         self.prefix.attention.store(self.prefix.input_norm(hidden_RND), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
-        """The layer's output [R, N, D]."""
+        """Return the layer's output [R, N, D]."""
         prefix = self.prefix
         assert prefix is not None
         return prefix.norm(prefix.decode(prefix.input_norm(hidden_RND), hidden_RND, position_RN, cache))  # type: ignore[no-any-return]
@@ -281,7 +281,7 @@ class Method(EagleMethod):
         return self.grow_below(net_steps.hidden_BD, cycle_input)
 
     def grow_below(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
-        """The tree below the roots. A node's head reads what its parent's read, and the node's own
+        """Return the tree below the roots. A node's head reads what its parent's read, and the node's own
         embedding."""
 
         def extend(hidden_BQW: Tensor, tokens_BQ: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class Method(EagleMethod):
 
 
 def _base_shape(weights: Weights, target: Target) -> LayerShape:
-    """The prefix layer of a published head has its base model's shape: LLaMA's, with plain RoPE."""
+    """Return the prefix layer of a published head has its base model's shape: LLaMA's, with plain RoPE."""
     shape = target_layer_shape(target)
     if weights.config["arch"] != "prefix-mlp":
         return shape

@@ -105,7 +105,7 @@ class Pool:
             del known[next(iter(known))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """The rests of the n-grams that begin with the token, the newest first."""
+        """Return the rests of the n-grams that begin with the token, the newest first."""
         return list(reversed(self._after.get(token, {})))
 
 

@@ -85,7 +85,7 @@ class HeadTreeOptions(StaticTree):
         check_choice("tree.noise", self.noise, NOISES)
 
     def dynamic(self, depth: int) -> DynamicTree | None:
-        """The options of a dynamic tree; None for a static tree."""
+        """Return the options of a dynamic tree; None for a static tree."""
         return (
             DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH, noise=self.noise)
             if self.choices == "dynamic"
@@ -93,7 +93,7 @@ class HeadTreeOptions(StaticTree):
         )
 
     def for_heads(self, heads: int, vocab_size: int) -> Choices:
-        """The paths of a static tree; OptionError when it is deeper or wider than heads and
+        """Return the paths of a static tree; OptionError when it is deeper or wider than heads and
         vocabulary allow."""
         if self.choices == "reference":
             return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
@@ -158,7 +158,7 @@ class Net(nn.Module):
         )
 
     def forward(self, features: Tensor, k: int) -> Tensor:
-        """The target's final features [..., D] -> what head k's lm_head reads [..., D]."""
+        """Return the target's final features [..., D] -> what head k's lm_head reads [..., D]."""
         hidden: Tensor = self.blocks[k](features)
         return hidden
 
@@ -263,7 +263,7 @@ class Method(DraftMethod):
         return torch.stack([net.lm_head[k](hidden_BKD[:, k]) for k in range(heads)], dim=1)
 
     def grow(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
-        """The tree below the roots: at level k, the best tokens of head k."""
+        """Return the tree below the roots: at level k, the best tokens of head k."""
         static, logits_BKV = self.tree.static, self.logits(feature_BD, self.tree.depth)
         if static is None:
             assert self.tree.dynamic is not None

@@ -129,7 +129,7 @@ class Method(DynamicEagle):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """The module of the target's checkpoint; a new one where it has none."""
+        """Return the module of the target's checkpoint; a new one where it has none."""
         try:
             net, start = load_net(target, _own_checkpoint(target)), "the module in the target's checkpoint"
         except CheckpointError:
@@ -173,7 +173,7 @@ class Method(DynamicEagle):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """The objective, by default the cross-entropy with the target's distribution, summed over
+        """Return the objective, by default the cross-entropy with the target's distribution, summed over
         the steps of the training-time test (EAGLE-3, section 3.2). The target's own lm_head reads
         the module's outputs, and does not learn.
 
@@ -194,7 +194,7 @@ class Method(DynamicEagle):
 
 
 def _own_checkpoint(target: Target) -> str:
-    """The name of the checkpoint that the target was loaded from; CheckpointError if there is none."""
+    """Return the name of the checkpoint that the target was loaded from; CheckpointError if there is none."""
     name = getattr(target.model.config, "name_or_path", "")
     if not name or name == "None":  # transformers' word for a model that is made from tensors
         raise CheckpointError(
@@ -204,7 +204,7 @@ def _own_checkpoint(target: Target) -> str:
 
 
 def _is_trained_head(source: str | Path) -> bool:
-    """Whether the config.json there is that of a module which eyas trained. A checkpoint's weights
+    """Return whether the config.json there is that of a module which eyas trained. A checkpoint's weights
     are not fetched for that."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)

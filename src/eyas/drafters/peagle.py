@@ -174,7 +174,7 @@ class ParallelSession(EagleSession):
     drafter: Method
 
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
-        """The functions that grow the tree of this cycle from the distributions of its levels."""
+        """Return the functions that grow the tree of this cycle from the distributions of its levels."""
         levels: int = self.drafter.options.tree.depth
         if cycle_input.tree_size is not None:
             levels = min(levels, cycle_input.tree_size.depth)

@@ -69,7 +69,7 @@ class NgramIndex(Index):
         self.places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def _newest(self) -> list[tuple[int, ...]]:
-        """The n-grams that end with the text, the longest first."""
+        """Return the n-grams that end with the text, the longest first."""
         lengths = range(min(self.options.longest, len(self.tokens)), self.options.shortest - 1, -1)
         return [tuple(self.tokens[-n:]) for n in lengths]
 
@@ -82,7 +82,7 @@ class NgramIndex(Index):
             self.places[ngram].append(len(self.tokens))
 
     def _matches(self) -> tuple[int, list[int]]:
-        """The length of the longest match, and the places after it that are picked."""
+        """Return the length of the longest match, and the places after it that are picked."""
         for ngram in self._newest():
             if len(places := self.places[ngram]) > 1:
                 end, most = len(places) - 1, self.options.matches  # the last place is the end of the text

@@ -72,7 +72,7 @@ class Options:
 
 
 def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[Guess]:
-    """The `most` heaviest nodes of the trie of these rows, which are sorted; at equal weight the
+    """Return the `most` heaviest nodes of the trie of these rows, which are sorted; at equal weight the
     shallower one, then the first.
 
     In sorted rows a node is a run of rows that agree up to its depth, so a node begins where a row

@@ -100,7 +100,7 @@ class Method(small_model.Method):
 
 
 def remembered_search(target: Target) -> Found:
-    """The result of `search` on the target's own text, computed once per target and kept in the
+    """Return the result of `search` on the target's own text, computed once per target and kept in the
     user's cache folder."""
     key = hashlib.sha256(f"{fingerprint(target)} {SEARCHED}".encode()).hexdigest()[:16]
     path = user_cache() / f"skip-{key}.json"

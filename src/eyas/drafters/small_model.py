@@ -113,7 +113,7 @@ class DraftOptions:
             raise OptionError("tree.choices says how deep its tree is: leave depth out")
 
     def dynamic_tree(self) -> DynamicTree | None:
-        """The dynamic tree; None without `dynamic.nodes`. OptionError for bad numbers."""
+        """Return the dynamic tree; None without `dynamic.nodes`. OptionError for bad numbers."""
         dynamic = self.dynamic
         return (
             None
@@ -122,7 +122,7 @@ class DraftOptions:
         )
 
     def choices(self) -> Choices:
-        """The static tree; OptionError when it is bad."""
+        """Return the static tree; OptionError when it is bad."""
         return chain_choices(self.depth or DEPTH) if self.tree.choices == "chain" else self.tree.resolve()
 
 
@@ -203,7 +203,7 @@ class Method(DraftMethod):
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """The model in that folder or hub repository, as it was published, on the target's device
+        """Return the model in that folder or hub repository, as it was published, on the target's device
         and in its dtype.
 
         Several, separated by commas, draft side by side, and their trees are merged (SpecInfer,
@@ -232,7 +232,7 @@ class Method(DraftMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """The model of a checkpoint that was read already; CheckpointError unless all tensors and
+        """Return the model of a checkpoint that was read already; CheckpointError unless all tensors and
         no others are there."""
         if weights is None:
             raise CheckpointError(NO_DRAFT_MODEL)
@@ -257,7 +257,7 @@ class Method(DraftMethod):
         return cls(target, options, Target(_small_llama(target, options.net, seed)))
 
     def weights(self) -> Weights:
-        """The model in Hugging Face's own layout; tied weights once."""
+        """Return the model in Hugging Face's own layout; tied weights once."""
         model = self.draft_model.model
         written, tensors = set[int](), {}
         for name, value in model.state_dict().items():
@@ -453,7 +453,7 @@ def check_vocabulary(draft: Target, target: Target) -> None:
 
 
 def _vocabulary(model: Target, local: bool) -> dict[int, str] | None:
-    """The tokens of a model's tokenizer by id; None without a tokenizer.
+    """Return the tokens of a model's tokenizer by id; None without a tokenizer.
 
     local: do not fetch one from the hub.
     """

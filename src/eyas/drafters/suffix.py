@@ -147,7 +147,7 @@ class SuffixAutomaton(Index):
             self.rates.count(self.length[match], token in self.next[match])
 
     def guesses(self, least: float = 0.0) -> list[Guess]:
-        """The most probable continuations, the best first, as many as the tree holds."""
+        """Return the most probable continuations, the best first, as many as the tree holds."""
         start, guesses, depths, number = self.link[self.last], list[Guess](), [0], count()
         most = -math.log(least) if least > 0 else math.inf
         waiting = list[tuple[float, int, _Match | _Child]]()  # cost; of equals the older
@@ -171,7 +171,7 @@ class SuffixAutomaton(Index):
         return guesses
 
     def _open(self, match: _Match) -> list[_Match | _Child]:
-        """The match's continuations, the most frequent first (of equals the latest), then the next
+        """Return the match's continuations, the most frequent first (of equals the latest), then the next
         shorter match."""
         following, state, length = self.next[match.state], match.state, match.length
         fresh = [

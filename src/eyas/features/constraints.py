@@ -60,7 +60,7 @@ class GuardedConstraint:
 
 
 def tree_mask(constraint: GuardedConstraint, nodes: RowNodes) -> tuple[Tensor, dict[int, EyasError]]:
-    """The tokens that the constraint allows after each node of a row's tree, bool [N, V] on the CPU;
+    """Return the tokens that the constraint allows after each node of a row's tree, bool [N, V] on the CPU;
     and the nodes at which it fails.
 
     The constraint sees only nodes at which plain decoding could stand (`TextEnd.open_nodes`). After

@@ -112,7 +112,7 @@ class _RowGuidance(RowFeature):
 def make_custom(
     processors: Sequence[Processor], tokens: Sequence[int], greedy: bool, mask_1V: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """The argument `custom` of `apply_sampling` for one prefix: a function, scores [1, V] -> scores
+    """Return the argument `custom` of `apply_sampling` for one prefix: a function, scores [1, V] -> scores
     [1, V], that applies the constraint's mask and the processors.
 
     Raises:

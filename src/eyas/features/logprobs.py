@@ -84,7 +84,7 @@ class _RowLogprobs(RowFeature):
 
 
 def to_token_logprobs(table: Iterable[Sequence[float]], tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """The TokenLogprobs of these tokens, each with the `count` most probable tokens, from rows of
+    """Return the TokenLogprobs of these tokens, each with the `count` most probable tokens, from rows of
     `core.logprobs.path_logprobs`."""
     entries = []
     for token, (logprob, *rest) in zip(tokens, table, strict=False):

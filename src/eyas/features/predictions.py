@@ -122,7 +122,7 @@ class Prediction:
             self.matched = 0
 
     def _common_end(self, index: int) -> int:
-        """How many tokens before `index` of the prediction are the end of the answer."""
+        """Return how many tokens before `index` of the prediction are the end of the answer."""
         length, most = 0, min(index, len(self._answer))
         while length < most and self.text[index - 1 - length] == self._answer[-1 - length]:
             length += 1

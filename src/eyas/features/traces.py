@@ -90,7 +90,7 @@ class _RowLogits(RowFeature):
 
 
 def trace_of(draft: Draft, row: int, scores_NV: Tensor, path: Sequence[int], bonus: int, finish: str | None) -> Trace:
-    """The trace of a row of a verified draft.
+    """Return the trace of a row of a verified draft.
 
     Args:
         scores_NV: the target's scores; their softmax is p.

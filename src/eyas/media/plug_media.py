@@ -27,7 +27,7 @@ def media_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> MediaIds:
-    """The prompt that the target's processor makes of messages, by its chat template.
+    """Return the prompt that the target's processor makes of messages, by its chat template.
 
     Args:
         model: the target's. Its processor is the one in its folder, or at its hub id.

@@ -97,11 +97,11 @@ class DraftKVCache(KVCache):
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
     def draft_layer(self, number: int) -> DraftKVCache | OneLayer:
-        """The cache of one layer of the net for the next forward."""
+        """Return the cache of one layer of the net for the next forward."""
         return OneLayer(self, number) if number else self
 
     def compiled_layer_view(self, number: int = 0) -> DraftLayerCache:
-        """The cache of one layer for the next forward of a compiled net."""
+        """Return the cache of one layer for the next forward of a compiled net."""
         unrotated = None if self.window is None else self.layer_view(self.net_layers + number)
         return DraftLayerCache(self.layer_view(number), unrotated, self._length_R, self._visible_RNT)
 
@@ -111,14 +111,14 @@ class DraftKVCache(KVCache):
         return slot_mask(self._length_R, self._visible_RNT, self.width)[:, None]
 
     def cpu_kernel_view(self, number: int = 0) -> CacheContents | None:
-        """The tensors of one layer for kernels, which store keys and values themselves; None with a
+        """Return the tensors of one layer for kernels, which store keys and values themselves; None with a
         window, which they do not support."""
         if self.window is not None:
             return None
         return CacheContents(self._length_R, self._visible_RNT, self.tensor[2 * number : 2 * number + 2], self._rows)
 
     def gpu_kernel_view(self, number: int = 0) -> DraftSlots:
-        """The tensors of one layer for the GPU kernels."""
+        """Return the tensors of one layer for the GPU kernels."""
         unrotated = None if self.window is None else self.keys_values(self.net_layers + number)[0]
         return DraftSlots(self._length_R, self._visible_RNT, *self.keys_values(number), unrotated)
 

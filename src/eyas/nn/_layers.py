@@ -93,12 +93,12 @@ class DraftCache(Protocol):
         ...
 
     def cpu_kernel_view(self) -> CacheContents | None:
-        """The cache's tensors for the CPU kernels, which store keys and values themselves; None for
+        """Return the cache's tensors for the CPU kernels, which store keys and values themselves; None for
         a cache that they cannot use."""
         ...
 
     def gpu_kernel_view(self) -> DraftSlots | None:
-        """The cache's tensors for the GPU kernels; None for a cache that they cannot use."""
+        """Return the cache's tensors for the GPU kernels; None for a cache that they cannot use."""
         ...
 
     def store(self, key_RKNh: Tensor, value_RKNh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> KeysValues:
@@ -217,7 +217,7 @@ class Attention(nn.Module):
         self._frequency: Tensor | None = None
 
     def frequency(self, device: torch.device) -> Tensor:
-        """The RoPE frequencies, float32: no parameter or buffer, so that no cast of the module
+        """Return the RoPE frequencies, float32: no parameter or buffer, so that no cast of the module
         changes them."""
         if self._frequency is None or self._frequency.device != device:
             self._frequency = rope_frequencies(self.shape, device)
@@ -279,7 +279,7 @@ class KernelLayer(Protocol):
     def __call__(
         self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
     ) -> Tensor | None:
-        """The layer's output [R, N, D]; None for a cache that the kernels cannot use."""
+        """Return the layer's output [R, N, D]; None for a cache that the kernels cannot use."""
         ...
 
 
@@ -294,7 +294,7 @@ class DecoderLayer(nn.Module):
         self.fused: KernelLayer | None = None  # kernels that compute the layer
 
     def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
-        """The layer's output [R, N, D] for the next nodes of the cache.
+        """Return the layer's output [R, N, D] for the next nodes of the cache.
 
         Args:
             input_RNX: the input of attention.

@@ -134,7 +134,7 @@ def flex_packed_attention(
     later_IMKh: tuple[Tensor, Tensor] | None,
     flex: Callable[..., Any],
 ) -> Tensor:
-    """The same by FlexAttention: its output over the step-0 keys and the later values, weighted by
+    """Return the same by FlexAttention: its output over the step-0 keys and the later values, weighted by
     their shares of the softmax."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_MHh, key_NKh, value_NKh))
     out_1HMh, aux = flex(

@@ -50,7 +50,7 @@ def with_fastest_runner(
     activations: str = "exact",
     draft_weights: str = "exact",
 ) -> Target:
-    """The target with its fastest runner.
+    """Return the target with its fastest runner.
 
     Args:
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA graphs
@@ -144,7 +144,7 @@ def _warn_of_caveats(target: Target) -> None:
 
 
 def _with_cycle_kernels(target: Target) -> Target:
-    """The model's own forward; draws, paths and commits by compiled kernels where there are any for
+    """Return the model's own forward; draws, paths and commits by compiled kernels where there are any for
     its device."""
     if target.device.type != "cpu" or not available():
         return target
@@ -152,7 +152,7 @@ def _with_cycle_kernels(target: Target) -> Target:
 
 
 def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
-    """The target by CUDA graphs, once its kernels and a graph have given the numbers of the model's
+    """Return the target by CUDA graphs, once its kernels and a graph have given the numbers of the model's
     own forward; else as it is."""
     if reason := target.own_forward_only("graphs") or _growing_rope(target):
         if kernels != "auto":
@@ -172,7 +172,7 @@ def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
 
 
 def _ops_for(device: torch.device) -> Ops:
-    """The operations of a cycle by GPU kernels, if all of them give on this device what torch does;
+    """Return the operations of a cycle by GPU kernels, if all of them give on this device what torch does;
     else in torch."""
     if not has_gpu_kernels(device):
         return TORCH

@@ -55,13 +55,13 @@ class CpuLayer:
 
     @staticmethod
     def suits(shape: LayerShape) -> bool:
-        """Whether the kernels support these sizes."""
+        """Return whether the kernels support these sizes."""
         return shape.head_dim in kernels.HEAD_DIMS and not (shape.hidden_size % 32 or shape.intermediate_size % 32)
 
     def __call__(
         self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
     ) -> Tensor | None:
-        """The layer's output; None for a cache that the kernels cannot use."""
+        """Return the layer's output; None for a cache that the kernels cannot use."""
         contents = cache.cpu_kernel_view()
         if contents is None:
             return None
@@ -70,7 +70,7 @@ class CpuLayer:
         return x_RND
 
     def attention_pass(self, contents: CacheContents, position_RN: Tensor, width: int) -> Pass:
-        """The kernels' input for attention, and for storing keys and values.
+        """Return the kernels' input for attention, and for storing keys and values.
 
         Args:
             width: upper bound of the slots in use, those of the new nodes included.

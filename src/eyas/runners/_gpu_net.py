@@ -53,7 +53,7 @@ class GpuLayer:
     def __call__(
         self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
     ) -> Tensor | None:
-        """The layer's output [R, N, D]; None for a cache that does not show its slots."""
+        """Return the layer's output [R, N, D]; None for a cache that does not show its slots."""
         if (slots := cache.gpu_kernel_view()) is None:
             return None
         N, T, h = position_RN.shape[1], slots.visible_RNT.shape[2], self.shape.head_dim

@@ -19,5 +19,5 @@ def layer_windows(target: Target) -> list[int]:
 
 
 def norm_eps(norm: Any) -> float:
-    """The epsilon of an RMS norm."""
+    """Return the epsilon of an RMS norm."""
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))

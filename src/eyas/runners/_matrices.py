@@ -61,7 +61,7 @@ class JoinedFp8Linears:
 
     @staticmethod
     def suits(linears: Sequence[nn.Linear]) -> bool:
-        """Whether all sizes are multiples of 16."""
+        """Return whether all sizes are multiples of 16."""
         return not any(linear.in_features % 16 or linear.out_features % 16 for linear in linears)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -57,7 +57,7 @@ class CompiledLayers:
 
 
 def _number(layer: nn.Module, place: int) -> int:
-    """The index of the layer in the cache: its `layer_idx`, which is not its place where other
+    """Return the index of the layer in the cache: its `layer_idx`, which is not its place where other
     layers are left out; else its place."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     return next((number for number in numbers if isinstance(number, int)), place)

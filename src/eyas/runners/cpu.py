@@ -44,7 +44,7 @@ TOLERANCE = 1e-4  # relative to the largest logit; another order of summation ch
 
 
 def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bool = False) -> CpuRunner:
-    """The target's runner by compiled kernels.
+    """Return the target's runner by compiled kernels.
 
     Args:
         own: eyas loaded the model from files, so it is what they say: what was found out about it

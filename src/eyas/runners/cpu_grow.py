@@ -31,7 +31,7 @@ __all__ = ["CpuTreeBuilder", "tree_builder_of"]
 def tree_builder_of(
     target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix
 ) -> CpuTreeBuilder | None:
-    """The tree builder of an EAGLE net that runs by kernels; None if the kernels cannot grow trees
+    """Return the tree builder of an EAGLE net that runs by kernels; None if the kernels cannot grow trees
     with it.
 
     Args:
@@ -51,7 +51,7 @@ def tree_builder_of(
 
 
 def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
-    """The weights of the net as the kernels read them; None for other nets than EAGLE-1's,
+    """Return the weights of the net as the kernels read them; None for other nets than EAGLE-1's,
     EAGLE-3's and MTP modules."""
     if hasattr(net, "input_norm") and hasattr(net, "embed_norm"):  # an MTP module with a LLaMA layer
         return kernels.Net(
@@ -82,7 +82,7 @@ def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.
 
 
 def _fusing_matrix(net: Any) -> kernels.Matrix | None:
-    """The matrix that fuses features (fc); None if norms are part of the fusion."""
+    """Return the matrix that fuses features (fc); None if norms are part of the fusion."""
     fc_only = isinstance(net.fc, KernelLinear) and net.fc_norm is None and net.input_norm is None
     return net.fc.matrix if fc_only and not net.fc.matrix.inputs % 16 else None
 
@@ -94,7 +94,7 @@ def _temperatures(sampling: tuple[Sampling, ...]) -> Tensor:
 
 @cache
 def _one_node_mask(rows: int) -> Tensor:
-    """The tree mask of one node in each row."""
+    """Return the tree mask of one node in each row."""
     return torch.ones(rows, 1, 1, dtype=torch.bool)
 
 
@@ -121,7 +121,7 @@ class CpuTreeBuilder:
         row_R = None if len(rows) == len(length_B) else torch.tensor(rows)
 
         def active(x_BX: Tensor) -> Tensor:
-            """The tensor without empty rows."""
+            """Return the tensor without empty rows."""
             return x_BX if row_R is None else x_BX[row_R]
 
         pending = kernels.Pending(active(features_BPF).contiguous(), active(tokens_BP), active(count_B))

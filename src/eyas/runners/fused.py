@@ -108,7 +108,7 @@ class GpuModelLayers:
         return TargetOutput(logits, torch.cat(read, dim=-1) if len(read) > 1 else read[0])
 
     def _attend(self, layer: _Layer, normed: Tensor, inputs: ForwardInput, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """The heads' outputs [R, Q, heads x h], before the output matrix."""
+        """Return the heads' outputs [R, Q, heads x h], before the output matrix."""
         T, Q = inputs.visible_RQT.shape[2], inputs.tokens_RQ.shape[1]
         key, value = inputs.cache.keys_values(layer.number)
         q_RQHh = rotate_and_store(
@@ -165,7 +165,7 @@ class FusedRunner(ModelRunner):
 
 
 def fused_layers(target: Target, join_weights: bool) -> GpuModelLayers | None:
-    """The layers of the target by kernels, compared with its own; None where there are no kernels
+    """Return the layers of the target by kernels, compared with its own; None where there are no kernels
     or other layers."""
     if not available(target.device):
         return None
@@ -198,7 +198,7 @@ def _refuse(target: Target) -> None:
 
 
 def _fault(layer: Any) -> str:
-    """The reason for which a layer does not have this shape; "" if it has."""
+    """Return the reason for which a layer does not have this shape; "" if it has."""
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return "its modules are not a norm, attention, a norm and an MLP"
     attention = layer.self_attn

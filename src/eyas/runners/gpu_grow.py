@@ -32,7 +32,7 @@ __all__ = ["GpuTreeBuilder", "tree_builder_of"]
 
 
 def tree_builder_of(target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None) -> GpuTreeBuilder | None:
-    """The tree builder of an EAGLE net whose layer runs by kernels; None for other nets.
+    """Return the tree builder of an EAGLE net whose layer runs by kernels; None for other nets.
 
     Args:
         own_table: [V, D] embeddings, if they are not the target's.
@@ -92,7 +92,7 @@ class GpuTreeBuilder:
 
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
-        """Whether all rows share a Sampling, and their scores do not depend on the text."""
+        """Return whether all rows share a Sampling, and their scores do not depend on the text."""
         return equal_but_for_seeds(cycle_input.sampling) and cycle_input.adjustments is None
 
     def __call__(
@@ -169,7 +169,7 @@ class GpuTreeBuilder:
         return self.net(hidden_BQD, self.embed(tokens_BQ), position_BQ, cache)  # type: ignore[no-any-return]
 
     def _root(self, hidden_BD: Tensor, cycle_input: CycleInput) -> _Level:
-        """The root: of these tensors only `hidden_BQD` is read."""
+        """Return the root: of these tensors only `hidden_BQD` is read."""
         root_B1 = cycle_input.tokens_B[:, None]
         value_B1 = hidden_BD.new_empty(root_B1.shape, dtype=torch.float32)
         return _Level(
@@ -213,7 +213,7 @@ class GpuTreeBuilder:
         cycle_input: CycleInput,
         tree: DynamicTree,
     ) -> Draft:
-        """The tree of the best drafted nodes, or of the expanded ones."""
+        """Return the tree of the best drafted nodes, or of the expanded ones."""
         value_BX, parents_BX = drafted[2:]
         if tree.rerank:
             selected_BM = gpu.keep_best(value_BX, min(tree.nodes, value_BX.shape[1]) - 1)

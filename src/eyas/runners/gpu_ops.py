@@ -78,7 +78,7 @@ class GpuOps(Ops):
             super().commit(store, length_B, path_BP)
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
-        """The net by kernels; a net of several layers as it is, as the kernels have one for a
+        """Return the net by kernels; a net of several layers as it is, as the kernels have one for a
         draft's only layer."""
         return net if getattr(net, "later", None) else with_gpu_kernels(net, draft_weights)
 
@@ -91,7 +91,7 @@ class GpuOps(Ops):
 
 
 def _scores(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-    """The scores of rows with this Sampling; the logits themselves if it changes nothing."""
+    """Return the scores of rows with this Sampling; the logits themselves if it changes nothing."""
     if sampling.greedy or sampling.is_raw_softmax:
         return logits_BNV
     scores_BNV: Tensor = gpu.filtered(logits_BNV, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)

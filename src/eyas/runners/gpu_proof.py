@@ -30,7 +30,7 @@ TOLERANCE = 1e-3  # float32 sums in another order; on a GPU also approximated fu
 
 
 def fault_of_kernels(device: torch.device, ops: Ops) -> str:
-    """The first kernel that fails on this device, and how; "" if all do what they should.
+    """Return the first kernel that fails on this device, and how; "" if all do what they should.
 
     Args:
         ops: the kernels' implementation of draws, paths and commits.
@@ -55,7 +55,7 @@ def fault_of_kernels(device: torch.device, ops: Ops) -> str:
 
 
 def fault_of_runner(target: Target, runner: Runner) -> str:
-    """The failure of a runner: it raises something, or gives other numbers than the model's own
+    """Return the failure of a runner: it raises something, or gives other numbers than the model's own
     forward; "" if it does neither."""
     try:
         compare(target, runner)
@@ -67,12 +67,12 @@ def fault_of_runner(target: Target, runner: Runner) -> str:
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
-    """The same numbers on every device."""
+    """Return the same numbers on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(device)
 
 
 def _same(name: str, *pairs: tuple[Tensor, Tensor]) -> str:
-    """The name if two tensors of a pair differ; else ""."""
+    """Return the name if two tensors of a pair differ; else ""."""
     alike = all(
         torch.allclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE) for found, expected in pairs
     )
@@ -152,7 +152,7 @@ def _draws(device: torch.device, ops: Ops) -> str:
 
 
 def _kept(scores: Tensor) -> Tensor:
-    """The probabilities in order: which of several equal tokens are excluded depends on how a
+    """Return the probabilities in order: which of several equal tokens are excluded depends on how a
     device sorts."""
     return scores.softmax(-1).sort(-1).values
 
@@ -166,7 +166,7 @@ def _commits(device: torch.device, ops: Ops) -> str:
 
 
 def _children(device: torch.device) -> str:
-    """The best children of nodes, by log q and confidence."""
+    """Return the best children of nodes, by log q and confidence."""
     logits, zeros, flags = (
         _random(device, 2, 3, 2500),
         torch.zeros(2, dtype=torch.long, device=device),

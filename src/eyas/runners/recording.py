@@ -120,7 +120,7 @@ class CycleReplay(CycleRunner):
         return cycle and self._copied(cycle)
 
     def _recording_context(self, cycle_input: CycleInput) -> tuple[int, Capturable | None]:
-        """The length of context that the cycle's recording is made for, and how its draft is recorded."""
+        """Return the length of context that the cycle's recording is made for, and how its draft is recorded."""
         context = -(-(cycle_input.max_position + 1) // BUCKET) * BUCKET
         self.target_session.cache.reserve(context + BUCKET)
         return context, self.draft_session.capturable(replace(cycle_input, max_position=context))
@@ -128,7 +128,7 @@ class CycleReplay(CycleRunner):
     def _replayed(
         self, cycle_input: CycleInput, context: int, capturable: Capturable | None, draft: Draft | None
     ) -> Cycle | None:
-        """The cycle by a recording, in tensors that the next replay overwrites; None: it cannot be
+        """Return the cycle by a recording, in tensors that the next replay overwrites; None: it cannot be
         recorded, and nothing was run."""
         noise, state = (
             cycle_input.noise,
@@ -174,7 +174,7 @@ class CycleReplay(CycleRunner):
         return self.recorder(key, inputs, state, inplace_state, work)
 
     def _copied(self, cycle: Cycle) -> Cycle:
-        """The cycle with copies of the tensors that are read after the next replay, which
+        """Return the cycle with copies of the tensors that are read after the next replay, which
         overwrites the recording's."""
         tensors, full = _tensors(cycle.draft), cycle.draft.drafted
         copies = _clones([*tensors.values(), *((full.parents_BX, full.value_BX) if full is not None else ())])
@@ -186,7 +186,7 @@ class CycleReplay(CycleRunner):
         return replace(cycle, draft=draft, verdict=verdict, host_result_BX=host_result_BX, wait_for_copy=wait_for_copy)
 
     def _on_device(self, cycle_input: CycleInput) -> bool:
-        """Whether the cycle, apart from its draft, reads no values on the host."""
+        """Return whether the cycle, apart from its draft, reads no values on the host."""
         verify_on_device = self.verify is verify or getattr(self.verify, "on_device", False)
         features = [feature for features in cycle_input.features for feature in features]
         reads_host = any(feature.has_scores or feature.reads_cycle for feature in features)
@@ -221,14 +221,14 @@ def _copied_verdict(verdict: Verdict) -> Verdict:
 
 
 def _without_scores(cycle: Cycle, keep_output: bool) -> Cycle:
-    """The cycle without scores, and without the target's output unless a drafter reads it: every
+    """Return the cycle without scores, and without the target's output unless a drafter reads it: every
     recording would keep its own."""
     empty = cycle.scores_BNV.new_empty(0)
     return replace(cycle, scores_BNV=empty, output=cycle.output if keep_output else TargetOutput(empty, empty))
 
 
 def _tensors(draft: Draft) -> dict[str, Tensor]:
-    """The tensors of a draft by the names of their fields. Drafts with q are not recorded."""
+    """Return the tensors of a draft by the names of their fields. Drafts with q are not recorded."""
     tree = draft.tree
     fields = {
         "tokens_BN": draft.tokens_BN,
@@ -243,7 +243,7 @@ def _tensors(draft: Draft) -> dict[str, Tensor]:
 
 
 def _with(draft: Draft, tensors: Mapping[str, Tensor]) -> Draft:
-    """The draft with its tensors replaced by `tensors`."""
+    """Return the draft with its tensors replaced by `tensors`."""
     tree = Tree(
         tensors["parents_BN"], tensors["acceptable_BN"], tensors["depth_BN"], tensors["mask_BNN"], draft.tree.max_depth
     )  # fmt: skip

@@ -53,7 +53,7 @@ UNSUPPORTED_KINDS = (
 
 
 def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with the adapter's changes added to its weights.
+    """Return the model with the adapter's changes added to its weights.
 
     Raises:
         ModelError: the adapter cannot be loaded, or does not fit the model.
@@ -67,7 +67,7 @@ def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
 
 
 def add_adapter_layers(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
-    """The model with the adapter in layers of its own, always in use. It is not merged, because
+    """Return the model with the adapter in layers of its own, always in use. It is not merged, because
     merging into quantised weights would round it.
 
     Raises:
@@ -197,7 +197,7 @@ class Extension(TargetExtension):
 
 
 def _layer_kinds() -> tuple[type, ...]:
-    """The classes of PEFT's layers; () if PEFT is not imported: no layers of it exist then."""
+    """Return the classes of PEFT's layers; () if PEFT is not imported: no layers of it exist then."""
     layers, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
     kinds = getattr(layers, "BaseTunerLayer", None), getattr(others, "AuxiliaryTrainingWrapper", None)
     return tuple(kind for kind in kinds if kind is not None)

@@ -47,12 +47,12 @@ def fingerprint(target: Target) -> str:
 
 
 def has_fingerprint(target: Target, recorded: str) -> bool:
-    """Whether `recorded` is that of these weights, up to the rounding of dtypes."""
+    """Return whether `recorded` is that of these weights, up to the rounding of dtypes."""
     return same_weights(recorded, fingerprint(target))
 
 
 def base_has_fingerprint(target: Target, recorded: str) -> bool:
-    """Whether `recorded` is that of the weights before an adapter was added."""
+    """Return whether `recorded` is that of the weights before an adapter was added."""
     base = _origin(target).base
     return bool(base) and same_weights(recorded, base)
 
@@ -72,7 +72,7 @@ def fingerprint_of(model: nn.Module) -> str:
 
 
 def same_weights(fingerprint: str, own: str) -> bool:
-    """Whether two fingerprints are those of the same weights, up to the rounding of dtypes."""
+    """Return whether two fingerprints are those of the same weights, up to the rounding of dtypes."""
     shapes, _, sums = fingerprint.partition(":")
     own_shapes, _, own_sums = own.partition(":")
     try:
@@ -101,7 +101,7 @@ def _of_quantised(model: Any, library: str) -> str:
 
 
 def _three(items: list[Any]) -> tuple[Any, Any, Any]:
-    """The first, the middle and the last item."""
+    """Return the first, the middle and the last item."""
     return items[0], items[len(items) // 2], items[-1]
 
 

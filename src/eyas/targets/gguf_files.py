@@ -86,7 +86,7 @@ def as_folder(source: str | Path, gguf_file: str, keep: bool = True) -> Iterator
 
 
 def kept_folder(path: Path) -> Path:
-    """The folder of this file in the user's cache; it is made first where it is missing or damaged.
+    """Return the folder of this file in the user's cache; it is made first where it is missing or damaged.
 
     Raises: see `as_folder`.
     """
@@ -141,7 +141,7 @@ def _check(source: str | Path, gguf_file: str) -> None:
 
 
 def _read_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
+    """Return the tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
     one from the file."""
     try:
         with one_line_errors("", source):
@@ -163,7 +163,7 @@ def _keywords(source: str | Path, gguf_file: str) -> dict[str, Any]:
 
 
 def _file(source: str | Path, gguf_file: str) -> Path:
-    """The file, fetched where `source` is a hub id. ModelError where there is none."""
+    """Return the file, fetched where `source` is a hub id. ModelError where there is none."""
     _check(source, gguf_file)
     if Path(source).is_dir():
         return Path(source) / gguf_file
@@ -186,7 +186,7 @@ def _key(path: Path) -> str:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether all files are there as they were written."""
+    """Return whether all files are there as they were written."""
     try:
         expected = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         return bool(expected) and all(kept_sha256(folder / name) == known for name, known in expected.items())
@@ -306,6 +306,6 @@ def _dequantised(dequantize: Callable[[Any, Any], Any], pool: ThreadPoolExecutor
 
 
 def _progress_bar(tensors: Iterable[Any], **_: Any) -> Iterable[Any]:
-    """The tensors, with a progress bar on stderr where that is a terminal."""
+    """Return the tensors, with a progress bar on stderr where that is a terminal."""
     console = Console(stderr=True)
     return track(tensors, "converting weights", console=console, transient=True, disable=not console.is_terminal)

@@ -40,7 +40,7 @@ class Level:
     parents_are_previous_level: bool  # the parents are the nodes of the level before, in the same order
 
     def on(self, device: torch.device) -> Level:
-        """The level with its tensors on another device."""
+        """Return the level with its tensors on another device."""
         if device == self.row_M.device:
             return self
         return replace(
@@ -60,7 +60,7 @@ class Level:
 
 
 def tree_levels(depth_RT: Tensor, visible_RQT: Tensor) -> list[Level]:
-    """The new nodes by depth, parents before children. The parent of a node is the deepest node
+    """Return the new nodes by depth, parents before children. The parent of a node is the deepest node
     that it attends to, other than itself."""
     R, Q, T = visible_RQT.shape
     own_QT = torch.arange(T - Q, T, device=depth_RT.device)[:, None] == torch.arange(T, device=depth_RT.device)
@@ -89,7 +89,7 @@ def run_levels(
     load: Callable[[Level], None],
     store: Callable[[Level], None],
 ) -> Any:
-    """The output [R, Q, ...] of a state module for all nodes.
+    """Return the output [R, Q, ...] of a state module for all nodes.
 
     Args:
         forward: the module's own forward.
@@ -155,13 +155,13 @@ class _Projections:
         self._input = None if self._module is None else self._module.input.of(args, kwargs)
 
     def output(self, output: Any) -> Any:
-        """The tensors of a call to collect: the input of the last layer if that has still to run,
+        """Return the tensors of a call to collect: the input of the last layer if that has still to run,
         else the call's `output`."""
         last_input, self._last_input = self._last_input, None
         return output if last_input is None else last_input
 
     def finish(self, joined: Any) -> Any:
-        """The output of the module from the collected tensors."""
+        """Return the output of the module from the collected tensors."""
         return joined if self._module is None or self._module.last is None else self._module.last(joined)
 
 
@@ -180,7 +180,7 @@ def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
 
 
 def _joined(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:
-    """The outputs [M, 1, ...] of all levels as one of [R, Q, ...]."""
+    """Return the outputs [M, 1, ...] of all levels as one of [R, Q, ...]."""
     if isinstance(outputs[0], tuple | list):
         parts = ([output[i] for output in outputs] for i in range(len(outputs[0])))
         return type(outputs[0])(_joined(part, levels, shape) for part in parts)

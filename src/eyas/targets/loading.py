@@ -61,7 +61,7 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Ta
 
 
 def is_peft_model(model: object) -> bool:
-    """Whether the object is a PeftModel, which holds a model."""
+    """Return whether the object is a PeftModel, which holds a model."""
     return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 

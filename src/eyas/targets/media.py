@@ -106,17 +106,17 @@ class MediaPrompt(NamedTuple):
 
 
 def reads_media(model: nn.Module) -> bool:
-    """Whether the model's forward takes images, sounds or videos."""
+    """Return whether the model's forward takes images, sounds or videos."""
     return not MEDIA_INPUTS.isdisjoint(inspect.signature(model.forward).parameters)
 
 
 def shifts_positions(model: nn.Module) -> bool:
-    """Whether positions do not advance by one per token of an image."""
+    """Return whether positions do not advance by one per token of an image."""
     return _position_module(model) is not None
 
 
 def _position_module(model: nn.Module) -> Any:
-    """The part of the model that computes positions, and keeps the shift of the last prompt as
+    """Return the part of the model that computes positions, and keeps the shift of the last prompt as
     `rope_deltas`; None: there is none."""
     return next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
 

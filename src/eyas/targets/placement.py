@@ -96,18 +96,18 @@ def _reasons(model: nn.Module, several_devices: bool) -> Iterator[tuple[str, str
 
 
 def has_offloaded_weights(model: nn.Module) -> bool:
-    """Whether some weights of the model are fetched by hooks, so that its own forward is the only
+    """Return whether some weights of the model are fetched by hooks, so that its own forward is the only
     way to compute."""
     return any(getattr(hook, "offload", False) for hook in _hooks(model))
 
 
 def has_several_devices(model: nn.Module) -> bool:
-    """Whether the modules of the model compute on several devices."""
+    """Return whether the modules of the model compute on several devices."""
     return len(_places(model)) > 1
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The main device: the one that all modules compute on, or else the one of the hook of the
+    """Return the main device: the one that all modules compute on, or else the one of the hook of the
     whole model.
 
     Raises:
@@ -138,14 +138,14 @@ def check_layers(layers: Iterable[nn.Module]) -> None:
 
 
 def devices_of(cache: Cache) -> tuple[torch.device | None, ...]:
-    """The device of each layer's keys in a growing cache that a forward of the model has filled;
+    """Return the device of each layer's keys in a growing cache that a forward of the model has filled;
     None for a layer without keys."""
     stored = (getattr(layer, "keys", None) for layer in cache.layers)
     return tuple(None if keys is None else keys.device for keys in stored)
 
 
 def _places(module: nn.Module) -> set[torch.device]:
-    """The devices that the parts of a module compute on."""
+    """Return the devices that the parts of a module compute on."""
     hooks = list(_hooks(module))
     places = {_device(hook.execution_device) for hook in hooks if getattr(hook, "execution_device", None) is not None}
     return places if has_offloaded_weights(module) else places | {weight.device for weight in module.parameters()}
@@ -156,19 +156,19 @@ def _listed(places: Iterable[torch.device]) -> str:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether the weights are split over processes (`tp_plan` of transformers), each of which
+    """Return whether the weights are split over processes (`tp_plan` of transformers), each of which
     computes a part of every layer."""
     # torch's DTensor, whose module takes seconds to import
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
 
 
 def _device(place: Any) -> torch.device:
-    """The device that accelerate names; a number is that of a GPU."""
+    """Return the device that accelerate names; a number is that of a GPU."""
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """The value of a weight, by its name among the model's parameters. An offloaded weight is read.
+    """Return the value of a weight, by its name among the model's parameters. An offloaded weight is read.
     The parts of a split weight are gathered, so all processes must call this."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
@@ -182,12 +182,12 @@ def value_of(model: nn.Module, name: str) -> Tensor:
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
-    """The hooks of accelerate on all modules of the model."""
+    """Yield the hooks of accelerate on all modules of the model."""
     for module in model.modules():
         yield from _hooks_of(module)
 
 
 def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """The hooks of accelerate on this module; several hooks are wrapped in one SequentialHook."""
+    """Return the hooks of accelerate on this module; several hooks are wrapped in one SequentialHook."""
     hook = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", (hook,))) if hook is not None else ()

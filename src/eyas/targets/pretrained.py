@@ -121,7 +121,7 @@ def read_model(
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of a model: for text alone, or for images and text if there is no other."""
+    """Return the Auto class of a model: for text alone, or for images and text if there is no other."""
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
@@ -198,7 +198,7 @@ def read_tokenizer(
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    """Whether a local folder, or what the cache has of a hub id, holds files of a tokenizer."""
+    """Return whether a local folder, or what the cache has of a hub id, holds files of a tokenizer."""
     folder = _folder(source)
     return folder is not None and _has_files_of_tokenizer(folder)
 
@@ -221,7 +221,7 @@ def check_path(source: str | Path, role: str) -> None:
 
 
 def is_missing_path(source: str | Path) -> bool:
-    """Whether nothing is at a path that cannot be a hub id."""
+    """Return whether nothing is at a path that cannot be a hub id."""
     path, name = Path(source), str(source)
     return not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name)
 
@@ -232,7 +232,7 @@ def _gguf_hint(folder: Path) -> str:
 
 
 def _folder(source: str | Path) -> Path | None:
-    """The folder with the files of a local path, or of a hub id that is in the cache; None if there
+    """Return the folder with the files of a local path, or of a hub id that is in the cache; None if there
     is none."""
     if Path(source).is_dir():
         return Path(source)

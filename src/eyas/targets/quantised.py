@@ -69,12 +69,12 @@ class Extension(TargetExtension):
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers with quantised weights, or with inputs that are rounded, by name."""
+    """Return the layers with quantised weights, or with inputs that are rounded, by name."""
     return {name: module for name, module in model.named_modules() if _is_quantised(module)}
 
 
 def library_of(model: nn.Module) -> str:
-    """The name of the library that keeps the model's layers quantised; "" if none of them is."""
+    """Return the name of the library that keeps the model's layers quantised; "" if none of them is."""
     layers = layers_of(model)
     if not layers:
         return ""
@@ -92,7 +92,7 @@ def library_of(model: nn.Module) -> str:
 
 @torch.no_grad()
 def mixing_layer(model: nn.Module) -> str:
-    """The name and the class of a quantised layer whose result for a token depends on the other
+    """Return the name and the class of a quantised layer whose result for a token depends on the other
     tokens of the pass; "" if there is none.
 
     One layer of each kind is tested: on a token alone, and on the same token next to far larger
@@ -113,7 +113,7 @@ def mixing_layer(model: nn.Module) -> str:
 
 @torch.no_grad()
 def reference_output(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """The output of a layer for one fixed token, flat; None for a layer that is not a matrix
+    """Return the output of a layer for one fixed token, flat; None for a layer that is not a matrix
     product."""
     x_TK = _token(layer, dtype)
     if x_TK is None:
@@ -132,7 +132,7 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether a weight is an integer, a float of 8 bits, or a tensor of a library's own class."""
+    """Return whether a weight is an integer, a float of 8 bits, or a tensor of a library's own class."""
     if is_traceable_wrapper_subclass(tensor):
         return not type(tensor).__module__.startswith("torch.")  # torch's own: parts of a weight that processes share
     return tensor.dtype is not torch.bool and (not tensor.dtype.is_floating_point or tensor.element_size() == 1)

@@ -269,14 +269,14 @@ class RowStates(TargetState):
             del marks[next(iter(marks))]
 
     def longest_known_prefix(self, row: int, length_B: Tensor, most: int) -> int:
-        """The largest number of tokens, up to `most`, after which the state is known."""
+        """Return the largest number of tokens, up to `most`, after which the state is known."""
         if most >= (length := int(length_B[row])):
             return length
         known = {0, *self.marks[row], *self._path_lengths(row)}
         return max((n for n in known if n <= most), default=0)
 
     def _path_lengths(self, row: int) -> range:
-        """The lengths within the last commit at which the row can be cut."""
+        """Return the lengths within the last commit at which the row can be cut."""
         if self._path is None:
             return range(0)
         length_B, _, count_B = self._path
@@ -312,7 +312,7 @@ class RowStates(TargetState):
         self._forget(row, 0)
 
     def _states_at(self, row: int, length: int) -> list[States]:
-        """The states of the row after its first `length` tokens."""
+        """Return the states of the row after its first `length` tokens."""
         if length in self.marks[row]:
             return self.marks[row][length]
         assert self._path is not None, "no state is known at this length"

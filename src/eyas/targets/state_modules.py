@@ -74,7 +74,7 @@ class InputArgument:
     argument: int | str
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """The input, from the arguments of a call."""
+        """Return the input, from the arguments of a call."""
         tensor: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
         return tensor
 
@@ -109,7 +109,7 @@ def load_states(layer: Any, shapes: Shapes, states: States | None) -> None:
 
 
 def stored_states(layer: Any, shapes: Shapes) -> States:
-    """The states that a module has left in a layer of a cache."""
+    """Return the states that a module has left in a layer of a cache."""
     return {key: _tensors(layer, key[0])[key[1]] for key in shapes}
 
 
@@ -173,7 +173,7 @@ class ProbeCache(Cache):
 
     @torch.no_grad()
     def state_modules(self) -> tuple[StateModule, ...]:
-        """The modules that have written states. ModelError for one whose states cannot be
+        """Return the modules that have written states. ModelError for one whose states cannot be
         handled."""
         found = []
         for module, written in self._writers.items():
@@ -220,7 +220,7 @@ class ProbeCache(Cache):
         return first, None if last in first else last
 
     def _gives_the_same(self, module: nn.Module, layer: int, pieces: list[int]) -> bool:
-        """Whether the module gives the outputs of its call again if it reads the same tokens from
+        """Return whether the module gives the outputs of its call again if it reads the same tokens from
         the beginning in pieces of these sizes."""
         call, outputs, at = self._calls[module], [], 0
         self.layers[layer] = self._layer()

@@ -75,7 +75,7 @@ def _role(message: Mapping[str, Any], number: int) -> str:
 
 
 def _content(content: Any, role: str, number: int, media: Collection[str]) -> Any:
-    """The text of a message; with `media`, its parts."""
+    """Return the text of a message; with `media`, its parts."""
     if not content and not isinstance(content, str) and role in SILENT_ROLES:
         content = ""
     if isinstance(content, list | tuple):

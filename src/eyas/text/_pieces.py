@@ -56,7 +56,7 @@ class Detokeniser:
         return self._engine.feed(token_id)
 
     def tail(self) -> str:
-        """The text that is held back, as it reads if no token follows. Changes nothing."""
+        """Return the text that is held back, as it reads if no token follows. Changes nothing."""
         return "" if self._ended else self._engine.tail()
 
     def flush(self) -> str:
@@ -72,7 +72,7 @@ class _Engine(Protocol):
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
-    """The class for this tokenizer's decoder: byte-level, piece by piece, or the window for other
+    """Return the class for this tokenizer's decoder: byte-level, piece by piece, or the window for other
     decoders.
     """
     steps = _decoder_steps(tokenizer)
@@ -93,7 +93,7 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, count: int) -> list[bytes | None]:
-    """The bytes that each of the ids 0..count - 1 adds in the middle of a text; None for
+    """Return the bytes that each of the ids 0..count - 1 adds in the middle of a text; None for
     special tokens and for ids that the tokenizer does not have.
 
     Raises:
@@ -109,7 +109,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, count: int) -> list[bytes | 
 
 
 def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]] | None:
-    """The steps of a `tokenizers` decoder as a flat list; None where other code decodes."""
+    """Return the steps of a `tokenizers` decoder as a flat list; None where other code decodes."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -157,7 +157,7 @@ def _is_local(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 characters are themselves, U+0100 and
+    """Return the alphabet of byte-level BPE: printable Latin-1 characters are themselves, U+0100 and
     on are the other bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -248,7 +248,7 @@ class _Pieces:
         return self._between(piece).encode("utf-8")
 
     def _between(self, piece: str) -> str:
-        """The text of a piece between two anchors."""
+        """Return the text of a piece between two anchors."""
         text = self._decode([self._ANCHOR, piece, self._ANCHOR])
         return text[self._begin : len(text) - self._end]
 
@@ -266,7 +266,7 @@ class _Pieces:
 
 
 def _common(a: str, b: str) -> int:
-    """The number of characters that two texts begin with in common."""
+    """Return the number of characters that two texts begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -364,7 +364,7 @@ class StopStrings:
         return StopPiece(text[: len(text) - keep], None)
 
     def tail(self) -> str:
-        """The text that is held back, as it reads if no token follows; none after a hit. Changes
+        """Return the text that is held back, as it reads if no token follows; none after a hit. Changes
         nothing.
         """
         return "" if self._ended else self._held + self._detokeniser.tail()
@@ -381,7 +381,7 @@ class StopStrings:
         return min(places)[1:] if places else None
 
     def _begun(self, text: str) -> int:
-        """The number of last characters that are the beginning of a stop string."""
+        """Return the number of last characters that are the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[len(text) - length :]
             if any(stop.startswith(end) for stop in self._stops):

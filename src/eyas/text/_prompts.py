@@ -154,7 +154,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: str) -> str:
-    """The number of the message with which the template's refusal begins, as a part of its error;
+    """Return the number of the message with which the template's refusal begins, as a part of its error;
     "" where the template refuses any chat."""
 
     def refuses(messages: Messages) -> bool:

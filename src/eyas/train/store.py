@@ -140,7 +140,7 @@ class FeatureStore:
         return ""
 
     def progress(self) -> str:
-        """How many shards are whole, for people."""
+        """Return how many shards are whole, for people."""
         total = len(self.manifest.shards)
         return f"{total - len(self.missing())} of {total} shards"
 

@@ -446,6 +446,7 @@ def test_demo_shows_the_real_model_where_it_can_be_had(run: Run, world: Path, mo
     def missing(name: str) -> tuple[Path, str]:
         raise ModelError("smollm2 cannot be fetched by pip (no network)")
 
+    monkeypatch.setattr(tiny, "FOLDER", world / "no heads")  # the real model's does not fit the folder
     monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("real"),))
     monkeypatch.setattr(demo, "EMBEDDED_PROMPTS", (demo.Prompt("embedded"),))
     monkeypatch.setattr(_smollm2, "place", lambda name: (world / "llama", "smollm2-q4_1"))

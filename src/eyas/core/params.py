@@ -20,11 +20,11 @@ class Sampling:
     """How one request draws its tokens. Raise OptionError for impossible values.
 
     Attributes:
-        temperature: 0 = greedy, the most probable token; else logits are divided by it.
+        temperature: 0 = greedy; divides the logits.
         top_k: keep the k most probable tokens; 0 = all.
         top_p: keep the most probable tokens that together hold this mass; 1 = all.
         min_p: drop tokens less probable than this share of the most probable one; 0 = none.
-        repetition_penalty: divides the logits of tokens in the text (multiplies negative ones); 1 = off.
+        repetition_penalty: divides positive logits of tokens in the text; 1 = off.
         presence_penalty: subtracted from the logits of tokens in the answer; -2 to 2, 0 = off.
         frequency_penalty: the same for each time that it occurs.
         logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is

@@ -63,6 +63,7 @@ def option_group(kind: type[Options], described: Mapping[str, str] = MappingProx
     return Parameter(name="*")(kind)
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def sampling_options(*names: str) -> Callable[[type[Options]], type[Options]]:
     """Make an `option_group` that begins with these fields of `Sampling`, as they are declared there."""
 

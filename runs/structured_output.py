@@ -58,7 +58,7 @@ def drafting(knows: str, forced: bool) -> Iterator[None]:
     """Drafts with ("levels") or without ("none") masks, and with or without forced text."""
 
     def unknowing(growth: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
-        return grow_dynamic(growth, replace(cycle_input, constraints=()), tree)
+        return grow_dynamic(growth, replace(cycle_input, features=()), tree)
 
     own_forced = GrammarConstraint.forced
     with (

@@ -352,6 +352,15 @@ def training() -> Iterator[str]:
     yield from subsections(titles, training_tables)
 
 
+BENCH_COLUMNS: dict[str, Callable[[Record], str]] = {
+    "tokens/s": lambda row: cell(row["tokens_per_second"], 1),
+    "over vanilla": lambda row: cell(three_values(row, "speedup")),
+    "over `generate`": lambda row: cell(row["speedup_vs_transformers_interval"]),
+    "tau": lambda row: cell(row["tau_interval"]),
+    "c": lambda row: cell(row["c"]),
+}
+
+
 def bundled() -> Iterator[str]:
     """Every method, as `eyas bench` asks it."""
     yield prose("""
@@ -359,14 +368,7 @@ def bundled() -> Iterator[str]:
         tokens. EAGLE's heads and the MTP module are the embedded model's; the other heads, the
         draft model and the datastore are those of `runs/drafters.sh`, which saw 300,000 tokens.
         All texts equal plain decoding's.""")
-    makers = {
-        "tokens/s": lambda row: cell(row["tokens_per_second"], 1),
-        "over vanilla": lambda row: cell(three_values(row, "speedup")),
-        "over `generate`": lambda row: cell(row["speedup_vs_transformers_interval"]),
-        "tau": lambda row: cell(row["tau_interval"]),
-        "c": lambda row: cell(row["c"]),
-    }
-    yield columns({bench_label(method): row for method, row in pooled_rows("bench_bundled").items()}, makers)
+    yield columns({bench_label(method): row for method, row in pooled_rows("bench_bundled").items()}, BENCH_COLUMNS)
     yield source("bench_bundled")
 
 
@@ -380,25 +382,18 @@ def smollm2() -> Iterator[str]:
     """A real model on an ordinary computer."""
     yield prose("""
         SmolLM2-135M-Instruct (`--target smollm2-q4_1`) on the six tasks of EAGLE-2's tables, answers of at most
-        64 tokens, all contestants interleaved prompt by prompt, after the prompt's pass. *Over plain* is the speed
+        64 tokens, all contestants interleaved prompt by prompt, after the prompt's pass. *Over vanilla* is the speed
         over eyas' own plain decoding with the same weights, by the same kernels; the intervals are bootstrapped
         over prompts. The EAGLE-3 head is the one in the package ([targets](targets.md) has its training). A rounded
         model is a target of its own, and its texts are compared with its own plain decoding.""")
-    makers = {
-        "tokens/s": lambda row: cell(row["tokens_per_second"], 1),
-        "over plain": lambda row: cell(three_values(row, "speedup")),
-        "over `generate`": lambda row: cell(row["speedup_vs_transformers_interval"]),
-        "tau": lambda row: cell(row["tau_interval"]),
-        "c": lambda row: cell(row["c"]),
-        "equal texts": lambda row: {True: "yes", None: ""}.get(row["equal"], f"{len(row['differ'])} not"),
-    }
+    equal = {"equal texts": lambda row: {True: "yes", None: ""}.get(row["equal"], f"{len(row['differ'])} not")}
     for name, title in SMOLLM2.items():
         yield f"### {title}"
         rows = record(name)["rows"]
         for temperature in (0.0, 1.0):
             chosen = [row for row in rows if row["temperature"] == temperature]
             pooled = {bench_label(row["method"]): row for row in chosen if row["task"] == "all"}
-            yield columns(pooled, makers, f"T = {temperature:g}, all tasks")
+            yield columns(pooled, BENCH_COLUMNS | equal, f"T = {temperature:g}, all tasks")
             tasks = list(dict.fromkeys(row["task"] for row in chosen if row["task"] != "all"))
             by_task = {(row["method"], row["task"]): row for row in chosen}
             lines = [

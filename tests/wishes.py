@@ -9,7 +9,7 @@ from typing import Any
 from eyas.core.engine import Request
 from eyas.core.features import RequestFeature
 from eyas.core.sampling import Processor
-from eyas.features import Constraint, Guidance, Logprobs, Predicted, RawLogits, Traced, logprobs_of, processors_of
+from eyas.features import Constraint, Guidance, Logprobs, Predicted, RawLogits, Traced
 
 WISHES = ("processors", "constraint", "prediction", "trace", "logprobs", "prompt_logprobs")
 KEPT: Any = object()  # the wish stays as it is in the request
@@ -53,3 +53,13 @@ def constraint_of(request: Request) -> Constraint | None:
 def prediction_of(request: Request) -> tuple[int, ...]:
     """The predicted text of a request; empty without one."""
     return next((f.tokens for f in request.features if isinstance(f, Predicted)), ())
+
+
+def processors_of(request: Request) -> tuple[Processor, ...]:
+    """The logits processors of a request."""
+    return tuple(p for feature in request.features if isinstance(feature, Guidance) for p in feature.processors)
+
+
+def logprobs_of(request: Request) -> Logprobs:
+    """Which log-probabilities a request asks for."""
+    return next((feature for feature in request.features if isinstance(feature, Logprobs)), Logprobs())

@@ -19,13 +19,13 @@ from eyas.core.logprobs import width_for
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters._merge import Merged
-from eyas.features import TokenLogprobs, logprobs_of
+from eyas.features import TokenLogprobs
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
 from reference import Oracle, plain_decode, run
 from test_lossless import make
-from wishes import wished
+from wishes import logprobs_of, wished
 
 LAWS = (
     Sampling(),

@@ -21,10 +21,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 import eyas
 from eyas.core.adjustments import Adjustments
 from eyas.core.sampling import apply_sampling
-from eyas.features.guidance import make_custom, processors_of
+from eyas.features.guidance import make_custom
 from eyas.hooks.inputs import Batch
 from eyas.hooks.sampling import Distribution
 from hooks.conftest import padded
+from wishes import processors_of
 
 LENGTH, EOS = 30, (2, 11)
 ORDERS: dict[str, tuple[dict[str, Any], int]] = {  # settings of generate -> processors that run once for each node

@@ -376,7 +376,7 @@ def measure(drafter: Drafter) -> Costs:
 
 
 def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
-    """Return the costs with those of the trees that the method always drafts."""
+    """Return the costs, with the costs of the trees that the method always drafts added."""
     plain, drafted = _cycles(drafter, None, costs.context)
     if not (plain and drafted):  # a context of some tokens
         return costs

@@ -151,8 +151,8 @@ class Acceptance:
         return accepted_S
 
     def _exponent_E(self, predicted_E: Array) -> Array:
-        """Return the exponent k by depth. With few trees it is close to that of the depth before, at the
-        first depth to 1."""
+        """Return the exponent k of each depth. With few trees it is close to the exponent of the depth before, and at
+        the first depth to 1."""
         exponents, k = [], 1.0
         for trees, accepted, predicted in zip(*self._sums_4E[:2].tolist(), predicted_E.tolist(), strict=True):
             if trees:

@@ -235,7 +235,7 @@ def _as_lists(prompt: Any) -> Any:
 
 
 def _media_names(prompt: Mapping[str, Any]) -> list[str]:
-    """Return the inputs of a processor's output that are no text."""
+    """Return the names in a processor's output that are not text, such as pixel_values."""
     return (
         [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
         if "input_ids" in prompt
@@ -443,7 +443,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def device_name(device: Any) -> str:
-    """Return the name of a device; None is "auto", a number is that of a GPU."""
+    """Return the name of a device: "auto" for None, "cuda:1" for the number 1."""
     if device is None:
         return "auto"
     if not isinstance(device, str | torch.device) and not _is_whole(device):

@@ -224,8 +224,8 @@ def _check_fingerprint(fingerprint: Any) -> None:
 
 
 def formats() -> Iterator[Format]:
-    """Yield every module of this package whose name does not begin with an underscore, and those of other
-    distributions: their entry points in the group "eyas.formats"."""
+    """Yield the formats: first the modules of this package, then what other distributions register as entry
+    points of the group "eyas.formats". Modules whose names begin with an underscore are tools."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not module.name.startswith("_"):
             yield cast(Format, importlib.import_module(f"eyas.checkpoints.{module.name}"))

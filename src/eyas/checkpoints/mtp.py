@@ -37,7 +37,7 @@ PREFIXES = {"layers.0.": "module.", "shared_post_norm.": "shared_norm."}  # thei
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether config.json is that of a module which eyas trained."""
+    """Return whether eyas trained the MTP module that config.json describes."""
     return config.get("model_type") == MODEL_TYPE
 
 

@@ -72,9 +72,9 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
-    """Return the function of the command, or the one that prints help, and what it is called with.
+    """Return what to call, the command or its help, with its arguments.
 
-    Raises CycloptsError or UsageError when the arguments do not fit.
+    Raise CycloptsError or UsageError when the arguments do not fit.
     """
     tokens = [STDIN if token == "-" else token for token in arguments]
     if tokens and tokens[0] not in names() and tokens[0] not in (*HELP_FLAGS, "--version"):

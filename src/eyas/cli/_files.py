@@ -198,7 +198,7 @@ class Results:
         self._files.close()
 
     def holds(self, task: Keyed) -> bool:
-        """Return whether the result of a task is there. OptionError when it is that of another prompt."""
+        """Return whether a task has its result. Raise OptionError if the result belongs to another prompt."""
         key = json.dumps(task.key)
         made_for = self.done.get(key)
         if isinstance(task, Task) and made_for is not None and made_for != task.prompt_hash:
@@ -285,7 +285,7 @@ class FileRun:
         return tau(self.emitted, self.cycles)
 
     def refuse_others(self, differences: Sequence[str]) -> None:
-        """Raise OptionError if there are differences between the settings in the file and those of now."""
+        """Raise OptionError if this run has other settings than the file."""
         if differences:
             raise OptionError(
                 f"{self.results.path} holds answers made with other settings: {'; '.join(differences)}; name another file"
@@ -303,7 +303,7 @@ class FileRun:
 
 
 def differences(there: Any, now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between the settings in a file and those of this run, in words.
+    """Describe where the settings in a file differ from the settings of this run.
 
     there: an object that was read, or nothing. A setting that is not in it is not compared.
     """

@@ -243,7 +243,7 @@ class _Run(FileRun):
         self.keywords = keywords
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
-        """Return the tasks without a result. OptionError when the results are those of other
+        """Return the tasks that have no result yet. Raise OptionError if the results belong to other
         prompts or settings."""
         from eyas.arguments import dtype_name
 

@@ -36,7 +36,7 @@ OnLogits = Callable[[Tensor, int], None]  # (logits_TV, position of the first)
 
 
 class TargetState:
-    """What the rows of a session hold beyond keys and values.
+    """Holds what the rows of a session need beyond keys and values, such as recurrent state.
 
     `length_B` is always the number of committed tokens of each row before the call.
     """

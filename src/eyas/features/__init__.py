@@ -9,8 +9,8 @@ Each is a `core.features.RequestFeature` in `Request.features`. The loop imports
 """
 
 from eyas.core.features import Constraint
-from eyas.features.guidance import Guidance, processors_of
-from eyas.features.logprobs import Logprobs, TokenLogprobs, logprobs_of
+from eyas.features.guidance import Guidance
+from eyas.features.logprobs import Logprobs, TokenLogprobs
 from eyas.features.plug_feature import traced
 from eyas.features.predictions import Predicted
 from eyas.features.traces import RawLogits, Trace, Traced
@@ -24,7 +24,5 @@ __all__ = [
     "TokenLogprobs",
     "Trace",
     "Traced",
-    "logprobs_of",
-    "processors_of",
     "traced",
 ]

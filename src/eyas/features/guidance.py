@@ -30,7 +30,7 @@ from eyas.core.target import Target
 from eyas.errors import EyasError, InputError, code_of_request
 from eyas.features.constraints import GuardedConstraint, tree_mask
 
-__all__ = ["Constraint", "Guidance", "apply_processors", "make_custom", "processors_of"]
+__all__ = ["Constraint", "Guidance", "apply_processors", "make_custom"]
 
 FORCED_CHANCE = 0.99  # estimated probability of a forced token: another tokenisation of the text may come
 NOTHING_LEFT = "no token may come next: what the constraint allows, min_tokens excludes, or nothing is allowed at all"
@@ -55,11 +55,6 @@ class Guidance(RequestFeature):
     def open(self, request: Request, target: Target) -> RowFeature:
         guarded = None if self.constraint is None else GuardedConstraint(self.constraint, target.vocab_size)
         return _RowGuidance(self.processors, guarded)
-
-
-def processors_of(request: Request) -> tuple[Processor, ...]:
-    """Return the logits processors of a request."""
-    return tuple(p for feature in request.features if isinstance(feature, Guidance) for p in feature.processors)
 
 
 class _RowGuidance(RowFeature):

@@ -21,7 +21,7 @@ from eyas.core.requests import Request
 from eyas.core.target import Target
 from eyas.errors import InputError
 
-__all__ = ["Logprobs", "TokenLogprobs", "logprobs_of"]
+__all__ = ["Logprobs", "TokenLogprobs"]
 
 PROMPT_TOKENS_AT_A_TIME = 64  # a prompt's log-softmax is computed for this many tokens at a time
 
@@ -63,11 +63,6 @@ class Logprobs(RequestFeature):
 
     def open(self, request: Request, target: Target) -> RowFeature:
         return _RowLogprobs(self.answer)
-
-
-def logprobs_of(request: Request) -> Logprobs:
-    """Return which log-probabilities a request asks for."""
-    return next((feature for feature in request.features if isinstance(feature, Logprobs)), Logprobs())
 
 
 class _RowLogprobs(RowFeature):

@@ -52,16 +52,17 @@ class Trace:
     token that no child has), or "stop" or "length" (the answer ended)."""
 
 
-@dataclass(frozen=True)
-class Traced(RequestFeature):
-    """Every Step of a cycle has its `Trace`."""
+class _Reader(RequestFeature, RowFeature):
+    """A feature that only reads cycles: it has no state, so it serves every row itself."""
+
+    reads_cycle = True
 
     def open(self, request: Request, target: Target) -> RowFeature:
-        return _RowTraces()
+        return self
 
 
-class _RowTraces(RowFeature):
-    reads_cycle = True
+class Traced(_Reader):
+    """Reports the `Trace` of every cycle."""
 
     def report(
         self, cycle: Cycle, row: int, tokens: Sequence[int], path: Sequence[int], finish: str | None
@@ -72,16 +73,8 @@ class _RowTraces(RowFeature):
         return {"trace": trace_of(cycle.draft, row, cycle.scores_BNV[row].float(), path, bonus, finish)}
 
 
-@dataclass(frozen=True)
-class RawLogits(RequestFeature):
-    """Every Step has the raw logits of its tokens."""
-
-    def open(self, request: Request, target: Target) -> RowFeature:
-        return _RowLogits()
-
-
-class _RowLogits(RowFeature):
-    reads_cycle = True
+class RawLogits(_Reader):
+    """Reports the raw logits of the tokens of every Step."""
 
     def report(
         self, cycle: Cycle, row: int, tokens: Sequence[int], path: Sequence[int], finish: str | None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from eyas.core.engine import Request
-from eyas.core.features import RequestFeature
+from eyas.core.requests import RequestFeature
 from eyas.core.sampling import Processor
 from eyas.features import Constraint, Guidance, Logprobs, Predicted, RawLogits, Traced
 

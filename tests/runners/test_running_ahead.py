@@ -24,6 +24,7 @@ from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu
 from reference import plain_decode
 from test_lossless import OPTIONS
+from wishes import wish
 
 METHODS = ("vanilla", "eagle2", "seagle", "hydra")  # one of each kind of session
 
@@ -164,7 +165,7 @@ def test_what_the_host_must_read_first(why: str) -> None:
         "min_tokens": {"min_tokens": 12, "eos": frozenset([3])},
         "limit": {"draft": 2},
     }
-    request = replace(request, **changes.get(why, {}))
+    request = wish(request, **changes.get(why, {}))
     steps, counts = decoded(with_policy(drafter, Fixed()) if why == "policy" else drafter, [request], True)
     assert counts.ahead == 0
     assert [token for step in steps[1] for token in step.tokens] == list(plain_decode(zoo.FAMILIES["llama"](), request))

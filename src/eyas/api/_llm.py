@@ -28,8 +28,8 @@ from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.features import Constraint, RequestFeature
-from eyas.core.requests import check_steps
+from eyas.core.features import Constraint
+from eyas.core.requests import RequestFeature, check_steps
 from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, Structures
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError

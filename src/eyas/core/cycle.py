@@ -8,8 +8,7 @@ vocabulary, X columns of the host result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,49 +19,16 @@ from eyas.core.logprobs import path_logprobs
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise, apply_sampling, apply_sampling_rows
 from eyas.core.target import TargetSession
-from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.core.tree import Cycle, Draft, Failures, TargetOutput, Verdict
 from eyas.errors import EyasError
 from eyas.timing import StageTimer
 
-__all__ = ["Cycle", "CycleRunner", "Failures", "Verify", "is_worth_keeping", "node_scores", "verify_output"]
+__all__ = ["CycleRunner", "Verify", "is_worth_keeping", "node_scores", "verify_output"]
 
 SMALL_CACHE_BYTES = 64 * 2**20  # KV caches on a CPU up to this size are kept between requests
 
-Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 # (draft, scores_BNV, position_B of the root, noise, ops)
 Verify = Callable[[Draft, Tensor, Tensor, GumbelNoise, Ops], Verdict]
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """The result of one cycle; its tensors are on the device."""
-
-    draft: Draft
-    output: TargetOutput
-    scores_BNV: Tensor  # float32, or logits in their own dtype if nothing changes them
-    verdict: Verdict
-    # int64; all that the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P
-    # path nodes
-    host_result_BX: Tensor
-    failures: Failures  # nodes without a distribution
-    logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
-    # waits until the asynchronous copy of `host_result_BX` has arrived; None: there is no copy in
-    # flight
-    wait_for_copy: Callable[[], None] | None = None
-
-    def read_on_host(self) -> list[list[int]]:
-        """`host_result_BX` on the host, which waits for the cycle's end."""
-        if self.wait_for_copy is not None:
-            self.wait_for_copy()
-        return self.host_result_BX.tolist()
-
-    def first_failure(self, row: int, path: Sequence[int]) -> tuple[int, EyasError | None]:
-        """Return how many nodes of the row's path have a distribution, up to the first that has none; and why
-        that one has none."""
-        for place, node in enumerate(path if self.failures else ()):
-            if (error := self.failures.get((row, node))) is not None:
-                return place, error
-        return len(path), None
 
 
 class CycleRunner:

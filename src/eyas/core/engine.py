@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.core.cycle import Cycle, CycleRunner, Verify
+from eyas.core.cycle import CycleRunner, Verify
 from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RequestDraftSession, check_draft
 from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
 from eyas.core.target import Target
-from eyas.core.tree import Draft, Verdict
+from eyas.core.tree import Cycle, Draft, Verdict
 from eyas.core.verify import verify
 from eyas.errors import EyasError, OptionError
 from eyas.threads import release_threads

@@ -22,21 +22,17 @@ This module knows no model and no method. Letters: N nodes of one row's tree, V 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from eyas.core.adjustments import Adjustments
 from eyas.core.ends import OpenNodes
+from eyas.core.sampling import Sampling
+from eyas.core.tree import Cycle
 from eyas.errors import EyasError
 
-if TYPE_CHECKING:
-    from eyas.core.adjustments import Adjustments
-    from eyas.core.cycle import Cycle
-    from eyas.core.requests import Request
-    from eyas.core.sampling import Sampling
-    from eyas.core.target import Target
-
-__all__ = ["MAX_CONTINUATION", "Constraint", "Continuation", "PromptLogits", "RequestFeature", "RowFeature", "RowNodes"]
+__all__ = ["MAX_CONTINUATION", "Constraint", "Continuation", "PromptLogits", "RowFeature", "RowNodes"]
 
 MAX_CONTINUATION = 16  # tokens
 
@@ -103,30 +99,6 @@ class PromptLogits:
 
     def report(self) -> Mapping[str, Any]:
         """Return entries of `Step.extra` for the prompt's Step."""
-        raise NotImplementedError
-
-
-class RequestFeature:
-    """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
-
-    @property
-    def runs_per_node(self) -> tuple[str, ...]:
-        """Names of what runs once for each node of a tree, which is slow."""
-        return ()
-
-    def check(self, request: Request, vocab: int) -> None:
-        """Raise InputError if it cannot be served.
-
-        Args:
-            vocab: size of the target's vocabulary.
-        """
-
-    def prompt_logits(self, prompt: Sequence[int]) -> PromptLogits | None:
-        """Return what reads the prompt's logits; None: they are not wanted. If they are, no prefix is reused."""
-        return None
-
-    def open(self, request: Request, target: Target) -> RowFeature:
-        """Return the state of this feature for the row of a request whose prompt is read."""
         raise NotImplementedError
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from eyas.core.features import RequestFeature
+from eyas.core.features import PromptLogits, RowFeature
 from eyas.core.sampling import Sampling
+from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.errors import EyasError, InputError
 
-__all__ = ["DecisionLabel", "Request", "Step", "check_request", "check_steps"]
+__all__ = ["DecisionLabel", "Request", "RequestFeature", "Step", "check_request", "check_steps"]
 
 
 class DecisionLabel(Protocol):
@@ -20,6 +21,30 @@ class DecisionLabel(Protocol):
     def label(self, row: int) -> str:
         """Return the name under which statistics count the row's draft, such as "plain" or "16/5/4"."""
         ...
+
+
+class RequestFeature:
+    """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
+
+    @property
+    def runs_per_node(self) -> tuple[str, ...]:
+        """Names of what runs once for each node of a tree, which is slow."""
+        return ()
+
+    def check(self, request: Request, vocab: int) -> None:
+        """Raise InputError if it cannot be served.
+
+        Args:
+            vocab: size of the target's vocabulary.
+        """
+
+    def prompt_logits(self, prompt: Sequence[int]) -> PromptLogits | None:
+        """Return what reads the prompt's logits; None: they are not wanted. If they are, no prefix is reused."""
+        return None
+
+    def open(self, request: Request, target: Target) -> RowFeature:
+        """Return the state of this feature for the row of a request whose prompt is read."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

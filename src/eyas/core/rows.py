@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
-from eyas.core.cycle import Cycle, verify_output
+from eyas.core.cycle import verify_output
 from eyas.core.drafter import CycleInput
 from eyas.core.ends import TextEnd
 from eyas.core.features import RowFeature
@@ -22,7 +22,7 @@ from eyas.core.logprobs import width_for
 from eyas.core.requests import Request, Step
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
-from eyas.core.tree import Draft, TargetOutput, Tree
+from eyas.core.tree import Cycle, Draft, TargetOutput, Tree
 from eyas.core.verify import verify
 from eyas.errors import EyasError, code_of_request
 from eyas.timing import StageTimer

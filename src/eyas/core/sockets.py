@@ -36,8 +36,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from eyas.core.dormant import Policy
 from eyas.core.drafter import Drafter
-from eyas.core.features import Constraint, RequestFeature
-from eyas.core.requests import Request
+from eyas.core.features import Constraint
+from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor
 from eyas.core.target import Target
 from eyas.errors import OptionError

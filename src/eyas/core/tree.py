@@ -24,17 +24,19 @@ sampling.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eyas.errors import OptionError
+from eyas.errors import EyasError, OptionError
 
 __all__ = [
     "Choices",
+    "Cycle",
     "Draft",
+    "Failures",
     "FullDraft",
     "TargetOutput",
     "Tree",
@@ -184,12 +186,47 @@ class Verdict:
     length_B: Tensor  # int64; nodes on the path, the root included: 1 or more
     bonus_B: Tensor  # int64; the target's own token after the path: the next root
     has_nan_B: Tensor | None = None  # bool; rows whose scores contain NaN; None: verification did not check
-    # all of this as `core.cycle.Cycle.host_result_BX`, if verification has made it
+    # all of this as `Cycle.host_result_BX`, if verification has made it
     host_result_BX: Tensor | None = None
 
 
+Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The result of one cycle; its tensors are on the device."""
+
+    draft: Draft
+    output: TargetOutput
+    scores_BNV: Tensor  # float32, or logits in their own dtype if nothing changes them
+    verdict: Verdict
+    # int64; all that the host reads, in one transfer: path length, bonus, NaN flag, P tokens, P
+    # path nodes
+    host_result_BX: Tensor
+    failures: Failures  # nodes without a distribution
+    logprobs_BPX: Tensor | None = None  # `logprobs.path_logprobs`, if a row asks for it
+    # waits until the asynchronous copy of `host_result_BX` has arrived; None: there is no copy in
+    # flight
+    wait_for_copy: Callable[[], None] | None = None
+
+    def read_on_host(self) -> list[list[int]]:
+        """`host_result_BX` on the host, which waits for the cycle's end."""
+        if self.wait_for_copy is not None:
+            self.wait_for_copy()
+        return self.host_result_BX.tolist()
+
+    def first_failure(self, row: int, path: Sequence[int]) -> tuple[int, EyasError | None]:
+        """Return how many nodes of the row's path have a distribution, up to the first that has none; and why
+        that one has none."""
+        for place, node in enumerate(path if self.failures else ()):
+            if (error := self.failures.get((row, node))) is not None:
+                return place, error
+        return len(path), None
+
+
 def unpack_verdict(host_result_BX: Tensor) -> Verdict:
-    """Return the verdict from the columns of `core.cycle.Cycle.host_result_BX`."""
+    """Return the verdict from the columns of `Cycle.host_result_BX`."""
     P = (host_result_BX.shape[1] - 3) // 2
     length_B, bonus_B, has_nan_B = host_result_BX[:, :3].unbind(1)
     return Verdict(

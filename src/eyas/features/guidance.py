@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
-from eyas.core.features import MAX_CONTINUATION, Constraint, Continuation, RequestFeature, RowFeature, RowNodes
-from eyas.core.requests import Request
+from eyas.core.features import MAX_CONTINUATION, Constraint, Continuation, RowFeature, RowNodes
+from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor, Sampling, apply_sampling
 from eyas.core.target import Target
 from eyas.errors import EyasError, InputError, code_of_request

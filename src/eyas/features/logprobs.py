@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.core.cycle import Cycle
-from eyas.core.features import PromptLogits, RequestFeature, RowFeature
+from eyas.core.features import PromptLogits, RowFeature
 from eyas.core.logprobs import logprob_table
-from eyas.core.requests import Request
+from eyas.core.requests import Request, RequestFeature
 from eyas.core.target import Target
+from eyas.core.tree import Cycle
 from eyas.errors import InputError
 
 __all__ = ["Logprobs", "TokenLogprobs"]

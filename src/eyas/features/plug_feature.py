@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eyas.core.features import Constraint, RequestFeature
-from eyas.core.requests import Request
+from eyas.core.features import Constraint
+from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor
 from eyas.features.guidance import Guidance
 from eyas.features.logprobs import Logprobs

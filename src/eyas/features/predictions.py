@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.core.cycle import Cycle
-from eyas.core.features import MAX_CONTINUATION, Continuation, RequestFeature, RowFeature
-from eyas.core.requests import Request
+from eyas.core.features import MAX_CONTINUATION, Continuation, RowFeature
+from eyas.core.requests import Request, RequestFeature
 from eyas.core.target import Target
+from eyas.core.tree import Cycle
 from eyas.errors import InputError
 
 __all__ = ["Predicted", "Prediction"]

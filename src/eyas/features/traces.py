@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.core.cycle import Cycle
-from eyas.core.features import RequestFeature, RowFeature
-from eyas.core.requests import Request
+from eyas.core.features import RowFeature
+from eyas.core.requests import Request, RequestFeature
 from eyas.core.target import Target
-from eyas.core.tree import Draft
+from eyas.core.tree import Cycle, Draft
 
 __all__ = ["RawLogits", "Trace", "TraceNode", "Traced", "trace_of"]
 

@@ -37,8 +37,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from eyas.api import check_processor
-from eyas.core.features import RequestFeature
-from eyas.core.requests import Request
+from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor, Sampling
 from eyas.features import Guidance, RawLogits
 from eyas.hooks.inputs import Batch

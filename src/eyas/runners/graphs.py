@@ -28,10 +28,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from eyas.core.cycle import Cycle, CycleRunner
+from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Backend, Ops
 from eyas.core.target import ForwardInput, ModelRunner, Target
-from eyas.core.tree import TargetOutput
+from eyas.core.tree import Cycle, TargetOutput
 from eyas.errors import first_line
 from eyas.gpu import available
 from eyas.kernels import EXACT

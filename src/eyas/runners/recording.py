@@ -27,10 +27,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyas.core.cycle import Cycle, CycleRunner
+from eyas.core.cycle import CycleRunner
 from eyas.core.drafter import Capturable, CycleInput
 from eyas.core.sampling import GumbelNoise
-from eyas.core.tree import Draft, FullDraft, TargetOutput, Tree, Verdict
+from eyas.core.tree import Cycle, Draft, FullDraft, TargetOutput, Tree, Verdict
 from eyas.core.verify import verify
 from eyas.timing import StageTimer
 

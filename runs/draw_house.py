@@ -1,7 +1,6 @@
 """Draw the house: the rings of the trunk, and the wings with the sockets that they plug into. Everything is read from the source.
 
-python runs/house.py            writes docs/pictures/house.svg
-python runs/house.py --check    exit status 1 when it is not what this program draws
+python runs/draw_house.py            writes docs/pictures/house.svg
 """
 
 from __future__ import annotations
@@ -108,6 +107,10 @@ def draw(figure: Figure) -> None:
     axes.annotate("", xy=(9.1, 6), xytext=(10.1, 6), arrowprops={"arrowstyle": "->", "linewidth": 1.5})
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser(__doc__, None).parse_args()
     write_text(PICTURE, svg(draw, (11, 6.6), {"font.size": 9}))
+
+
+if __name__ == "__main__":
+    main()

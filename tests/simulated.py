@@ -92,8 +92,10 @@ class SimulatedMachine:
             if self.moods and t % 25 == 0:
                 self.mood = self.mood_rng.uniform(1 - self.moods, 1 + self.moods)
             decision = policy.decide(cycle_of(self.rows))
-            self.decisions.append(decision)
             counts = self._guesses(decision, t)
+            if decision.otherwise is not None and max(counts) == 1:
+                decision = decision.otherwise
+            self.decisions.append(decision)
             seconds = self._seconds(decision, counts) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             steps = [self._step(row, decision, seconds * self.pace(t), counts) for row in range(self.rows)]
             tokens = sum(len(step.path) for step in steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -96,7 +97,8 @@ class Chance(Policy):
         rows = roots.active_rows if self.all else [b for b in roots.active_rows if self.dice.random() < 0.5]
         if asleep and self.dice.random() < 0.5:
             return Decision(plain=frozenset(() if self.all else rows), fallback=self.fallback)
-        return Decision(shape, frozenset(rows) if asleep else frozenset())
+        decision = Decision(shape, frozenset(rows) if asleep else frozenset())
+        return replace(decision, fallback=self.fallback, otherwise=decision) if self.dice.random() < 0.3 else decision
 
     def is_dormant(self, rows: int) -> bool:
         return self.coin.random() < 0.5

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 import zoo
 from eyas import drafters
 from eyas.core.engine import Decoder, Request
+from eyas.core.features import Guess
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.drafters._ngram import Guess, Index, TextSession
+from eyas.drafters._ngram import Index, TextSession
 from eyas.drafters.prompt_lookup import Lookup, NgramIndex
 from eyas.drafters.suffix import SuffixAutomaton, SuffixOptions
 from eyas.errors import OptionError

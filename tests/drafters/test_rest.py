@@ -12,11 +12,11 @@ import pytest
 
 import zoo
 from eyas.core.engine import Decoder, Request
+from eyas.core.features import Guess
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.datastore import Datastore, Settings, Source, build
-from eyas.drafters._ngram import Guess
 from eyas.drafters.rest import Method, Options, trie
 from eyas.errors import InputError, OptionError
 from reference import plain_decode, run

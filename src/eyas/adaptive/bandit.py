@@ -89,6 +89,10 @@ class Arm:
         """Tokens that the trial has lost: by the arm's mean, so that bad luck is not counted twice."""
         return self.trial_tokens - self.trial_cycles * self.mean
 
+    def drift_on(self) -> None:
+        """Let the yield drift for one cycle."""
+        self.variance = min(self.variance + self.drift * self.break_even**2, MAX_VARIANCE * self.break_even**2)
+
     def update(self, tokens: float, kind: Hashable) -> None:
         """One cycle's tokens: a step of the Kalman filter."""
         error = tokens - self.mean
@@ -155,7 +159,7 @@ class Bandit:
         """
         is_new = kind not in self.medians
         for arm in self.arms.values():
-            arm.variance = min(arm.variance + arm.drift * arm.break_even**2, MAX_VARIANCE * arm.break_even**2)
+            arm.drift_on()
         self.medians.add(kind, seconds)
         if not is_new:
             self.arms[name].update(tokens, kind)

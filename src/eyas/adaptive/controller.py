@@ -7,9 +7,10 @@ none, if none is worth its time. And the method, if it has a net or a fixed tree
 (bandit.py) chooses between two arms, by tokens a second:
 
     base     plain decoding; where the method has a draft model, with guesses from the text (`fallback`)
-    draft    the method. If it has dynamic trees, the size is the one with the highest expected goodput (goodput.py),
-             given the seconds of cycles on this machine (cost.py). So sizes need not be tried one by one: the bandit
-             learns one yield, that of the current size, and begins with the expected one
+    draft    the method; in a cycle in which guesses from the text promise more tokens a second than the method has
+             made so far, these guesses. If the method has dynamic trees, the size is the one with the highest expected
+             goodput (goodput.py), given the seconds of cycles on this machine (cost.py). So sizes need not be tried one
+             by one: the bandit learns one yield, and begins with the expected one
 
 A method that drafts from the text alone needs no bandit. While another one drafts, its size is
 planned again at growing intervals. Now and then a larger tree is drafted, because nothing else
@@ -27,6 +28,7 @@ Letters: S sizes of trees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,6 +71,7 @@ class BatchState:
     """The bandit for one range of numbers of rows (1, 2 to 3, 4 to 7, ...), and the tree of its drafts."""
 
     bandit: Bandit
+    method: Arm  # the method's cycles alone, without those of the text's guesses; the bandit does not know it
     size: TreeSize | None = None  # None: the method has no dynamic trees
     drafted: int = 0  # cycles since the method drafts again
     explore_debt: float = 0.0  # extra time of larger trees, in cycles; positive: no larger tree yet
@@ -77,6 +80,11 @@ class BatchState:
     def learn_interval(self) -> int:
         """Drafted cycles between two trees that are learnt from: all at first, fewer later."""
         return min(LEARN_EVERY, max(1, self.drafted // 16))
+
+    @property
+    def method_rate(self) -> float:
+        """Tokens a second and row in the method's own cycles."""
+        return self.method.mean / (self.method.seconds(self.bandit.medians) or math.inf)
 
     @property
     def plan_interval(self) -> int:
@@ -171,16 +179,20 @@ class AdaptiveController:
         if state.bandit.playing == DRAFT:
             if state.size is not None and state.drafted >= CYCLES_BEFORE_EXPLORING and state.explore_debt <= 0:
                 return Decision(self._next_larger(state.size), arm=EXPLORE)
-            return Decision(state.size, arm=DRAFT)
+            drafted = Decision(state.size, arm=DRAFT)
+            if self.fallback is None:
+                return drafted
+            chooser = self._chooser(cycle_input, len(rows) * state.method_rate)
+            return Decision(fallback=self.fallback, arm=DRAFT, chooser=chooser, otherwise=drafted)
         if self.fallback is None:
             return Decision(plain=frozenset(rows), arm=BASE)
         return Decision(fallback=self.fallback, arm=BASE, chooser=self._chooser(cycle_input))
 
-    def _chooser(self, cycle_input: CycleInput) -> NodeChoice:
+    def _chooser(self, cycle_input: CycleInput, rival: float = 0.0) -> NodeChoice:
         rows, sampling = cycle_input.active_rows, cycle_input.sampling
         # scores that are not the logits themselves are computed for padding too
         is_padded = cycle_input.adjustments is not None or any(not sampling[b].greedy for b in rows)
-        return NodeChoice(self._passes, len(rows), padded=is_padded or not self.skips_padding)
+        return NodeChoice(self._passes, len(rows), is_padded or not self.skips_padding, rival)
 
     def observe(self, steps: Sequence[Step]) -> None:
         """Learn from one cycle: its Steps, one of each active row."""
@@ -188,7 +200,7 @@ class AdaptiveController:
         decision = _decision(step)
         if decision.arm == SAMPLED:
             return
-        if decision.arm == BASE:
+        if decision.chooser is not None or decision.arm == BASE:
             padded = decision.chooser is not None and decision.chooser.padded
             self._passes.observe(_nodes(steps, padded), step.seconds)
         if self.chooses_nodes:
@@ -198,8 +210,11 @@ class AdaptiveController:
         self._prompts.add_emitted(tokens * rows)
         if decision.arm != EXPLORE:  # a larger tree says nothing about the yield of the current one
             kind = decision.arm, decision.tree_size, _nodes(steps).bit_length()
+            state.method.drift_on()
+            if decision.arm == DRAFT and decision.chooser is None and kind in state.bandit.medians:
+                state.method.update(tokens, kind)
             state.bandit.observe(decision.arm, kind, tokens, step.seconds)
-        if decision.arm != BASE:
+        if decision.arm != BASE and decision.chooser is None:
             self._after_drafting(state, step, rows)
         if state.bandit.may_choose:
             self._choose(state, rows)
@@ -220,7 +235,9 @@ class AdaptiveController:
         drafting.other_seconds = self._prompts.seconds_per_token * drafting.mean * rows
         if not drafting.kinds:
             drafting.prior_seconds = self._passes.pace(rows) * self._costs.cycle(state.size, rows)
+            state.method.prior_seconds = drafting.prior_seconds
         state.bandit.choose()
+        state.method.break_even = drafting.break_even
         if state.bandit.playing == DRAFT != before:
             state.drafted, state.explore_debt = 0, 0.0
             self._replan(state, rows)
@@ -262,11 +279,11 @@ class AdaptiveController:
             drafting = Arm(PRIOR_TOKENS, 1.0, 1 / rows, TEXT_DRIFT)
             # without guesses a cycle yields one token; with them, one or more
             base = Arm(1.0, 0.0, MIN_NOISE, TEXT_DRIFT) if self.fallback is None else replace(drafting, mean=1.0)
-            self._states[key] = state = BatchState(Bandit({BASE: base, DRAFT: drafting}))
+            self._states[key] = state = BatchState(Bandit({BASE: base, DRAFT: drafting}), replace(drafting))
             if self.acceptance is not None:
                 state.size, accepted, _ = self._plan(rows)
-                drafting.mean = 1 + PRIOR_TRUST * accepted
-            drafting.prior_seconds = self._costs.cycle(state.size, rows)
+                drafting.mean = state.method.mean = 1 + PRIOR_TRUST * accepted
+            drafting.prior_seconds = state.method.prior_seconds = self._costs.cycle(state.size, rows)
         return self._states[key]
 
     def _replan(self, state: BatchState, rows: int) -> None:
@@ -274,14 +291,22 @@ class AdaptiveController:
         yield of that tree."""
         if state.size is None:
             return
-        arm, current, plan = state.bandit.arms[DRAFT], self._expected(state.size, rows), self._plan(rows)
+        arm, method = state.bandit.arms[DRAFT], state.method
+        current, plan = self._expected(state.size, rows), self._plan(rows)
         if plan.size == state.size or plan.rate <= MIN_PLAN_GAIN * current.rate:
             return
         # The costs are right in proportion; measured cycles of the current tree give the scale.
-        measured = arm.seconds(state.bandit.medians) if arm.kinds else None
-        scale = 1.0 if measured is None else measured / current.seconds
+        medians = state.bandit.medians
+        measured = (method.kinds and method.seconds(medians)) or current.seconds
+        mean, seconds = 1 + plan.accepted, measured / current.seconds * plan.seconds
+        # guesses from the text yield what they did
+        other_tokens, other_seconds = (
+            arm.mean - method.mean,
+            ((arm.kinds and arm.seconds(medians)) or measured) - measured,
+        )
         state.size = plan.size
-        arm.replace(1 + plan.accepted, max(arm.variance, PLAN_VARIANCE), scale * plan.seconds)
+        arm.replace(mean + other_tokens, max(arm.variance, PLAN_VARIANCE), seconds + other_seconds)
+        method.replace(mean, max(method.variance, PLAN_VARIANCE), seconds)
 
     def _seconds_by_size(self, rows: int) -> Array:
         """[S]: seconds of a cycle with each size, by the costs."""

@@ -6,7 +6,8 @@ With R rows and the k most probable nodes of all rows, a cycle is expected to ma
     rate(k)  =  (R + sum of their chances) / seconds(R + k)                tokens a second
 
 and the k of the highest rate is chosen; none, where no k is MIN_GAIN times better than plain
-decoding. A node's chance is that of its whole path, so a parent is never left out for its child.
+decoding, or than a method that would draft otherwise. A node's chance includes those of the nodes
+above it, so a parent is never left out for its child.
 
 `PassSeconds` begins with the costs that were measured (cost.py). What cycles really take corrects
 them, as the machine is busy at times, and texts grow.
@@ -86,15 +87,16 @@ class NodeChoice:
     Args:
         rows: the rows in flight.
         padded: whether every row takes the time of the largest tree's nodes.
+        rival: tokens a second, of all rows, of the method that drafts if this one does not.
     """
 
-    def __init__(self, seconds: PassSeconds, rows: int, padded: bool) -> None:
+    def __init__(self, seconds: PassSeconds, rows: int, padded: bool, rival: float = 0.0) -> None:
         self.rows, self.padded = rows, padded
         # nodes below all roots, padding included
         self._nodes_K = np.array(PADDED) * rows if padded else np.arange(MOST_NODES + 1)
         self._seconds_K = seconds(rows + self._nodes_K)
         # expected tokens that make up for the time of so many nodes
-        self._break_even_K = rows * (self._seconds_K / self._seconds_K[0] * MIN_GAIN - 1)
+        self._break_even_K = self._seconds_K * max(rows / self._seconds_K[0], rival) * MIN_GAIN - rows
 
     @property
     def least(self) -> float:

@@ -190,6 +190,7 @@ class LLM:
                 of them. None: none, or for a PeftModel the one that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
+            features: what else a request may ask for, such as `eyas.recall.Recalled`.
             ignore_eos: go on to max_new_tokens.
             raw: take a string as it is, without the chat template.
             tools: functions that the model may call, in OpenAI's form, for the chat template.
@@ -355,10 +356,11 @@ class LLM:
         """Return what the keywords ask for beyond sampling."""
         asked = [name for name in FEATURE_KEYWORDS if params[name] is not None]
         if not asked:
-            return ()
+            return tuple(params["features"])
         processors = tuple(check_processor(p) for p in as_processors(params["logits_processor"]))
         constraint, prediction = self._constraint(params, eos), self._prediction(params["prediction"])
-        return FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
+        made = FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
+        return (*made, *params["features"])
 
     def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """Return the constraint that the keywords ask for; None where the text is free."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eyas.arguments._placement import placement_of
+from eyas.core.requests import RequestFeature
 from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
@@ -98,6 +99,7 @@ class GenerateKeywords(TypedDict, total=False):
     draft: str | int | bool
     adapter: str | None
     prediction: str | Sequence[int] | None
+    features: Iterable[RequestFeature]
     ignore_eos: bool
     raw: bool
     tools: Sequence[Mapping[str, Any]] | None
@@ -114,6 +116,7 @@ DEFAULTS: dict[str, Any] = {
     "min_tokens": 0,
     "stop_token_ids": (),
     "draft": "auto",
+    "features": (),
     "ignore_eos": False,
     "raw": False,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
@@ -13,6 +14,7 @@ from eyas.cli._options import DraftOptions, MethodOptions, TargetOptions, option
 
 if TYPE_CHECKING:
     from eyas.api import LLM
+    from eyas.recall import Pools
     from eyas.serve.settings import Settings
 
 GROUP = "Answers"
@@ -61,6 +63,15 @@ class ServeOptions:
     remember: Annotated[NonNegativeInt, "Limits", "N"] = 256
     """Responses whose conversation is kept in memory, for clients that go on by the id of a response or an item;
     0: none."""
+    recall: Annotated[PositiveInt | None, "Speed", "MIB"] = None
+    """Draft also from earlier answers, and from texts sent to /v1/corpora: so much memory for those of each key.
+    Texts stay the same."""
+    recall_minutes: Annotated[PositiveFloat | None, "Speed", "N"] = None
+    """Forget texts that were not used for N minutes."""
+    recall_shared: Annotated[bool, "Speed"] = False
+    """Draft from the texts of all keys; how fast an answer comes then tells what others have asked."""
+    recall_folder: Annotated[str | None, "Speed", "FOLDER"] = None
+    """Keep the texts there from one start to the next; they are written when the server ends."""
     timeout: Annotated[PositiveFloat, "Limits", "SECONDS"] = 600.0
     """A request is given up after this time."""
     drain: Annotated[PositiveFloat, "Limits", "SECONDS"] = 60.0
@@ -81,11 +92,24 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
     with bound(server.host, server.port) as listening:  # before the model is loaded, which takes a while
         llm = load(model, draft, options)
         note_no_head(llm, model, draft)
-        service = Service(llm, settings_of(server, llm))
+        service = Service(llm, settings_of(server, llm), pools_of(server))
         service.warm_up()
         hosts = allowed_hosts(server.host, server.allowed_host, bool(keys))
         app = make_app(service, keys, server.cors_origin, hosts, server.api_docs)
         serve(app, service, listening, drain_seconds=server.drain, json_logs=server.json_logs)
+
+
+def pools_of(options: ServeOptions) -> Pools | None:
+    """Return the texts that requests are drafted from; None if nothing is remembered."""
+    from eyas.recall import Pools
+
+    if options.recall is None:
+        if options.recall_minutes or options.recall_shared or options.recall_folder:
+            raise UsageError("--recall-minutes, --recall-shared and --recall-folder need --recall MIB")
+        return None
+    age = options.recall_minutes and 60 * options.recall_minutes
+    folder = Path(options.recall_folder) if options.recall_folder else None
+    return Pools(options.recall * 2**20, age, shared=options.recall_shared, folder=folder)
 
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:

@@ -7,7 +7,7 @@ method drafts, and with which tree.
 
 A method that drafts from the text alone, as a fallback does, may be given a chooser
 (`Decision.chooser`): it drafts in every cycle, and the chooser decides which of its nodes are
-verified.
+verified. If it takes none of a fallback's, the cycle may be the method's (`Decision.otherwise`).
 
 While the method's session is dormant, accepted tokens and their features are stored here, and so is
 the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
@@ -59,6 +59,8 @@ class Decision:
     arm: str = ""
     fallback: Drafter | None = None  # a method that drafts from the text alone, in the method's place
     chooser: NodeChooser | None = None  # for a method that `chooses_nodes`; None: all of its nodes are verified
+    # the decision about a cycle in which the chooser takes no node of the fallback's; None: all rows are plain
+    otherwise: Decision | None = None
 
     @property
     def drafts_every_row(self) -> bool:
@@ -181,6 +183,7 @@ class DormantSession(DraftSession):
         self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
         self.dormant_input: CycleInput | None = None  # the current cycle's input, if the session is dormant in it
         self.fallback: _FallbackSession | None = None  # opened when a decision first names a fallback
+        self.fallback_draft: Draft | None = None  # of the current cycle, if the decision depended on it
         self.active_rows: set[int] = set()
 
     def _decide(self, cycle_input: CycleInput) -> Decision:
@@ -193,9 +196,7 @@ class DormantSession(DraftSession):
             if self.all_off:
                 self.decision = Decision(plain=off, arm=ARM_OFF)
             else:
-                self.policy_decision = self.decision = (
-                    self.policy.decide(cycle_input) if self.policy is not None else None
-                )
+                self.policy_decision = self.decision = self._ask(cycle_input)
                 size = self._limited_size(cycle_input)
                 if off or size is not None:
                     asked_decision = self.policy_decision or Decision()
@@ -203,6 +204,24 @@ class DormantSession(DraftSession):
                         asked_decision, plain=asked_decision.plain | off, tree_size=size or asked_decision.tree_size
                     )
         return self.decision or FIXED
+
+    def _ask(self, cycle_input: CycleInput) -> Decision | None:
+        """Return the policy's decision: `otherwise`, if no node of the fallback's draft is to be verified."""
+        self.fallback_draft = None
+        decision = self.policy.decide(cycle_input) if self.policy is not None else None
+        if decision is None or decision.otherwise is None:
+            return decision
+        draft = self._draft_fallback(decision, cycle_input)
+        if len(_rows_without_drafts(draft, cycle_input.active_rows)) == len(cycle_input.active_rows):
+            return decision.otherwise
+        self.fallback_draft = draft
+        return decision
+
+    def _draft_fallback(self, decision: Decision, cycle_input: CycleInput) -> Draft:
+        assert decision.fallback is not None
+        if self.fallback is None or self.fallback.drafter is not decision.fallback:
+            self.fallback = _FallbackSession(decision.fallback, self.rows)
+        return self.fallback.draft(replace(cycle_input, chooser=decision.chooser))
 
     def _limited_size(self, cycle_input: CycleInput) -> TreeSize | None:
         """Return the size of a dynamic tree if every active row is limited to fewer nodes than the tree
@@ -293,9 +312,7 @@ class DormantSession(DraftSession):
             self._wake(cycle_input)
             draft = self.session.draft(cycle_input)
         else:
-            if self.fallback is None or self.fallback.drafter is not fallback:
-                self.fallback = _FallbackSession(fallback, self.rows)
-            draft = self.fallback.draft(cycle_input)
+            draft = self.fallback_draft or self._draft_fallback(decision, cycle_input)
         if decision.chooser is not None:
             self.decision = replace(decision, plain=plain | _rows_without_drafts(draft, cycle_input.active_rows))
         return _without_drafts(draft, plain) if plain else draft

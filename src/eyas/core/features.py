@@ -32,7 +32,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.tree import Cycle
 from eyas.errors import EyasError
 
-__all__ = ["MAX_CONTINUATION", "Constraint", "Continuation", "PromptLogits", "RowFeature", "RowNodes"]
+__all__ = ["MAX_CONTINUATION", "Constraint", "Continuation", "Guess", "PromptLogits", "RowFeature", "RowNodes"]
 
 MAX_CONTINUATION = 16  # tokens
 
@@ -42,6 +42,14 @@ class Continuation(NamedTuple):
 
     tokens: list[int]  # at most MAX_CONTINUATION
     chance: float  # estimated probability that the target draws a token of it, given those before
+
+
+class Guess(NamedTuple):
+    """A guessed continuation of a row's text, as a node of its tree; the first guess is node 1."""
+
+    parent: int  # node number; 0 = the root
+    token: int
+    logp: float  # log of its estimated probability given its parent
 
 
 class Constraint(Protocol):
@@ -124,6 +132,16 @@ class RowFeature:
     def continuations(self, text: Sequence[int]) -> list[Continuation]:
         """Return possible continuations of the row's text, the most certain first."""
         return []
+
+    def guesses(self, own: list[Guess], depth: int, least: float) -> list[Guess]:
+        """Return the guesses from which a method that reads text alone may choose, parents before children.
+
+        Args:
+            own: the guesses of the method.
+            depth: no guess may be deeper.
+            least: guesses that are less probable, from the root on, may be left out.
+        """
+        return own
 
     def mask(self, nodes: RowNodes) -> tuple[Tensor, Mapping[int, EyasError]]:
         """Return the tokens that may follow each node, bool [N, V] on the CPU, and why nodes failed."""

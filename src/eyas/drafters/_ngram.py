@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, DraftSession
+from eyas.core.features import Guess
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, padded_nodes
 
 __all__ = ["Guess", "Index", "MatchRates", "TextSession"]
@@ -30,14 +31,6 @@ LONGEST = 32  # longer matches are counted as matches of this length
 PRIOR = 8.0  # weight of what is assumed, in matches
 # A match of n tokens is right with n / (n + this) in the beginning: about what answers of chat models show.
 PRIOR_LENGTH = 1.5
-
-
-class Guess(NamedTuple):
-    """A node of the tree; the first guess is node 1."""
-
-    parent: int  # node number; 0 = the root
-    token: int
-    logp: float  # log of its estimated probability given its parent
 
 
 class MatchRates:
@@ -143,7 +136,7 @@ class TextSession(DraftSession):
         guesses: list[list[Guess]] = []
         for row, active in enumerate(self.active):
             self._learn(row, [roots[row]] if active else [])
-            guesses.append(self.indexes[row].guesses(least) if active and least < 1 else [])
+            guesses.append(self._guesses(row, cycle_input, least) if active and least < 1 else [])
         if chooser is not None and any(guesses):
             limits = cycle_input.draft_limits or (None,) * len(guesses)
             ordered = [_best_first(row, limit) for row, limit in zip(guesses, limits, strict=True)]
@@ -154,6 +147,13 @@ class TextSession(DraftSession):
             self.root_tree = self.root_tree or Tree.chain(len(root_tokens_B), 1, root_tokens_B.device)
             return Draft(self.root_tree, root_tokens_B[:, None])
         return self._tree(roots, guesses, cycle_input.tokens_B.device)
+
+    def _guesses(self, row: int, cycle_input: CycleInput, least: float) -> list[Guess]:
+        """Return the guesses of one row, with those of its request's features."""
+        own = guesses = self.indexes[row].guesses(least)
+        for feature in cycle_input.features[row] if cycle_input.features else ():
+            guesses = feature.guesses(guesses, self.depth, least)
+        return own if guesses is own else _best_first(guesses, self.nodes - 1)[0]
 
     def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
         nodes = min(padded_nodes(max(map(len, guesses))), self.nodes)

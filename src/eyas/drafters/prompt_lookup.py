@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from eyas.core.drafter import DraftSession
+from eyas.core.features import Guess
 from eyas.drafters._method import DraftMethod
-from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
+from eyas.drafters._ngram import Index, MatchRates, TextSession
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 

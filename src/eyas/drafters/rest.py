@@ -24,10 +24,11 @@ import numpy as np
 
 from eyas.checkpoints import Weights
 from eyas.core.drafter import DraftSession
+from eyas.core.features import Guess
 from eyas.core.target import Target
 from eyas.datastore import DEPTH, Datastore
 from eyas.drafters._method import DraftMethod
-from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
+from eyas.drafters._ngram import Index, MatchRates, TextSession
 from eyas.drafters._options import check_whole
 from eyas.errors import OptionError
 

@@ -25,8 +25,9 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 from eyas.core.drafter import DraftSession
+from eyas.core.features import Guess
 from eyas.drafters._method import DraftMethod
-from eyas.drafters._ngram import Guess, Index, MatchRates, TextSession
+from eyas.drafters._ngram import Index, MatchRates, TextSession
 from eyas.drafters._options import check_whole
 
 __all__ = ["Method", "SuffixAutomaton", "SuffixOptions"]

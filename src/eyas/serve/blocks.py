@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from eyas.serve.answers import Answer, Silence
+from eyas.serve.auth import owner_of
 from eyas.serve.chat import Chat
 from eyas.serve.errors import ApiError
 from eyas.serve.records import Delta, Totals
@@ -127,7 +128,7 @@ async def reply_in_blocks(
     service: Service, request: Request, writer: BlockWriter, stream: bool, headers: Mapping[str, str]
 ) -> Response:
     """Submit the writer's chat and answer with what comes of it."""
-    answer = await service.submit(writer.chat.job)
+    answer = await service.submit(writer.chat.job, owner_of(request.headers))
     if stream:
         events = _events(writer, answer, service.settings.keep_alive)
         return EventStream(events, answer.close, b"", headers, writer.failed)

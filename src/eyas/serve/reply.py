@@ -13,6 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from eyas.serve.answers import Answer, Silence
+from eyas.serve.auth import owner_of
 from eyas.serve.protocol.fields import GenerationBody, StreamOptions
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.service import Service
@@ -59,7 +60,7 @@ class Dialect(ABC):
 
 async def reply(service: Service, request: Request, body: GenerationBody, dialect: Dialect) -> Response:
     """Submit the dialect's job and answer with what comes of it."""
-    answer = await service.submit(dialect.job)
+    answer = await service.submit(dialect.job, owner_of(request.headers))
     if body.stream:
         events = _chunks(dialect, answer, body.stream_options or StreamOptions(), service.settings.keep_alive)
         return EventStream(events, answer.close, headers=body.response_headers)

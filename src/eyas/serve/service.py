@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from eyas import runners
 from eyas.api import LLM
@@ -33,11 +34,30 @@ __all__ = ["Service"]
 T = TypeVar("T")
 
 
+class Texts(Protocol):
+    """A request feature that drafts from texts of earlier requests, such as `recall.Recalled`."""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add a text."""
+
+
+class Pools(Protocol):
+    """The texts of each owner, such as `recall.Pools`."""
+
+    def __getitem__(self, owner: str) -> Texts:
+        """Return the feature for an owner's requests."""
+
+    def save(self) -> None:
+        """Keep the texts for the next start, if they are to be kept."""
+
+
 class Service:
     """The engine with its tokenizer, its limits and its counters."""
 
-    def __init__(self, llm: LLM, settings: Settings) -> None:
+    def __init__(self, llm: LLM, settings: Settings, pools: Pools | None = None) -> None:
+        """`pools`: the texts of each owner that further requests are drafted from; None: nothing is remembered."""
         self.llm = llm
+        self.pools = pools
         self.settings = settings
         self.metrics = Metrics(settings.name)
         self.token_texts = TokenTexts(llm.tokenizer, llm.target.vocab_size)
@@ -61,6 +81,8 @@ class Service:
         """Give up everything and end the threads."""
         self.engine.stop()
         self._worker.shutdown()
+        if self.pools is not None:
+            self.pools.save()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -115,8 +137,10 @@ class Service:
             raise ApiError(400, "this server has no tokenizer: give token ids to /v1/completions", param="prompt")
         return self.llm.tokenizer
 
-    async def submit(self, job: Job) -> Answer:
-        """Check a job and queue it."""
+    async def submit(self, job: Job, owner: str) -> Answer:
+        """Check a job and queue it. `owner`: see `auth.owner_of`; a job is drafted from its owner's texts alone."""
         self.engine.check_open()
+        if self.pools is not None:
+            job = replace(job, keywords={**job.keywords, "features": (self.pools[owner],)})
         prepared = await self.in_worker(self.engine.prepare, job)
         return self.engine.submit(job, prepared)

@@ -7,7 +7,7 @@ from typing import Any
 from eyas.serve.protocol.chat import TemplateFields
 from eyas.serve.protocol.fields import Body
 
-__all__ = ["DetokenizeBody", "TokenizeBody"]
+__all__ = ["CorpusBody", "DetokenizeBody", "TokenizeBody"]
 
 
 class TokenizeBody(TemplateFields):
@@ -18,6 +18,13 @@ class TokenizeBody(TemplateFields):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+
+class CorpusBody(Body):
+    """One text or several, as strings or as token ids."""
+
+    model: str | None = None
+    input: str | list[int] | list[str] | list[list[int]]
 
 
 class DetokenizeBody(Body):

@@ -289,7 +289,10 @@ class Demo:
         load_of_others = busy(used(self.before), torch.get_num_threads())
         method, target = self.sides[-1].method, self.best.target
         rates = _print_table(rounds)
-        tree = ", ".join(f"{key} {value}" for key, value in self.sides[-1].drafter.describe().items() if key != "kind")
+        size = self.sides[-1].drafter.describe()
+        tree = ", ".join(f"{key} {value}" for key, value in size.items() if key != "kind")
+        if tree and self.sides[-1].policy is not None:
+            tree = f"as large as pays on this machine, at most {tree}"
         drafts = "plain decoding" if method == "vanilla" else f"{method}{f' with tree {tree}' if tree else ''}"
         setup = f"{target.name}, {drafts}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")

@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM
 import eyas
 from eyas import kernels, runners
 from eyas.adaptive import make_controller
-from eyas.adaptive.cost import verify_cost
 from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Drafting, Transformers
 from eyas.bench.record import Answer
@@ -42,6 +41,7 @@ from eyas.bench.run import Bench
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
 from eyas.metrics import relative_cycle_cost, tau
+from eyas.passes import verify_cost
 
 TREES = ((4, 3, 1), (5, 4, 1), (6, 3, 2), (8, 4, 2), (12, 5, 3), (26, 5, 4))
 CONTEXTS = (256, 1024, 2048, 4000)

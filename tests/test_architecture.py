@@ -26,7 +26,7 @@ LAYERS = {
     **dict.fromkeys(["files", "formats"], -2),
     **dict.fromkeys(["gpu", "hardware", "kernels", "locks", "objectives", "threads", "timing"], -1),
     "core": 0,
-    **dict.fromkeys(["features", "nn", "losses", "targets", "text", "tiny", "datastore"], 1),
+    **dict.fromkeys(["features", "nn", "losses", "passes", "targets", "text", "tiny", "datastore"], 1),
     "checkpoints": 2,
     **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["runners", "train"], 4),
@@ -41,6 +41,27 @@ LAYERS = {
 UNKNOWN_TO = {"core": frozenset({"gpu", "kernels", "time"}), "nn": frozenset({"gpu", "kernels"})}
 # Modules that may import it nevertheless: the list only gets shorter.
 EXCEPT: set[tuple[str, str]] = set()
+
+# A wing is what the rings do without. Wings import rings and never each other; what one asks of another goes through
+# a socket (core/sockets.py) or through api.
+WINGS = {
+    "adaptive": {"adaptive"},
+    "bench": {"bench"},
+    "features": {"features"},
+    "grammar": {"grammar"},
+    "hooks": {"hooks"},
+    "media": {"media"},
+    "named": {"named"},
+    "serve": {"serve"},
+    "speed": {"runners", "kernels", "gpu"},  # runners choose among the kernels that the other two are
+    "train": {"train"},
+}
+# The command line puts wings together, so it may import all. `accelerate` is what one of its commands does:
+# a training, and a forecast of what `--tree auto` makes of the head.
+COMMAND_LINE = {"cli", "accelerate", "__main__", "__init__"}
+# A module of a wing -> (the wing that it imports nevertheless, why). The list only gets shorter.
+WING_EXCEPTIONS: dict[str, tuple[str, str]] = {}
+MAX_WING_EXCEPTIONS = 0
 
 
 @dataclass(frozen=True)
@@ -205,6 +226,62 @@ def test_packages_keep_their_layers() -> None:
     assert not broken, "\n".join(["imports that break the rules of CONTRIBUTING.md:", *dict.fromkeys(broken)])
     gone = EXCEPT - {(i.importer, package_of(i.imported)) for i in imports_of(EYAS, rules)}
     assert not gone, f"EXCEPT lists what is no longer imported: {gone}"
+
+
+def test_wings_import_rings_only() -> None:
+    """Guards what makes a wing optional: no module of a ring or of another wing comes to a module of a wing, by any
+    way and wherever the imports stand. The command line alone imports wings."""
+    imports = imports_of(EYAS, Rules(LAYERS))
+    faults = wing_faults(imports, WINGS, COMMAND_LINE, WING_EXCEPTIONS)
+    assert not faults, "\n".join(["what plugs in is asked through core/sockets.py, or through api:", *faults])
+    assert len(WING_EXCEPTIONS) <= MAX_WING_EXCEPTIONS
+    gone = [name for name in WING_EXCEPTIONS if not any(i.importer == name for i in imports)]
+    assert not gone, f"WING_EXCEPTIONS lists what is no longer imported: {gone}"
+
+
+def wing_faults(
+    imports: list[Import],
+    wings: Mapping[str, Collection[str]],
+    command_line: Collection[str],
+    exceptions: Mapping[str, tuple[str, str]],
+) -> list[str]:
+    """Return, for each module that comes to a wing by imports, the chain of modules that leads there."""
+    wing_of = {package: wing for wing, packages in wings.items() for package in packages}
+    graph: dict[str, list[str]] = {}
+    for i in imports:
+        excepted = i.importer in exceptions and exceptions[i.importer][0] == wing_of.get(package_of(i.imported))
+        if i.imported.split(".")[0] == EYAS.name and not excepted:
+            graph.setdefault(i.importer, []).append(i.imported)
+    faults = []
+    for start in graph:
+        home = package_of(start)
+        if home not in command_line:
+            faults += [" -> ".join(way) for way in _ways_to_wings(start, graph, wing_of)]
+    return faults
+
+
+def _ways_to_wings(start: str, graph: Mapping[str, list[str]], wing_of: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yield the shortest chain of imports from a module to each module of a wing that is not its own."""
+    own, seen, todo = wing_of.get(package_of(start)), {start}, [[start]]
+    while todo:
+        way = todo.pop(0)
+        for imported in graph.get(way[-1], []):
+            if imported in seen:
+                continue
+            seen.add(imported)
+            if wing_of.get(package_of(imported), own) != own:
+                yield [*way, imported]
+            else:
+                todo.append([*way, imported])
+
+
+def test_every_package_is_a_ring_or_a_wing() -> None:
+    """Guards the rule against new folders: what is not named here is a ring, and what plugs in is no ring."""
+    plugs = {file.parent.name for file in EYAS.glob("*/plug_*.py")}
+    named = {package for packages in WINGS.values() for package in packages} | COMMAND_LINE
+    assert named <= LAYERS.keys()
+    # targets: where targets come from is a ring, as all that decodes needs one; what it plugs in can be left out
+    assert plugs - named <= {"targets"}
 
 
 # What importing a module pulls in from eyas: most files, most lines. The numbers only get smaller.
@@ -383,6 +460,26 @@ SOUND = {
     "drafters/eagle2.py": "from eyas.drafters.eagle1 import Net\nfrom eyas.drafters.eagle1 import Options\nfrom ._grow import grow",
     "llm.py": "from eyas import __version__, tree\nfrom eyas.drafters import Drafter\nfrom eyas.drafters.eagle2 import x",
 }
+
+
+WINGED: dict[str, tuple[dict[str, str], str]] = {
+    "a wing": ({"cache.py": "", "train.py": "from eyas.bench import x", "bench.py": ""}, "eyas.train -> eyas.bench"),
+    "by a ring": (
+        {"train.py": "import eyas.cache", "cache.py": "def f():\n    import eyas.bench", "bench.py": ""},
+        "eyas.train -> eyas.cache -> eyas.bench",
+    ),
+    "a ring": ({"cache.py": "from eyas.bench import x", "bench.py": ""}, "eyas.cache -> eyas.bench"),
+}
+
+
+@pytest.mark.parametrize("name", [*WINGED, "sound"])
+def test_imports_of_wings_are_seen(name: str, tmp_path: Path) -> None:
+    """A checker that finds nothing anywhere would pass on every package."""
+    sound = {"llm.py": "from eyas import bench, train", "train.py": "import eyas.cache", "cache.py": "", "bench.py": ""}
+    files, chain = WINGED.get(name, (sound, ""))
+    imports = imports_of(build(tmp_path, files), SMALL)
+    faults = wing_faults(imports, {"train": {"train"}, "bench": {"bench"}}, {"llm"}, {})
+    assert faults == [] if name == "sound" else chain in faults, faults
 
 
 def build(tmp_path: Path, files: dict[str, str]) -> Path:

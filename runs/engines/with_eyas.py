@@ -9,7 +9,7 @@ from _lines import redirect, talk
 
 import eyas
 from eyas import hardware
-from eyas.adaptive.cost import verify_cost
+from eyas.passes import verify_cost
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import zoo
 from curves import curve
-from eyas import drafters
+from eyas import drafters, passes
 from eyas.adaptive import cost, make_controller
 from eyas.adaptive.cost import Costs, cost_key, cost_path, load_costs
 from eyas.arguments import mode_of
@@ -85,10 +85,10 @@ def test_which_methods_have_a_spare(target: Target) -> None:
 def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every
     tree looks dear."""
-    monkeypatch.setattr(cost, "REPEATS", 1)
+    monkeypatch.setattr(passes, "REPEATS", 1)
     monkeypatch.setattr(cost, "_time_drafts", lambda *given: pytest.fail("timed alone"))
     found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, captured_without_gpu))))
-    assert found.nodes == cost.NODES
+    assert found.nodes == passes.NODES
     assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
 
 
@@ -96,10 +96,10 @@ def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", GROWING)
 def test_measuring(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a method cannot be measured, or what was measured is not whole."""
-    monkeypatch.setattr(cost, "REPEATS", 1)
+    monkeypatch.setattr(passes, "REPEATS", 1)
     drafter = make(name, target)
     found = cost.measure(drafter)
-    assert found.nodes == cost.NODES
+    assert found.nodes == passes.NODES
     assert found.branches[-1] == drafter.max_tree.branch
     assert Costs.from_json(json.loads(json.dumps(vars(found)))) == found
     assert found.cycle(TreeSize(8, 2, 2)) > 0
@@ -243,6 +243,6 @@ def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
 def test_the_spread_of_repeated_timings() -> None:
     """Bug: timings that differ by half are taken for good, or a single slow one makes a measurement
     doubtful."""
-    assert cost._spread([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0]) == 0.0
-    assert cost._spread([9.0, 1.0, 1.5, 2.0, 1.0, 1.5, 2.0]) > cost.SPREAD_LIMIT
-    assert cost._spread([1.0, 2.0]) == 0.0
+    assert passes.spread_of([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0]) == 0.0
+    assert passes.spread_of([9.0, 1.0, 1.5, 2.0, 1.0, 1.5, 2.0]) > cost.SPREAD_LIMIT
+    assert passes.spread_of([1.0, 2.0]) == 0.0

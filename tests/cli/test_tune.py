@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eyas.adaptive import cost
+from eyas import passes
 
 Run = Callable[..., Any]
 
@@ -17,7 +17,7 @@ Run = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cost, "REPEATS", 1)
+    monkeypatch.setattr(passes, "REPEATS", 1)
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_tune_measures_once_and_says_where(run: Run, tmp_path: Path) -> None:
     assert Path(found[0]["file"]).is_file()
     assert Path(found[0]["file"]).is_relative_to(tmp_path / "cache" / "eyas")
     assert found[0]["method"] == "eagle2"
-    assert found[0]["costs"]["nodes"] == list(cost.NODES)
+    assert found[0]["costs"]["nodes"] == list(passes.NODES)
     assert set(found[0]["tree"]) == {"nodes", "depth", "branch", "accepted", "tokens_per_second"}
     assert found[0]["plain"]["tokens_per_second"] > 0
 

@@ -15,11 +15,10 @@ from torch import Tensor
 import zoo
 from eyas import drafters, kernels, runners
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.logprobs import width_for
+from eyas.core.logprobs import TokenLogprobs, width_for
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters._merge import Merged
-from eyas.features import TokenLogprobs
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.recording import CycleReplay
 from fake_graphs import captured_without_gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eyas
-from eyas.features import TokenLogprobs
+from eyas.core.logprobs import TokenLogprobs
 from eyas.serve.completions import Completion
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.records import Delta, Job

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from eyas.adaptive.cost import seconds_of, verify_cost
 from eyas.api import LLM
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.errors import InputError
 from eyas.metrics import tokens_per_second
+from eyas.passes import seconds_of, verify_cost
 from eyas.text import encode_part, render
 from eyas.train.config import TrainConfig
 from eyas.train.data import Example, Examples

@@ -31,22 +31,23 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyas import kernels
+from eyas import passes
 from eyas.core.dormant import AdaptiveDrafter, Decision, Policy
 from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
-from eyas.core.tree import TargetOutput, Tree, Verdict
+from eyas.core.tree import TargetOutput, Verdict
 from eyas.files import parse_json, user_cache, write_atomically
 from eyas.hardware import cpu_name, versions
+from eyas.passes import CONTEXT, NODES, TOKEN_ID, Timings, repeated_token, seconds_of, time_jobs, time_passes
 from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
@@ -58,25 +59,18 @@ __all__ = [
     "draft_cost",
     "load_costs",
     "measure",
-    "seconds_of",
-    "verify_cost",
 ]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 FORMAT = 4  # version of the file format; files of another version are not read
-NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # dense where one more node fills a kernel's tile
-LEAST_NODES, PASS_SECONDS = 16, 0.25  # a pass over so many nodes or more, and that takes so long, is the largest
+PASS_SECONDS = 0.25  # no larger pass is timed than the first that takes so long
 BRANCHES = (1, 2, 4, 8)
 OWN_DEPTH = 8  # assumed depth of trees that do not grow
 LEVELS = 4  # depth of the deeper of two timed drafts; their difference gives the time per level
-REPEATS = 7
-MAX_SECONDS = 4.0  # time after which nothing is repeated any more
-CONTEXT = 256  # committed tokens before the measured passes
 SPREAD_LIMIT = 0.25  # a larger spread is doubtful
 LOAD_LIMIT = 0.75  # processes a core that ran or waited before the measurement; more is doubtful
 DOUBTFUL_SECONDS = 600  # how long a doubtful measurement is used
-TOKEN_ID = 7  # the token that measured texts consist of; any one will do
 
 
 @dataclass(frozen=True)
@@ -168,84 +162,6 @@ def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
 # --- measuring -------------------------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of some work, to its end on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-class _Timings(NamedTuple):
-    """Median seconds by job, and their typical spread."""
-
-    medians: dict[Any, float]
-    spread: float
-
-
-def _time(jobs: dict[Any, Callable[[], float]]) -> _Timings:
-    """Run each job several times, interleaved, so that drift of the machine affects all jobs
-    equally. The first round warms up."""
-    seconds: dict[Any, list[float]] = {name: [] for name in jobs}
-    began = time.perf_counter()
-    for turn in range(REPEATS + 1):
-        if turn > 1 and time.perf_counter() - began > MAX_SECONDS:
-            break
-        for name, job in jobs.items():
-            seconds[name].append(job())
-    return _Timings(
-        {name: median(values[1:]) for name, values in seconds.items()}, median(map(_spread, seconds.values()))
-    )
-
-
-def _spread(seconds: Sequence[float]) -> float:
-    """Interquartile range over the median, the first timing left out."""
-    if len(seconds) < 3:
-        return 0.0
-    low, middle, high = quantiles(seconds[1:], n=4, method="inclusive")
-    return (high - low) / middle if middle > 0 else 0.0
-
-
-def verify_cost(
-    target: Target, context: int = CONTEXT, nodes: Sequence[int] = NODES, feature_layers: tuple[int, ...] = ()
-) -> list[dict[str, float]]:
-    """Median milliseconds of a target pass over a chain of each number of nodes after `context`
-    tokens, one row."""
-    timings = _time_passes(target, context, nodes, feature_layers)
-    return [{"nodes": n, "ms": round(1e3 * seconds, 4)} for n, seconds in timings.medians.items()]
-
-
-@torch.inference_mode()
-def _time_passes(
-    target: Target, context: int, nodes: Sequence[int], feature_layers: tuple[int, ...], most_seconds: float = math.inf
-) -> _Timings:
-    """`most_seconds`: no pass is timed that is larger than one of LEAST_NODES or more that took so long."""
-    nodes = [n for n in nodes if n <= max(1, target.context // 2)]
-    context = min(context, target.context - max(nodes))
-    session = target.open(1, feature_layers)
-    session.reserve(context + 2 * max(nodes))
-    session.prefill(0, _text(target, context))
-
-    def job(n: int) -> Callable[[], float]:
-        tokens_1N = torch.zeros(1, n, dtype=torch.long, device=target.device)
-        tree = Tree.chain(1, n, target.device)
-        return lambda: seconds_of(lambda: session.forward(tokens_1N, tree), target.device)
-
-    jobs: dict[int, Callable[[], float]] = {}
-    for n in nodes:
-        jobs[n] = job(n)
-        if n >= LEAST_NODES and jobs[n]() > most_seconds:
-            break
-    return _time(jobs)
-
-
-def _text(target: Target, length: int) -> list[int]:
-    return [TOKEN_ID % target.vocab_size] * length
-
-
 def draft_cost(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> dict[TreeSize, float]:
     """Median seconds of a draft of each size after `context` tokens, one row. Nothing is
     accepted."""
@@ -253,12 +169,12 @@ def draft_cost(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTE
 
 
 @torch.inference_mode()
-def _time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> _Timings:
+def _time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> Timings:
     target, session = drafter.target, drafter.open(1)
-    context = max(1, min(context, target.context - (REPEATS + 2) * len(sizes) - 64))
+    context = max(1, min(context, target.context - (passes.REPEATS + 2) * len(sizes) - 64))
     session.begin(0, 0, context)
     opened = target.open(1, drafter.feature_layers)
-    opened.prefill(0, _text(target, context), lambda *chunk: session.prefill(0, *chunk))
+    opened.prefill(0, repeated_token(target, context), lambda *chunk: session.prefill(0, *chunk))
     position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
 
     def cycle(size: TreeSize) -> float:
@@ -287,7 +203,7 @@ def _time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CON
         session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + tokens_1, one_1, tokens_1), output)
         return took
 
-    return _time({size: partial(cycle, size) for size in sizes})
+    return time_jobs({size: partial(cycle, size) for size in sizes})
 
 
 def _zeros(target: Target, nodes: int, width: int) -> Tensor:
@@ -312,11 +228,11 @@ def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list
     """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms
     up, or records."""
     decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Alternating(size)))
-    new = min((2 * REPEATS + 2) * (1 + (OWN_DEPTH if size is None else size.depth)), drafter.target.context - 1)
-    decoder.add(Request(tuple(_text(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
+    new = min((2 * passes.REPEATS + 2) * (1 + (OWN_DEPTH if size is None else size.depth)), drafter.target.context - 1)
+    decoder.add(Request(tuple(repeated_token(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
     plain, drafted = list[Step](), list[Step]()
     began = time.perf_counter()
-    while not decoder.finished and (len(drafted) < 3 or time.perf_counter() - began < MAX_SECONDS):
+    while not decoder.finished and (len(drafted) < 3 or time.perf_counter() - began < passes.MAX_SECONDS):
         for step in check_steps(decoder.step()):
             if not step.prefill:
                 (plain if step.drafted_by == "plain" else drafted).append(step)
@@ -353,23 +269,23 @@ def measure(drafter: Drafter) -> Costs:
     """Measure the costs of a method."""
     limit, target = drafter.max_tree, drafter.target
     load, now = _load_per_core(), time.time()
-    passes = _time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
-    nodes, verify = tuple(passes.medians), _rising(list(passes.medians.values()))
+    measured = time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
+    nodes, verify = tuple(measured.medians), _rising(list(measured.medians.values()))
     if limit is None:
-        costs = Costs(CONTEXT, nodes, verify, (1,), (0.0,), (0.0,), 0.0, 0.0, passes.spread, load, now)
+        costs = Costs(CONTEXT, nodes, verify, (1,), (0.0,), (0.0,), 0.0, 0.0, measured.spread, load, now)
         return costs if drafter.chooses_nodes else _with_own_tree(drafter, costs)
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, drafted_nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
     sizes = [TreeSize(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
     if target.runner.records_cycles:
-        drafts = _Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in sizes}, 0.0)
+        drafts = Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in sizes}, 0.0)
     else:
         drafts = _time_drafts(drafter, sizes)
     first, last = (
         _rising([drafts.medians[TreeSize(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels)
     )
     deeper = [max(0.0, long - short) / max(1, levels - 1) for short, long in zip(first, last, strict=True)]
-    spread = max(passes.spread, drafts.spread)
+    spread = max(measured.spread, drafts.spread)
     costs = Costs(CONTEXT, nodes, verify, tuple(branches), first, tuple(deeper), 0.0, 0.0, spread, load, now)
     plain_rest, rest = _overheads(drafter, costs, TreeSize(drafted_nodes, levels, min(2, limit.branch)))
     return replace(costs, plain_rest=plain_rest, rest=rest)
@@ -410,7 +326,7 @@ def cost_key(drafter: Drafter) -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": target.runner.threads or torch.get_num_threads(),
         "run": target.runner.name,
-        "kernels": kernels.build_name(),
+        "kernels": getattr(target.runner, "build", ""),
         **asdict(target.runner.weight_format),
         "draft_weights": target.draft_weights,
         "versions": versions(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Unpack, cast, overload
 
 from torch import Tensor
@@ -30,7 +31,7 @@ from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.features import Constraint
 from eyas.core.requests import RequestFeature, check_steps
-from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, Structures
+from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, TARGET, Structures
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
 from eyas.targets.loading import BASE
@@ -83,6 +84,11 @@ class LLM:
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that a request may ask for."""
         return () if self.target.adapters is None else self.target.adapters.names
+
+    @property
+    def own_heads(self) -> dict[str, Path]:
+        """Heads that come with a target of this name, by the kind of head that a method reads."""
+        return {kind: head for plug in TARGET.plugs for kind, head in plug.own_heads(self.target.name).items()}
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
         """Target, drafter and policy of the requests for one adapter; "": for none. The policy of
@@ -481,9 +487,10 @@ class Chat:
             ]
 
 
-def new_policy(drafter: Drafter) -> Policy | None:
-    """Return a policy that has learnt nothing yet; None where nothing plugs in, or there is nothing to decide."""
-    return None if POLICY.plug is None else POLICY.plug.make_controller(drafter)
+def new_policy(drafter: Drafter, fallback: bool = True, compared: bool = False) -> Policy | None:
+    """Return a policy that has learnt nothing yet; None where nothing plugs in, or there is nothing to decide.
+    The parameters are those of `core.sockets.PolicyPlug`."""
+    return None if POLICY.plug is None else POLICY.plug.make_controller(drafter, fallback, compared)
 
 
 def _single(prompt: Any) -> Prompt:

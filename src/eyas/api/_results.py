@@ -15,7 +15,7 @@ from eyas.errors import InputError
 from eyas.text import StopStrings
 
 if TYPE_CHECKING:
-    from eyas.features import TokenLogprobs
+    from eyas.core.logprobs import TokenLogprobs
 
 __all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shortened"]
 

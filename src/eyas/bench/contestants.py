@@ -27,6 +27,7 @@ from eyas.bench.record import Answer, Memory, answer_from
 from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.engine import Decoder, Request, Step, Verify, Watch
+from eyas.core.options import option_values
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
@@ -35,7 +36,6 @@ from eyas.drafters import Drafter
 from eyas.drafters._merge import Merged
 from eyas.errors import ModelError, one_line
 from eyas.metrics import Cycle
-from eyas.train.record import options_of
 
 __all__ = ["Contestant", "Drafting", "Question", "Transformers"]
 
@@ -133,7 +133,7 @@ class Drafting(Contestant):
         description: dict[str, Any] = {
             "tree": self.drafter.describe(),
             "policy": "fixed" if self.policy is None else "auto",
-            "options": [options_of(part.options) for part in parts],
+            "options": [option_values(part.options) for part in parts],
         }
         if nets:
             description["parameters"] = sum(p.numel() for net in nets for p in net.parameters())

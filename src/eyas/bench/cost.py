@@ -11,8 +11,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from eyas.adaptive.cost import seconds_of
 from eyas.core.target import Target
+from eyas.passes import seconds_of
 
 __all__ = ["Need", "bandwidth", "bytes_per_step", "flop_rate", "memory", "need", "peak_memory"]
 

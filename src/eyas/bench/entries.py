@@ -21,9 +21,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from eyas import checkpoints, drafters, named, tiny
-from eyas.adaptive import make_controller
-from eyas.api import LLM
+from eyas import checkpoints, drafters, tiny
+from eyas.api import LLM, new_policy
 from eyas.arguments import MODES, mode_of
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.run import VANILLA, reason_of
@@ -96,10 +95,8 @@ def contestants(entrants: Entrants) -> tuple[list[Contestant], dict[str, str]]:
         except Exception as error:  # a method that is broken takes no other one down
             skipped[text] = reason_of(error)
         else:
-            policy = (
-                make_controller(drafter, fallback=not entrants.simulated, compared=True) if mode == "auto" else None
-            )
-            entered.append(Drafting(text, drafter, _shown_head(head), verifier, policy))
+            policy = new_policy(drafter, fallback=not entrants.simulated, compared=True) if mode == "auto" else None
+            entered.append(Drafting(text, drafter, _shown_head(llm, head), verifier, policy))
     plain = Drafting(VANILLA, drafters.find(VANILLA)(llm.target))
     return [plain, *_transformers(entrants, entered, skipped), *entered], skipped
 
@@ -124,17 +121,16 @@ def _transformers(entrants: Entrants, entered: Sequence[Drafting], skipped: dict
     return working
 
 
-def _shown_head(head: str | None) -> str | None:
-    """Return the name of a head in the summary: a named model's own without its path on this machine."""
-    known = {str(path): f"{model.names[0]} {kind}" for model in named.models() for kind, path in model.heads.items()}
+def _shown_head(llm: LLM, head: str | None) -> str | None:
+    """Return the name of a head in the summary: the target's own without its path on this machine."""
+    known = {str(path): f"{llm.target.name} {kind}" for kind, path in llm.own_heads.items()}
     return None if head is None else known.get(head, head)
 
 
 def _heads(entrants: Entrants) -> dict[str, str]:
     """Method, or the name of a head that several methods read -> the head. --draft wins over
     --heads."""
-    model = named.of_target(entrants.llm.target.name)
-    heads = {} if model is None else {name: str(path) for name, path in model.heads.items()}
+    heads = {kind: str(path) for kind, path in entrants.llm.own_heads.items()}
     folder = Path(entrants.heads_folder or HEADS)
     if entrants.heads_folder and not folder.is_dir():
         raise OptionError(f"--heads {folder} is no folder")

@@ -11,15 +11,15 @@ target's, and every report says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from eyas import gpu
 from eyas.core.engine import Verify
 from eyas.core.ops import REFERENCE, Ops
 from eyas.core.sampling import GumbelNoise
-from eyas.core.tree import Draft, Verdict, unpack_verdict
+from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
 from eyas.errors import OptionError
 
@@ -69,11 +69,10 @@ class _Simulated:
     ) -> Verdict:
         real = verify(draft, scores_BNV, position_B, noise, ops)  # its time counts, what it accepts does not
         tree, (B, P), device = draft.tree, (draft.tree.rows, draft.tree.max_depth + 1), position_B.device
-        if real.host_result_BX is not None and real.has_nan_B is not None:  # verified by GPU kernels, which do this too
-            return unpack_verdict(gpu.given_path(
-                draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, real.bonus_B, real.has_nan_B,
-                self._rates(P - 1, device), self.seed, _STRIDE,
-            ))  # fmt: skip
+        given_path = getattr(ops, "given_path", None)  # of GPU kernels
+        if given_path is not None and real.host_result_BX is not None and real.has_nan_B is not None:
+            rates_D = self._rates(P - 1, device)
+            return cast(Verdict, given_path(draft, real, position_B, rates_D, self.seed, _STRIDE))
         uniform = GumbelNoise(torch.full_like(position_B, self.seed), torch.zeros_like(noise.greedy_B), False)
         key_B = position_B + _STRIDE * draft.tokens_BN[:, 0]
         passes_BD = uniform.accepts(self._rates(P - 1, device), key_B, torch.arange(P - 1, device=device))

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.adaptive.cost import verify_cost
 from eyas.bench import cost, report, rows
 from eyas.bench.contestants import Drafting
 from eyas.bench.machine import Snapshot, Used, busy, card
@@ -20,6 +19,7 @@ from eyas.bench.run import VANILLA, Bench, OnPrompt
 from eyas.bench.tasks import Prompt
 from eyas.bench.trees import deepest_cycle, tree_lines, tree_nodes
 from eyas.files import write_text
+from eyas.passes import verify_cost
 
 __all__ = ["summarise", "write", "wrong_texts"]
 

@@ -22,7 +22,7 @@ from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM, Result
-    from eyas.features import TokenLogprobs
+    from eyas.core.logprobs import TokenLogprobs
 
 PACKAGE = Path(__file__).resolve().parents[1]
 

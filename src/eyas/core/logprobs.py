@@ -12,15 +12,30 @@ V vocabulary, W width (a number of most probable tokens), T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eyas.core.tree import Verdict
 
-__all__ = ["logprob_table", "path_logprobs", "width_for"]
+__all__ = ["TokenLogprobs", "logprob_table", "path_logprobs", "width_for"]
 
 WIDTHS = (0, 1, 5, 20)  # numbers of top tokens that are gathered; above 20, powers of two
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of one token, and the most probable tokens in its place.
+
+    They are the float32 log-softmax of the target's raw logits, before penalties, masks and
+    temperature. `logprob` and the values in `top` are the same floats where the token is among
+    them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), the most probable first
 
 
 def width_for(counts: Iterable[int | None], vocab: int) -> int | None:

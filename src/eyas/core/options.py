@@ -22,6 +22,7 @@ __all__ = [
     "field_docstrings",
     "list_options",
     "option_defaults",
+    "option_values",
     "parse_option",
     "plain_type",
 ]
@@ -79,10 +80,15 @@ def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> An
 
 def option_defaults(kind: type, prefix: str = "") -> dict[str, Any]:
     """Return all dotted option names of a dataclass with their default values."""
+    return option_values(kind(), prefix)
+
+
+def option_values(options: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a dataclass and of the dataclasses in it, as `{"tree.nodes": 60}`."""
     found: dict[str, Any] = {}
-    for field in fields(kind):
-        name, value = prefix + field.name, getattr(kind(), field.name)
-        found.update(option_defaults(type(value), f"{name}.") if is_dataclass(value) else {name: value})
+    for field in fields(options):
+        name, value = prefix + field.name, getattr(options, field.name)
+        found.update(option_values(value, f"{name}.") if is_dataclass(value) else {name: value})
     return found
 
 

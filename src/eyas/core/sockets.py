@@ -77,8 +77,13 @@ class RunnerPlug(Protocol):
 class PolicyPlug(Protocol):
     """Makes policies."""
 
-    def make_controller(self, drafter: Drafter) -> Policy | None:
-        """Return a new policy for a drafter; None if there is nothing to decide."""
+    def make_controller(self, drafter: Drafter, fallback: bool = True, compared: bool = False) -> Policy | None:
+        """Return a new policy for a drafter; None if there is nothing to decide.
+
+        Args:
+            fallback: whether another method may draft where this one does not pay.
+            compared: whether the drafter runs against others, so that what is measured must be exact.
+        """
 
 
 class Structures(Protocol):
@@ -94,6 +99,9 @@ class StructurePlug(Protocol):
     def structure_of(self, asked: Mapping[str, Any]) -> Any:
         """Return what the keywords ask for; None if any text will do. Raise OptionError or InputError if
         they cannot be followed."""
+
+    def json_rule(self, schema: Any) -> str:
+        """Return a JSON schema as the right side of a rule in a grammar of Lark's form."""
 
     def Grammars(self, tokenizer: Any, vocab_size: int) -> Structures:
         """Return the structures of a tokenizer, compiled once."""
@@ -112,6 +120,7 @@ class FeaturePlug(Protocol):
         """Return what these keywords of `LLM.generate` ask for.
 
         Args:
+            params: "logprobs", "prompt_logprobs" and, for Steps with raw logits, "raw_logits".
             prediction: token ids of the text that the answer probably repeats.
         """
 
@@ -184,6 +193,9 @@ class TargetPlug(Protocol):
     def find_target(self, target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
         """Return the target that these arguments of `eyas.load` name; None if this plug does not know it.
         Read nothing large yet."""
+
+    def own_heads(self, name: str) -> Mapping[str, Path]:
+        """Return the heads that come with a loaded target of this name, by the kind of head that a method reads."""
 
 
 P = TypeVar("P")

@@ -8,20 +8,17 @@
 Each is a `core.features.RequestFeature` in `Request.features`. The loop imports none of them.
 """
 
-from eyas.core.features import Constraint
 from eyas.features.guidance import Guidance
-from eyas.features.logprobs import Logprobs, TokenLogprobs
+from eyas.features.logprobs import Logprobs
 from eyas.features.plug_feature import traced
 from eyas.features.predictions import Predicted
 from eyas.features.traces import RawLogits, Trace, Traced
 
 __all__ = [
-    "Constraint",
     "Guidance",
     "Logprobs",
     "Predicted",
     "RawLogits",
-    "TokenLogprobs",
     "Trace",
     "Traced",
     "traced",

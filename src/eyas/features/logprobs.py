@@ -15,29 +15,15 @@ import torch
 from torch import Tensor
 
 from eyas.core.features import PromptLogits, RowFeature
-from eyas.core.logprobs import logprob_table
+from eyas.core.logprobs import TokenLogprobs, logprob_table
 from eyas.core.requests import Request, RequestFeature
 from eyas.core.target import Target
 from eyas.core.tree import Cycle
 from eyas.errors import InputError
 
-__all__ = ["Logprobs", "TokenLogprobs"]
+__all__ = ["Logprobs"]
 
 PROMPT_TOKENS_AT_A_TIME = 64  # a prompt's log-softmax is computed for this many tokens at a time
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """The log-probability of one token, and the most probable tokens in its place.
-
-    They are the float32 log-softmax of the target's raw logits, before penalties, masks and
-    temperature. `logprob` and the values in `top` are the same floats where the token is among
-    them.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token, log-probability), the most probable first
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from eyas.core.sampling import Processor
 from eyas.features.guidance import Guidance
 from eyas.features.logprobs import Logprobs
 from eyas.features.predictions import Predicted
-from eyas.features.traces import Traced
+from eyas.features.traces import RawLogits, Traced
 
 __all__ = ["features", "traced"]
 
@@ -23,14 +23,17 @@ def features(
     constraint: Constraint | None,
     prediction: tuple[int, ...],
 ) -> tuple[RequestFeature, ...]:
-    """Return the features that these keywords of `LLM.generate` ask for."""
+    """Return the features that these parameters ask for."""
     made: list[RequestFeature] = []
     if processors or constraint is not None:
         made.append(Guidance(processors, constraint))
     if prediction:
         made.append(Predicted(prediction))
-    if params["logprobs"] is not None or params["prompt_logprobs"] is not None:
-        made.append(Logprobs(params["logprobs"], params["prompt_logprobs"]))
+    answer, prompt = params.get("logprobs"), params.get("prompt_logprobs")
+    if answer is not None or prompt is not None:
+        made.append(Logprobs(answer, prompt))
+    if params.get("raw_logits"):
+        made.append(RawLogits())
     return tuple(made)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from eyas.errors import OptionError
 from eyas.grammar._llguidance import LLGuidance, LLMatcher
-from eyas.grammar._structure import JSON_OPTIONS, KEYWORDS, Structure, known_formats, structure_of
+from eyas.grammar._structure import KEYWORDS, Structure, json_rule, structure_of
 from eyas.grammar._vocabulary import Vocabulary
 from eyas.grammar._walk import GrammarConstraint
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "JSON_OPTIONS", "KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "known_formats", "structure_of",
+    "KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "json_rule", "structure_of",
 ]  # fmt: skip
 
 MAX_COMPILED = 64  # structures that are kept compiled

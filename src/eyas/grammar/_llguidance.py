@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from eyas.errors import EyasError, InputError
-from eyas.grammar._structure import JSON_OPTIONS, Structure
+from eyas.grammar._structure import Structure, json_rule
 from eyas.grammar._vocabulary import Vocabulary
 
 __all__ = ["LLGuidance", "LLMatcher"]
@@ -59,7 +59,7 @@ def _as_lark(structure: Structure) -> str:
 
     text = structure.text
     if structure.kind == "json":
-        text = f"start: %json {json.dumps({**json.loads(text), 'x-guidance': JSON_OPTIONS})}"
+        text = f"start: {json_rule(json.loads(text))}"
     elif structure.kind == "regex":
         # \d, \w and \s are of ASCII characters
         text = "start: /" + _lib.regex_to_lark(text, "dws").replace("\n", r"\n") + "/"

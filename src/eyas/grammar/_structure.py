@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from eyas.errors import InputError, OptionError
 
-__all__ = ["JSON_OPTIONS", "KEYWORDS", "Structure", "known_formats", "structure_of"]
+__all__ = ["KEYWORDS", "Structure", "json_rule", "known_formats", "structure_of"]
 
 KEYWORDS = ("response_format", "regex", "grammar", "choice")
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -97,6 +97,11 @@ def _schema(schema: Any) -> Structure:
         return Structure("json", json.dumps(known_formats(schema)))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the JSON schema cannot be written as JSON: {error}") from None
+
+
+def json_rule(schema: Any) -> str:
+    """Return a JSON schema as the right side of a rule in the library's grammar language."""
+    return f"%json {json.dumps({**known_formats(schema), 'x-guidance': JSON_OPTIONS})}"
 
 
 def known_formats(schema: Any) -> Any:

@@ -39,7 +39,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from eyas.api import check_processor
 from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor, Sampling
-from eyas.features import Guidance, RawLogits
+from eyas.core.sockets import FEATURE
 from eyas.hooks.inputs import Batch
 from eyas.hooks.refusals import check_processors
 
@@ -98,8 +98,10 @@ class Distribution:
 
     def _features(self, row: int, logits: bool) -> tuple[RequestFeature, ...]:
         processors = tuple(self._for_row(processor, row) for processor in self.processors)
-        guidance = (Guidance(processors),) if processors else ()
-        return (*guidance, RawLogits()) if logits else guidance
+        if not processors and not logits:
+            return ()
+        plug = FEATURE.plug_for("a logits processor" if processors else "output_logits")
+        return plug.features({"raw_logits": logits}, processors, None, ())
 
     def _for_row(self, processor: Any, row: int) -> Processor:
         """A processor that is shown one row alone, and sees what it would see of it in the batch."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from eyas import named, tiny
 from eyas.core.sockets import KnownTarget, Source
 
-__all__ = ["find_target"]
+__all__ = ["find_target", "own_heads"]
 
 
 def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
@@ -24,6 +25,12 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
             f"took the folder {target} that is here; the model {target} is loaded where there is none", stacklevel=4
         )
     return None
+
+
+def own_heads(name: str) -> Mapping[str, Path]:
+    """Return the heads of the model that a loaded target of this name is."""
+    model = named.of_target(name)
+    return {} if model is None else model.heads
 
 
 @contextmanager

@@ -114,6 +114,11 @@ class CpuRunner:
         self.ops: Ops = CpuOps(self.current_threads, self.output)
 
     @property
+    def build(self) -> str:
+        """The compiled library, by its name; measured seconds of another one are not these."""
+        return kernels.build_name()
+
+    @property
     def threads(self) -> int | None:
         """The number of threads of a pass while no other process takes the cores."""
         return self.thread_chooser.most

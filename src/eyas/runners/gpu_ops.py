@@ -61,6 +61,16 @@ class GpuOps(Ops):
             not noise.all_greedy, tree.max_depth + 1,
         ))  # fmt: skip
 
+    def given_path(
+        self, draft: Draft, verdict: Verdict, position_B: Tensor, rates_D: Tensor, seed: int, stride: int
+    ) -> Verdict:
+        """Return the verdict of simulated acceptance (`bench.simulate`), of a draft that `choose` has verified."""
+        tree = draft.tree
+        return unpack_verdict(gpu.given_path(
+            draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, verdict.bonus_B, verdict.has_nan_B,
+            rates_D, seed, stride,
+        ))  # fmt: skip
+
     def draw(
         self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
     ) -> tuple[Tensor, Tensor | None]:

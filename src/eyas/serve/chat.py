@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import Request, Response
 
 from eyas.arguments import MediaIds
-from eyas.features import TokenLogprobs
-from eyas.grammar import structure_of
+from eyas.core.logprobs import TokenLogprobs
+from eyas.core.sockets import STRUCTURE
 from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
@@ -61,7 +61,7 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
     )
     keywords |= service.adapter_keywords(model)
     if tools.forced:
-        if structure_of(keywords) is not None:
+        if STRUCTURE.plug_for("tool_choice").structure_of(keywords) is not None:
             raise ApiError(
                 400, "a tool_choice that forces a call excludes other structured output", param="tool_choice"
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from eyas.features import TokenLogprobs
+from eyas.core.logprobs import TokenLogprobs
 from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count

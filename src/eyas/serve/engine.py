@@ -25,8 +25,8 @@ from random import SystemRandom
 from eyas.api import LLM, TextReader
 from eyas.arguments import MediaIds
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.sockets import FEATURE
 from eyas.errors import EyasError
-from eyas.features import traced
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError
@@ -130,13 +130,14 @@ class Engine:
         """
         self.methods.drafter(job.method or self.llm.method)
         prepared = []
+        traced = FEATURE.plug_for("cycles").traced if job.cycles else None
         for prompt in job.prompts:
             self._check_prompt(prompt)
             seed, whole = job.keywords.get("seed"), MediaIds(prompt, job.media) if job.media else prompt
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else (seed + sample) % 2**63
                 request, reader = self.llm.request(whole, **{**job.keywords, "seed": own})
-                prepared.append((traced(request) if job.cycles else request, reader))
+                prepared.append((request if traced is None else traced(request), reader))
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:

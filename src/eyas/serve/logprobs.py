@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import ModelError
-from eyas.features import TokenLogprobs
 from eyas.text import Detokeniser, token_bytes
 
 if TYPE_CHECKING:

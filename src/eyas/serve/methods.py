@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import threading
 
-from eyas import checkpoints, drafters, named
-from eyas.adaptive import make_controller
-from eyas.api import LLM
+from eyas import checkpoints, drafters
+from eyas.api import LLM, new_policy
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options
@@ -54,12 +53,12 @@ class Methods:
         if own not in self._loaded:
             self._loaded[own] = self._load(method)
         drafter = self._loaded[own][0].for_target(self.llm.target.with_adapter(adapter))
-        return drafter, None if self.llm.policy is None else make_controller(drafter)
+        return drafter, None if self.llm.policy is None else new_policy(drafter)
 
     def _load(self, method: str) -> tuple[Drafter, Policy | None]:
         kind = drafters.find(method)
         drafter = kind.from_pretrained(self._head(method), self.llm.target, build_options(kind.Options, {}))
-        return drafter, None if self.llm.policy is None else make_controller(drafter)
+        return drafter, None if self.llm.policy is None else new_policy(drafter)
 
     def _is_served(self, method: str) -> bool:
         kind = drafters.find(method)
@@ -70,8 +69,7 @@ class Methods:
         kind = drafters.find(method)
         if not kind.head_format:
             return None
-        model = named.of_target(self.llm.target.name)
-        if model is not None and kind.head_format in model.heads:
-            return str(model.heads[kind.head_format])
+        if own := self.llm.own_heads.get(kind.head_format):
+            return str(own)
         name = self.llm.draft_name
         return name if name is not None and checkpoints.load(name).method == kind.head_format else None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.features import TokenLogprobs
+from eyas.core.logprobs import TokenLogprobs
 
 __all__ = ["CycleFigures", "CycleSums", "Delta", "Job", "Totals"]
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from eyas import runners
 from eyas.api import LLM
 from eyas.arguments import MediaIds
+from eyas.core.sockets import RUNNER
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
@@ -68,9 +68,9 @@ class Service:
     def warm_up(self) -> None:
         """Decode a little, so that costs are measured and code is compiled before the first client
         comes: on a GPU by every method that a request may ask for."""
-        if self.llm.target.runner.records_cycles:
+        if self.llm.target.runner.records_cycles and (runner := RUNNER.plug) is not None:
             for name in self.engine.methods.names:
-                runners.warm_up(self.engine.methods.drafter(name))
+                runner.warm_up(self.engine.methods.drafter(name))
         self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True)
 
     def start(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.grammar import JSON_OPTIONS, known_formats
+from eyas.core.sockets import STRUCTURE
 from eyas.serve.errors import ApiError
 from eyas.text import has_place_for_tools
 
@@ -41,6 +41,7 @@ class Tools:
         "arguments": {...}}."""
         functions = {tool["function"]["name"]: tool["function"] for tool in self.listed}
         calls, rules = [], []
+        json_rule = STRUCTURE.plug_for("tool_choice").json_rule
         for number, name in enumerate(self.forced):
             schema = functions[name].get("parameters") or {
                 "type": "object",
@@ -50,9 +51,7 @@ class Tools:
             opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
             calls.append(f"call_{number}")
             rules.append(f'call_{number}: {opening} arguments_{number} "}}"')
-            rules.append(
-                f"arguments_{number}: %json {json.dumps({**known_formats(schema), 'x-guidance': JSON_OPTIONS})}"
-            )
+            rules.append(f"arguments_{number}: {json_rule(schema)}")
         return "\n".join([f"start: {' | '.join(calls)}", *rules])
 
 

@@ -13,7 +13,7 @@ from eyas.core.sockets import KnownTarget, Source
 from eyas.targets.gguf_files import as_folder, split_gguf
 from eyas.targets.pretrained import has_tokenizer
 
-__all__ = ["find_target"]
+__all__ = ["find_target", "own_heads"]
 
 
 def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
@@ -22,6 +22,11 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
         return None
     source, file = split_gguf(target, gguf_file)
     return None if file is None else KnownTarget(partial(_opened, source, file, cache), takes_file=True)
+
+
+def own_heads(name: str) -> dict[str, Path]:
+    """Return none: a file comes without heads."""
+    return {}
 
 
 @contextmanager

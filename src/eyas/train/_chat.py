@@ -15,26 +15,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, first_line
-from eyas.files import parse_json
-from eyas.text import Span, check_messages, has_place_for_tools, template_keywords, write_chat
+from eyas.text import Span, has_place_for_tools, template_keywords, write_chat
+from eyas.text.chat_files import messages_of
 from eyas.train._replies import find_replies, is_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["FIRST_COUNTABLE", "ChatReader", "TokenizedChat", "messages_of", "messages_to_learn"]
+__all__ = ["FIRST_COUNTABLE", "ChatReader", "TokenizedChat", "messages_to_learn"]
 
 FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
-
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-}
 
 
 @dataclass(frozen=True)
@@ -60,47 +50,6 @@ def messages_to_learn(record: Any) -> list[dict[str, Any]]:
     if not counting:
         raise InputError("the assistant says nothing that counts; drop the line")
     return messages[: counting[-1] + 1]
-
-
-def messages_of(record: Any) -> list[dict[str, Any]]:
-    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages`
-    returns them; InputError when it has neither.
-    """
-    if not isinstance(record, Mapping):
-        raise InputError('not a JSON object; write {"messages": [...]}')
-    turns = record.get("messages", record.get("conversations"))
-    if not isinstance(turns, list):
-        raise InputError(
-            'no list "messages" or "conversations"; write {"messages": [{"role": "user", "content": "..."}, ...]}'
-        )
-    messages = [_in_openai_form(turn, number) for number, turn in enumerate(turns, start=1)]
-    system = record.get("system")
-    if isinstance(system, str) and system.strip() and not _is_system(messages[:1]):
-        messages = [{"role": "system", "content": system}, *messages]
-    return check_messages(messages) if turns else []
-
-
-def _is_system(messages: Sequence[Any]) -> bool:
-    return any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages)
-
-
-def _in_openai_form(turn: Any, number: int) -> Any:
-    """A turn with OpenAI's keys and roles. ShareGPT's turn "function_call" holds a call, or a list
-    of them, as JSON.
-    """
-    if not isinstance(turn, Mapping):
-        return turn
-    if turn.get("from") == "function_call":
-        try:
-            calls = parse_json(str(turn.get("value")))
-        except InputError as error:
-            raise InputError(f"the call of message {number} is {error}; repair or drop the line") from error
-        turn = {"from": "gpt", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    renamed = {"role": turn.get("from"), "content": turn.get("value")}
-    message = {**{name: value for name, value in renamed.items() if value is not None}, **turn}
-    if isinstance(name := message.get("role"), str):
-        message["role"] = SHAREGPT_ROLES.get(name, name)
-    return {key: value for key, value in message.items() if key not in ("from", "value")}
 
 
 class ChatReader:

@@ -20,26 +20,21 @@ Shapes: N tokens of a batch. This module knows no model and no method.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
-import json
 import random
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyas import text
 from eyas.errors import InputError, OptionError
-from eyas.files import parse_json
 from eyas.nn import Documents
+from eyas.text.chat_files import chat_lines, decode_line, is_chat_file, open_file, parse_chat_line, read_errors
 from eyas.train._chat import FIRST_COUNTABLE, ChatReader
 
 if TYPE_CHECKING:
@@ -51,16 +46,11 @@ __all__ = [
     "Example",
     "Examples",
     "Report",
-    "chat_lines",
     "data_hash",
-    "is_chat_file",
-    "open_file",
-    "parse_chat_line",
     "read",
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Example(NamedTuple):
@@ -191,7 +181,7 @@ def data_hash(paths: Sequence[str | Path] | str | Path) -> str:
     """
     digests = []
     for file in _as_paths(paths):
-        with _read_errors(file), open(file, "rb") as stream:
+        with read_errors(file), open(file, "rb") as stream:
             digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(f"{d}\n" for d in digests).encode()).hexdigest()
 
@@ -246,7 +236,7 @@ class _Reader:
         return Example(ids, counted)
 
     def _pieces(self, raw: bytes) -> list[tuple[bytes, Example]]:
-        ids = text.encode(self.tokenizer, _decode(raw).strip())
+        ids = text.encode(self.tokenizer, decode_line(raw).strip())
         pieces = [ids[begin : begin + self.max_length] for begin in range(0, len(ids), self.max_length)]
         usable = [piece for piece in pieces if len(piece) > FIRST_COUNTABLE]
         if not usable:
@@ -255,59 +245,6 @@ class _Reader:
 
 
 # --- files
-
-
-@contextmanager
-def _read_errors(file: Path) -> Iterator[None]:
-    """Turn the system's errors while a file is read into one line."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise InputError(f"{file} does not exist; check the path") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{file} is a folder; name the files in it") from error
-    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
-        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-@contextmanager
-def open_file(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block, if
-    they cannot be read.
-    """
-    with _read_errors(file), open(file, "rb") as plain:
-        is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
-        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
-
-
-def is_chat_file(file: Path) -> bool:
-    """Return whether a file holds conversations, by its name; otherwise it is plain text."""
-    name = file.name.lower().removesuffix(".gz")
-    return name.endswith((".jsonl", ".ndjson", ".json"))
-
-
-def chat_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, JSON of one conversation) of each line or array item; blank lines are left out.
-    InputError when the file is unreadable.
-    """
-    with open_file(file) as stream:
-        if stream.peek(64).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
-            yield from _array_items(file, stream.read())
-            return
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield f"{file}:{number}", line.strip()
-
-
-def _array_items(file: Path, content: bytes) -> Iterator[tuple[str, bytes]]:
-    try:
-        items = parse_json(content)
-    except InputError as error:
-        raise InputError(
-            f"{file}: a JSON array with an error ({error}); repair it, or write one conversation a line"
-        ) from error
-    for number, item in enumerate(items, start=1):
-        yield f"{file}, item {number}", json.dumps(item).encode()
 
 
 def _documents(file: Path) -> Iterator[tuple[str, bytes]]:
@@ -324,22 +261,6 @@ def _documents(file: Path) -> Iterator[tuple[str, bytes]]:
                 begin, lines = number + (not part.strip()), [part]
     if document := b"".join(lines).strip():
         yield f"{file}:{begin}", document
-
-
-def _decode(raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 at byte {error.start}; save the file as UTF-8 or drop the line") from error
-
-
-def parse_chat_line(raw: bytes) -> Any:
-    """Return the JSON value of one line; InputError when it is none."""
-    content = _decode(raw)
-    try:
-        return parse_json(content)
-    except InputError as error:
-        raise InputError(f"{error}; repair or drop the line") from error
 
 
 # --- split and batches

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
+from eyas.core.options import option_values
 from eyas.targets.fingerprints import fingerprint
 from eyas.train.batch_loss import check_finite
 from eyas.train.log import read_log
 from eyas.train.optim import HeadOptimizer
-from eyas.train.record import options_of, write_record
+from eyas.train.record import write_record
 from eyas.train.setup import TrainSetup
 from eyas.train.state import STATE_FILE, TrainState, load_state, save_state
 
@@ -116,7 +117,7 @@ class TrainOutput:
             **self.about,
             "head": {key: weights.config[key] for key in ("vocab_size", "draft_vocab_size") if key in weights.config},
             "trained_length": drafter.trained_length,
-            "options": options_of(drafter.options),
+            "options": option_values(drafter.options),
             "examples": {
                 "train": len(setup.batches.lengths),
                 "heldout": len(setup.heldout_batches.lengths),

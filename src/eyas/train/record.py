@@ -8,25 +8,13 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from eyas.files import write_text
 from eyas.hardware import versions
 
-__all__ = ["options_of", "write_record"]
-
-
-def options_of(options: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of a dataclass and of the dataclasses in it, as `{"tree.nodes": 60}`."""
-    values: dict[str, Any] = {}
-    for field in fields(options):
-        value = getattr(options, field.name)
-        values.update(
-            options_of(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
-        )
-    return values
+__all__ = ["write_record"]
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

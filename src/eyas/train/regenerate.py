@@ -24,9 +24,8 @@ from eyas.core.sampling import Sampling
 from eyas.errors import InputError
 from eyas.metrics import StepTotals
 from eyas.text import render, template_keywords
-from eyas.train._chat import messages_of
+from eyas.text.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line
 from eyas.train._replies import has_weight
-from eyas.train.data import chat_lines, is_chat_file, parse_chat_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

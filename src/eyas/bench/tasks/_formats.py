@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from eyas.errors import InputError, near
 from eyas.text import template_keywords
-from eyas.train._chat import messages_of
+from eyas.text.chat_files import messages_of
 
 __all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line"]
 

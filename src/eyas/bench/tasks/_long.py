@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from eyas.bench.tasks._formats import Prompt
 from eyas.errors import InputError, OptionError
-from eyas.train.data import open_file
+from eyas.text.chat_files import open_file
 
 __all__ = ["LENGTHS_WORDS", "PASSAGES", "passages", "split_lengths"]
 

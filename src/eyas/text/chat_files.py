@@ -1,0 +1,142 @@
+"""Files of conversations, plain or .gz, one a line or as one JSON array, in OpenAI's or ShareGPT's form.
+
+Training, benches and regeneration read them. This module knows no tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from eyas.errors import InputError
+from eyas.files import parse_json
+from eyas.text._messages import check_messages
+
+__all__ = ["chat_lines", "decode_line", "is_chat_file", "messages_of", "open_file", "parse_chat_line", "read_errors"]
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+}
+
+
+@contextmanager
+def read_errors(file: Path) -> Iterator[None]:
+    """Turn the system's errors while a file is read into one line."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"{file} does not exist; check the path") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{file} is a folder; name the files in it") from error
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
+        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextmanager
+def open_file(file: Path) -> Iterator[IO[bytes]]:
+    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block, if
+    they cannot be read.
+    """
+    with read_errors(file), open(file, "rb") as plain:
+        is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
+        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
+
+
+def is_chat_file(file: Path) -> bool:
+    """Return whether a file holds conversations, by its name; otherwise it is plain text."""
+    name = file.name.lower().removesuffix(".gz")
+    return name.endswith((".jsonl", ".ndjson", ".json"))
+
+
+def chat_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """(where, JSON of one conversation) of each line or array item; blank lines are left out.
+    InputError when the file is unreadable.
+    """
+    with open_file(file) as stream:
+        if stream.peek(64).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
+            yield from _array_items(file, stream.read())
+            return
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield f"{file}:{number}", line.strip()
+
+
+def _array_items(file: Path, content: bytes) -> Iterator[tuple[str, bytes]]:
+    try:
+        items = parse_json(content)
+    except InputError as error:
+        raise InputError(
+            f"{file}: a JSON array with an error ({error}); repair it, or write one conversation a line"
+        ) from error
+    for number, item in enumerate(items, start=1):
+        yield f"{file}, item {number}", json.dumps(item).encode()
+
+
+def decode_line(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 at byte {error.start}; save the file as UTF-8 or drop the line") from error
+
+
+def parse_chat_line(raw: bytes) -> Any:
+    """Return the JSON value of one line; InputError when it is none."""
+    content = decode_line(raw)
+    try:
+        return parse_json(content)
+    except InputError as error:
+        raise InputError(f"{error}; repair or drop the line") from error
+
+
+def messages_of(record: Any) -> list[dict[str, Any]]:
+    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages`
+    returns them; InputError when it has neither.
+    """
+    if not isinstance(record, Mapping):
+        raise InputError('not a JSON object; write {"messages": [...]}')
+    turns = record.get("messages", record.get("conversations"))
+    if not isinstance(turns, list):
+        raise InputError(
+            'no list "messages" or "conversations"; write {"messages": [{"role": "user", "content": "..."}, ...]}'
+        )
+    messages = [_in_openai_form(turn, number) for number, turn in enumerate(turns, start=1)]
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and not _is_system(messages[:1]):
+        messages = [{"role": "system", "content": system}, *messages]
+    return check_messages(messages) if turns else []
+
+
+def _is_system(messages: Sequence[Any]) -> bool:
+    return any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages)
+
+
+def _in_openai_form(turn: Any, number: int) -> Any:
+    """A turn with OpenAI's keys and roles. ShareGPT's turn "function_call" holds a call, or a list
+    of them, as JSON.
+    """
+    if not isinstance(turn, Mapping):
+        return turn
+    if turn.get("from") == "function_call":
+        try:
+            calls = parse_json(str(turn.get("value")))
+        except InputError as error:
+            raise InputError(f"the call of message {number} is {error}; repair or drop the line") from error
+        turn = {"from": "gpt", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    renamed = {"role": turn.get("from"), "content": turn.get("value")}
+    message = {**{name: value for name, value in renamed.items() if value is not None}, **turn}
+    if isinstance(name := message.get("role"), str):
+        message["role"] = SHAREGPT_ROLES.get(name, name)
+    return {key: value for key, value in message.items() if key not in ("from", "value")}

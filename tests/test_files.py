@@ -14,8 +14,8 @@ import pytest
 
 from eyas import files
 from eyas.errors import InputError
-from eyas.files import parse_json, remove_leftovers, sha256_of_file, write_atomically
-from eyas.locks import check_output_folder, locked_output
+from eyas.files import parse_json, sha256_of_file, write_atomically
+from eyas.locks import check_output_folder, locked_output, remove_leftovers
 
 HOLDER = """
 import sys, time

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from eyas.core.engine import Request
+from eyas.core.features import Constraint
 from eyas.core.requests import RequestFeature
 from eyas.core.sampling import Processor
-from eyas.features import Constraint, Guidance, Logprobs, Predicted, RawLogits, Traced
+from eyas.features import Guidance, Logprobs, Predicted, RawLogits, Traced
 
 WISHES = ("processors", "constraint", "prediction", "trace", "logprobs", "prompt_logprobs")
 KEPT: Any = object()  # the wish stays as it is in the request

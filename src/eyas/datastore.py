@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 
 from eyas.errors import InputError
-from eyas.files import read_versioned, write_errors
+from eyas.files import write_errors
+from eyas.locks import read_versioned
 
 __all__ = ["DEPTH", "Datastore", "Manifest", "Matches", "Settings", "Source", "build", "order_of"]
 

@@ -1,15 +1,12 @@
-"""Files that stay whole, whatever happens while they are written. `eyas.locks` lets one process at a time write.
+"""Files that stay whole, whatever happens while they are written. `eyas.locks` is for outputs of several files.
 
     write_atomically    a file is replaced as a whole: temporary name, fsync, rename
-    remove_leftovers    temporary files of processes that are gone
     sha256_of_file      the checksum by which a changed file is noticed; sha256_of_folder: those of all files
     kept_sha256         the same, computed once for as long as the system says that the file is unchanged
     is_altered          whether a file differs from the checksum that was shipped with it
     parse_json          a JSON value, or one clear error
-    read_versioned      the content of a JSON file that says its format and version
     write_text          a small file as a whole
     write_errors        the system's errors while a file is written, as one clear error
-    prepare_folder      makes a folder, and checks that it can be written
     user_cache          the folder of measurements and compiled kernels of this machine
 
 This module does not know what the files hold.
@@ -21,12 +18,11 @@ import errno
 import hashlib
 import json
 import os
-import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from eyas.errors import InputError, first_line
 
@@ -35,9 +31,6 @@ __all__ = [
     "is_altered",
     "kept_sha256",
     "parse_json",
-    "prepare_folder",
-    "read_versioned",
-    "remove_leftovers",
     "sha256_of_file",
     "sha256_of_folder",
     "user_cache",
@@ -45,8 +38,6 @@ __all__ = [
     "write_errors",
     "write_text",
 ]
-
-Content = TypeVar("Content")
 
 CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecimal"}
 
@@ -145,33 +136,6 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def remove_leftovers(folder: str | Path, name: str = "*") -> None:
-    """Remove temporary files that killed processes left in a folder.
-
-    Only files named as `write_atomically` names them, `.NAME.PID.tmp`, whose process does not run
-    any more: a file that another process is writing right now stays.
-    """
-    for path in Path(folder).glob(f".{name}.tmp"):
-        pid = re.search(r"\.(\d+)\.tmp$", path.name)
-        if pid is None or not _is_running(int(pid[1])):
-            path.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process of this machine has this number."""
-    if os.name == "nt":  # where signal 0 is Ctrl-C
-        import psutil
-
-        return bool(psutil.pid_exists(pid))
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError) as error:
-        return isinstance(error, PermissionError)
-    return True
-
-
 # --- reading and writing text
 
 
@@ -193,42 +157,6 @@ def parse_json(text: bytes | str) -> Any:
         raise InputError("JSON with a number of too many digits") from error
 
 
-def read_versioned(
-    path: Path,
-    format_name: str,
-    version: int,
-    interpret: Callable[[dict[str, Any]], Content],
-    missing: str,
-    damaged: Callable[[str], InputError],
-) -> Content:
-    """Return the content of a JSON file whose keys "format" and "version" say what it is.
-
-    Args:
-        version: the newest one that `interpret` knows.
-        interpret: makes the content from the file's object; it may raise what a wrong object makes
-            Python raise.
-        missing: the message when there is no such file.
-        damaged: the error for a file that holds something else, from the reason.
-
-    Raises:
-        InputError: there is no such file, or it cannot be read, is damaged or of a newer version.
-    """
-    try:
-        text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError(missing) from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        fields = parse_json(text)
-        if fields["format"] == format_name and fields["version"] <= version:
-            return interpret(fields)
-        other = f"format {fields['format']!r}, version {fields['version']}"
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise damaged(type(error).__name__) from error
-    raise InputError(f"{path} is of {other}: a newer eyas may read it")
-
-
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
     """Turn the system's errors while a file is written into an InputError that names it."""
@@ -246,12 +174,3 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file as a whole. InputError when it cannot be written."""
     with write_errors(path), write_atomically(path) as stream:
         stream.write(text.encode())
-
-
-def prepare_folder(folder: Path) -> None:
-    """Make a folder and check that it can be written, before any work is done. InputError when not."""
-    with write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe.{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink(missing_ok=True)  # another thread probes, too

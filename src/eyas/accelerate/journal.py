@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import InputError, OptionError
-from eyas.files import read_versioned, write_text
+from eyas.files import write_text
+from eyas.locks import read_versioned
 
 __all__ = ["FILE", "Journal"]
 

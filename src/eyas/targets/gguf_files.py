@@ -38,7 +38,8 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from eyas.errors import InputError, ModelError, OptionError, one_line
-from eyas.files import CHECKSUMS, kept_sha256, prepare_folder, sha256_of_folder, user_cache, write_errors, write_text
+from eyas.files import CHECKSUMS, kept_sha256, sha256_of_folder, user_cache, write_errors, write_text
+from eyas.locks import prepare_folder
 from eyas.targets.pretrained import check_path, one_line_errors, read_model
 
 if TYPE_CHECKING:

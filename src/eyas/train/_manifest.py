@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.files import read_versioned, write_text
+from eyas.files import write_text
+from eyas.locks import read_versioned
 from eyas.train._tensors import tensors_digest, write_tensors
 from eyas.train.data import Data, Report
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.files import parse_json, remove_leftovers, write_atomically
+from eyas.files import parse_json, write_atomically
+from eyas.locks import remove_leftovers
 
 __all__ = ["byte_view", "file_digest", "read_header", "tensors_digest", "write_tensors"]
 

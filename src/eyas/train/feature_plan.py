@@ -10,9 +10,8 @@ from eyas import drafters
 from eyas.core.options import build_options, option_defaults
 from eyas.core.target import Target
 from eyas.errors import InputError, OptionError
-from eyas.files import prepare_folder
 from eyas.hardware import versions
-from eyas.locks import locked_output
+from eyas.locks import locked_output, prepare_folder
 from eyas.targets.fingerprints import fingerprint
 from eyas.train.data import Data, data_hash
 from eyas.train.features import layers_for_training

@@ -23,8 +23,9 @@ import _peers_reference
 from _servers import served
 
 from eyas import tiny
-from eyas.checkpoints import ExportTarget, export, load
+from eyas.checkpoints import ExportTarget, load
 from eyas.errors import InputError
+from eyas.exports import export
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).parent / "engines"

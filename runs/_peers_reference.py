@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from eyas import tiny
-from eyas.checkpoints import ExportTarget, export, load
+from eyas.checkpoints import ExportTarget, load
+from eyas.exports import export
 
 TREE = (8, 4, 2)  # nodes, depth, branch: the best of those that were tried
 PYTHON = Path(__file__).resolve().parents[1] / ".venv-reference/bin/python"

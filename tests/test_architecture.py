@@ -28,7 +28,7 @@ LAYERS = {
     "core": 0,
     **dict.fromkeys(["features", "nn", "losses", "passes", "targets", "text", "tiny", "datastore"], 1),
     "checkpoints": 2,
-    **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
+    **dict.fromkeys(["drafters", "exports", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     **dict.fromkeys(["api", "media"], 6),
@@ -47,6 +47,7 @@ EXCEPT: set[tuple[str, str]] = set()
 WINGS = {
     "adaptive": {"adaptive"},
     "bench": {"bench"},
+    "exports": {"exports"},
     "features": {"features"},
     "grammar": {"grammar"},
     "hooks": {"hooks"},

@@ -19,11 +19,12 @@ from torch import Tensor
 import eyas
 import zoo
 from eyas import tiny
-from eyas.checkpoints import ExportTarget, Weights, export, export_formats, load
+from eyas.checkpoints import ExportTarget, Weights, load
 from eyas.checkpoints.vllm import bias_into_embedding
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError, InputError
+from eyas.exports import export, export_formats
 from eyas.nn import Documents
 from golden import same
 from heads import make

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.checkpoints import export, load, save
+from eyas.checkpoints import load, save
 from eyas.checkpoints._weights import ExportTarget
 from eyas.errors import CheckpointError
+from eyas.exports import export
 from golden import same
 from published import D, Head, V, deep, put, read, refused, without
 

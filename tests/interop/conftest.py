@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import eyas
-from eyas import checkpoints, tiny
+from eyas import checkpoints, exports, tiny
 from eyas.bench import tasks
 from eyas.core.target import Target
 from eyas.drafters import find
@@ -115,7 +115,7 @@ def exported(
 
     def made(head: str, name: str) -> Path:
         place = tmp_path_factory.mktemp("heads") / f"{head.replace(' ', '-')}-{name}"
-        checkpoints.export(checkpoints.load(heads[head]), name, place, known)
+        exports.export(checkpoints.load(heads[head]), name, place, known)
         return place
 
     return made

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import eyas
 import processes
-from eyas import checkpoints
+from eyas import checkpoints, exports
 from eyas.drafters import find
 from eyas.nn import Documents
 from heads import make
@@ -43,11 +43,11 @@ def test_logits(
     made = {"embedded": exported("eagle3", "speculators")}
     for name, options in SETTINGS.items():
         made[name] = tmp_path / name.replace(" ", "-")
-        checkpoints.export(make("eagle3", target, **options).weights(), "speculators", made[name], known)
+        exports.export(make("eagle3", target, **options).weights(), "speculators", made[name], known)
     residual = make("eagle3", target).weights()
     residual.config["norm_before_residual"] = True
     made["norm_before_residual"] = tmp_path / "residual"
-    checkpoints.export(residual, "speculators", made["norm_before_residual"], known)
+    exports.export(residual, "speculators", made["norm_before_residual"], known)
 
     tokens_N = torch.tensor(llm.ids("I want to book a table for two in San Jose tonight."))
     methods = {name: find("eagle3").load(checkpoints.load(place), target) for name, place in made.items()}

@@ -1,5 +1,5 @@
 """Draft heads on disk and on the hub: `load` and `save` convert between a folder or hub id and
-`Weights`, in any format; `export` writes the formats of other engines.
+`Weights`, in any format; `eyas.exports` writes the formats of other engines.
 
 One module of this package is one published format: its tensor names and the meaning of its
 config.json. A new format is a new module (see `Format` in `_weights.py`); there is no list of
@@ -7,10 +7,9 @@ formats. This package knows no network and no model: a drafter checks names and 
 `expect`.
 """
 
-from eyas.checkpoints._export import export, export_formats, usage
 from eyas.checkpoints._listed import ListedHead, listed_heads
 from eyas.checkpoints._weights import ExportTarget, Format, Weights, expect, load, save
 
 __all__ = [
-    "ExportTarget", "Format", "ListedHead", "Weights", "expect", "export", "export_formats", "listed_heads", "load", "save", "usage",
+    "ExportTarget", "Format", "ListedHead", "Weights", "expect", "listed_heads", "load", "save",
 ]  # fmt: skip

@@ -88,7 +88,7 @@ def _training(record: Mapping[str, Any]) -> str:
 
 def _uses(method: str, repo: str, target: str) -> str:
     """Return the commands that run the head in each engine."""
-    from eyas import checkpoints
+    from eyas import exports
 
     lines = [
         "## Use",
@@ -96,9 +96,9 @@ def _uses(method: str, repo: str, target: str) -> str:
         "transformers (with eyas installed):\n\n```python\n"
         f'model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)  # runs custom_generate/generate.py\n```',
     ]
-    for name, methods in checkpoints.export_formats().items():
+    for name, methods in exports.export_formats().items():
         if method in methods:
             export = f"eyas export {repo} --format {name} --target {target} --output FOLDER"
-            commands = "\n".join([export, *checkpoints.usage(method, name, "FOLDER", target)])
+            commands = "\n".join([export, *exports.usage(method, name, "FOLDER", target)])
             lines.append(f"As {name}:\n\n```\n{commands}\n```")
     return "\n\n".join([*lines, "What an engine would compute in another way, `eyas export` refuses with the reason."])

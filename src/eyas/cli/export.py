@@ -54,10 +54,10 @@ def command(
     head: Annotated[str, "Model", Parameter(help="The draft head: a folder or a hub id.")], /, *, job: ExportOptions
 ) -> None:
     """Write a draft head in the form that another engine reads."""
-    from eyas import checkpoints
+    from eyas import checkpoints, exports
 
     weights = checkpoints.load(head)
-    lines = checkpoints.export(weights, job.format, job.output, _target(head, job))
+    lines = exports.export(weights, job.format, job.output, _target(head, job))
     if job.generate_hook:
         from eyas.hooks import write_custom_generate
 

@@ -1,5 +1,5 @@
-"""Writing a draft head in a format that another engine reads. The formats' modules say which there
-are, and what they hold.
+"""Writes draft heads in the formats of other engines. The modules of `checkpoints` are the formats, and say
+what they hold.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Unpack, cast, overload
 
 from torch import Tensor
@@ -86,9 +85,10 @@ class LLM:
         return () if self.target.adapters is None else self.target.adapters.names
 
     @property
-    def own_heads(self) -> dict[str, Path]:
-        """Heads that come with a target of this name, by the kind of head that a method reads."""
-        return {kind: head for plug in TARGET.plugs for kind, head in plug.own_heads(self.target.name).items()}
+    def own_heads(self) -> dict[str, str]:
+        """Heads that come with the target, by the kind of head that a method reads."""
+        known = (head for plug in TARGET.plugs for head in plug.heads_for(self.target.name))
+        return {head.method: head.head for head in known if not head.listed}
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
         """Target, drafter and policy of the requests for one adapter; "": for none. The policy of

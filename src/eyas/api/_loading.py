@@ -17,7 +17,7 @@ from eyas.api._targets import TargetSettings, known_target, read_target
 from eyas.arguments import load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
-from eyas.core.sockets import ADAPTER, HEAD, RUNNER, PlainRunner
+from eyas.core.sockets import ADAPTER, HEAD, RUNNER, TARGET, PlainRunner
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.drafters._merge import Merged
@@ -178,7 +178,8 @@ def _listed_drafter(
         CheckpointError: heads are listed, and none of them can be fetched and read.
     """
     reads = None if method is None else drafters.find(method).head_format
-    heads = [head for head in checkpoints.listed_heads(target.name) if reads in (None, head.method)]
+    known = (head for plug in TARGET.plugs for head in plug.heads_for(target.name))
+    heads = [head for head in known if head.listed and reads in (None, head.method)]
     failures = list[CheckpointError]()
     for head in heads:
         try:
@@ -186,7 +187,7 @@ def _listed_drafter(
         except CheckpointError as error:
             failures.append(error)
             continue
-        warnings.warn(f"draft auto: took {head.head}, which {head.source} lists for {head.target}", stacklevel=3)
+        warnings.warn(f"draft auto: took {head.head}, which {head.listed}", stacklevel=3)
         return head.head, drafter
     if failures:
         rest = f" (and {len(failures) - 1} more listed heads fail)" if len(failures) > 1 else ""

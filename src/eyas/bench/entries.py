@@ -123,14 +123,14 @@ def _transformers(entrants: Entrants, entered: Sequence[Drafting], skipped: dict
 
 def _shown_head(llm: LLM, head: str | None) -> str | None:
     """Return the name of a head in the summary: the target's own without its path on this machine."""
-    known = {str(path): f"{llm.target.name} {kind}" for kind, path in llm.own_heads.items()}
+    known = {path: f"{llm.target.name} {kind}" for kind, path in llm.own_heads.items()}
     return None if head is None else known.get(head, head)
 
 
 def _heads(entrants: Entrants) -> dict[str, str]:
     """Method, or the name of a head that several methods read -> the head. --draft wins over
     --heads."""
-    heads = {kind: str(path) for kind, path in entrants.llm.own_heads.items()}
+    heads = entrants.llm.own_heads
     folder = Path(entrants.heads_folder or HEADS)
     if entrants.heads_folder and not folder.is_dir():
         raise OptionError(f"--heads {folder} is no folder")

@@ -7,9 +7,8 @@ formats. This package knows no network and no model: a drafter checks names and 
 `expect`.
 """
 
-from eyas.checkpoints._listed import ListedHead, listed_heads
 from eyas.checkpoints._weights import ExportTarget, Format, Weights, expect, load, save
 
 __all__ = [
-    "ExportTarget", "Format", "ListedHead", "Weights", "expect", "listed_heads", "load", "save",
+    "ExportTarget", "Format", "Weights", "expect", "load", "save",
 ]  # fmt: skip

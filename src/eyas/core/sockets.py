@@ -10,8 +10,8 @@ of these parts; it asks a socket.
     head         knows for which target a head was trained              targets     no warning if it was another one
     files        finds the broken file when a target cannot be loaded       targets     the library's own message
     adapter      makes the target of a model with adapters              targets     adapters are refused
-    target       knows targets that are neither a folder nor a hub id       named,      folders, hub ids, and models that
-                                                                            targets     the caller has loaded
+    target       knows targets that are neither a folder nor a hub id,      named,      folders, hub ids, and models that
+                 and heads for targets                                      targets     the caller has loaded
 
 A plug is a module with the names of the socket's protocol. The module `plug_runner` of any package
 directly in eyas plugs into the socket "runner"; so does what an entry point of another distribution
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib.metadata import entry_points
@@ -52,6 +52,7 @@ __all__ = [
     "RUNNER",
     "STRUCTURE",
     "TARGET",
+    "KnownHead",
     "KnownTarget",
     "PlainRunner",
     "Socket",
@@ -187,6 +188,14 @@ class KnownTarget(NamedTuple):
     heads: Mapping[str, Path] = {}  # its own heads, by the kind of head that a method reads
 
 
+class KnownHead(NamedTuple):
+    """A head for a target."""
+
+    head: str  # a folder or a hub id
+    method: str  # the kind of head, by which methods read it
+    listed: str = ""  # who lists it, and for which target; "": it comes with the target
+
+
 class TargetPlug(Protocol):
     """Finds targets by what a caller of `eyas.load` names."""
 
@@ -194,8 +203,8 @@ class TargetPlug(Protocol):
         """Return the target that these arguments of `eyas.load` name; None if this plug does not know it.
         Read nothing large yet."""
 
-    def own_heads(self, name: str) -> Mapping[str, Path]:
-        """Return the heads that come with a loaded target of this name, by the kind of head that a method reads."""
+    def heads_for(self, name: str) -> Sequence[KnownHead]:
+        """Return heads for a loaded target of this name, in the order in which they are tried. Nothing is fetched."""
 
 
 P = TypeVar("P")

@@ -3,7 +3,8 @@
     embedded   the small model of the package eyas-tiny (tiny.py); also what no name stands for
     smollm2    SmolLM2-135M-Instruct, fetched when it is first asked for (_smollm2.py)
 
-A local folder of the same name is taken instead of the model.
+A local folder of the same name is taken instead of the model. `listed_heads` knows heads that others have
+published for other models.
 """
 
 from __future__ import annotations
@@ -15,8 +16,20 @@ from typing import Any
 
 from eyas import tiny
 from eyas.named import _smollm2
+from eyas.named._listed import ListedHead, listed_heads
 
-__all__ = ["EMBEDDED", "NamedModel", "find", "is_name", "models", "of_target", "place_of", "shown_head"]
+__all__ = [
+    "EMBEDDED",
+    "ListedHead",
+    "NamedModel",
+    "find",
+    "is_name",
+    "listed_heads",
+    "models",
+    "of_target",
+    "place_of",
+    "shown_head",
+]
 
 EMBEDDED = "embedded"
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from eyas import named, tiny
-from eyas.core.sockets import KnownTarget, Source
+from eyas.core.sockets import KnownHead, KnownTarget, Source
 
-__all__ = ["find_target", "own_heads"]
+__all__ = ["find_target", "heads_for"]
 
 
 def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
@@ -27,10 +26,12 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
     return None
 
 
-def own_heads(name: str) -> Mapping[str, Path]:
-    """Return the heads of the model that a loaded target of this name is."""
+def heads_for(name: str) -> list[KnownHead]:
+    """Return the heads of the model that a loaded target of this name is, then those that others have published."""
     model = named.of_target(name)
-    return {} if model is None else model.heads
+    own = [] if model is None else [KnownHead(str(path), kind) for kind, path in model.heads.items()]
+    listed = named.listed_heads(name)
+    return own + [KnownHead(head.head, head.method, f"{head.source} lists for {head.target}") for head in listed]
 
 
 @contextmanager

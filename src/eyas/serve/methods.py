@@ -70,6 +70,6 @@ class Methods:
         if not kind.head_format:
             return None
         if own := self.llm.own_heads.get(kind.head_format):
-            return str(own)
+            return own
         name = self.llm.draft_name
         return name if name is not None and checkpoints.load(name).method == kind.head_format else None

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eyas.core.sockets import KnownTarget, Source
+from eyas.core.sockets import KnownHead, KnownTarget, Source
 from eyas.targets.gguf_files import as_folder, split_gguf
 from eyas.targets.pretrained import has_tokenizer
 
-__all__ = ["find_target", "own_heads"]
+__all__ = ["find_target", "heads_for"]
 
 
 def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
@@ -24,9 +24,9 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
     return None if file is None else KnownTarget(partial(_opened, source, file, cache), takes_file=True)
 
 
-def own_heads(name: str) -> dict[str, Path]:
+def heads_for(name: str) -> list[KnownHead]:
     """Return none: a file comes without heads."""
-    return {}
+    return []
 
 
 @contextmanager

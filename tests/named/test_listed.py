@@ -16,18 +16,18 @@ import eyas
 import hub
 import processes
 import zoo
-from eyas import checkpoints, drafters, hooks
-from eyas.checkpoints import _listed
+from eyas import checkpoints, drafters, hooks, named
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError
+from eyas.named import _listed
 
 
 def test_every_entry_is_whole() -> None:
     """Guards against an entry without a source, an id that is none, a method that does not exist,
     and one head listed twice."""
-    content, heads = json.loads(_listed.FILE.read_text()), checkpoints.listed_heads()
+    content, heads = json.loads(_listed.FILE.read_text()), named.listed_heads()
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", content["read"])
     assert {entry["source"] for entry in content["heads"]} == set(content["sources"])
     for head in heads:
@@ -41,17 +41,17 @@ def test_every_entry_is_whole() -> None:
 def test_targets_are_found_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of the hub's cache, and one that is called like a model, are that model; part of a
     name is not."""
-    wanted = checkpoints.listed_heads("Qwen/Qwen3-8B")
+    wanted = named.listed_heads("Qwen/Qwen3-8B")
     assert [head.target for head in wanted] == ["Qwen/Qwen3-8B"] * len(wanted) != []
     snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / hub.COMMIT
     (tmp_path / "qwen3-8b").mkdir()
     for name in ("qwen/qwen3-8b", str(snapshot), str(tmp_path / "qwen3-8b")):
-        assert checkpoints.listed_heads(name) == wanted
+        assert named.listed_heads(name) == wanted
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "listed_heads" in block), {})
     assert capsys.readouterr().out.count("https://") == len(wanted)
     for name in ("Qwen3-8B", "Qwen/Qwen3-8", str(tmp_path / "nothing" / "Qwen3-8B"), "", "embedded"):
-        assert checkpoints.listed_heads(name) == []
+        assert named.listed_heads(name) == []
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     for it; one of them is damaged."""
     model, method = zoo.tiny("qwen3"), find("eagle1")
     model.save_pretrained(tmp_path / "target")
-    listed = [head.head for head in checkpoints.listed_heads("Qwen/Qwen3-8B")]
+    listed = [head.head for head in named.listed_heads("Qwen/Qwen3-8B")]
     head = method.random(Target(model), build_options(method.Options, {}), 0)
     for name in ("good", "damaged"):
         checkpoints.save(head.weights(), tmp_path / name)

@@ -8,12 +8,10 @@ This module knows prompts, tokenizers and results; it knows no tree and no model
 
 from eyas.api._llm import LLM, Chat, new_policy
 from eyas.api._loading import LOAD_KEYWORDS, load
-from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Piece, Result, Stats, TextReader
 from eyas.api._stream import Stream
 from eyas.arguments import Prompt
 
 __all__ = [
-    "LLM", "LOAD_KEYWORDS", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "TextReader", "check_processor", "load", "new_policy",
-    "sampling_of",
+    "LLM", "LOAD_KEYWORDS", "Chat", "Piece", "Prompt", "Result", "Stats", "Stream", "TextReader", "load", "new_policy",
 ]  # fmt: skip

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Unpack, cast, overload
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas.api._processors import check_processor, sampling_of
 from eyas.api._results import Answer, Result, TextReader, shortened
 from eyas.api._stream import Stream
 from eyas.arguments import (
@@ -21,6 +21,7 @@ from eyas.arguments import (
     as_prompts,
     generate_keywords,
     has_media,
+    plain_number,
     whole_number,
     with_generate_keywords,
 )
@@ -30,6 +31,7 @@ from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.features import Constraint
 from eyas.core.requests import RequestFeature, check_steps
+from eyas.core.sampling import Sampling
 from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, TARGET, Structures
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
@@ -363,7 +365,7 @@ class LLM:
         asked = [name for name in FEATURE_KEYWORDS if params[name] is not None]
         if not asked:
             return tuple(params["features"])
-        processors = tuple(check_processor(p) for p in as_processors(params["logits_processor"]))
+        processors = tuple(as_processors(params["logits_processor"]))
         constraint, prediction = self._constraint(params, eos), self._prediction(params["prediction"])
         made = FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
         return (*made, *params["features"])
@@ -485,6 +487,11 @@ class Chat:
                 {"role": "user", "content": text},
                 {"role": "assistant", "content": reply},
             ]
+
+
+def sampling_of(params: Mapping[str, Any]) -> Sampling:
+    """Return the Sampling among the keywords of `generate`; OptionError for impossible values."""
+    return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 
 def new_policy(drafter: Drafter, fallback: bool = True, compared: bool = False) -> Policy | None:

@@ -20,7 +20,6 @@ from eyas.core.options import build_options, option_defaults
 from eyas.core.sockets import ADAPTER, HEAD, RUNNER, TARGET, PlainRunner
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
-from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, OptionError, UnknownOptionError, near
 from eyas.threads import release_threads
 
@@ -148,7 +147,7 @@ def _load_drafter(
         )
     if isinstance(draft, Drafter):
         _check_ready_drafter(draft, target, method, options if second is None else {})
-        return draft if second is None else Merged(draft, _build(second, None, target, options))
+        return draft if second is None else drafters.merge(draft, _build(second, None, target, options))
     if not isinstance(draft, str | Path | None):
         raise OptionError(f"a draft is a folder, a hub id or a Drafter, not {type(draft).__name__}")
     if method is None:
@@ -165,7 +164,7 @@ def _load_drafter(
         {name: value for name, value in options.items() if name not in second_options},
     )
     _warn_about_head(drafter, draft, target)
-    return drafter if second is None else Merged(drafter, _build(second, None, target, second_options))
+    return drafter if second is None else drafters.merge(drafter, _build(second, None, target, second_options))
 
 
 def _listed_drafter(

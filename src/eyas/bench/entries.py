@@ -32,7 +32,6 @@ from eyas.core.engine import Request
 from eyas.core.options import build_options, list_options, option_defaults, parse_option
 from eyas.core.verify import verify
 from eyas.drafters import DraftMethod
-from eyas.drafters._merge import Merged
 from eyas.errors import CheckpointError, EyasError, ModelError, OptionError, near
 
 __all__ = ["HEADS", "Entrants", "contestants"]
@@ -166,7 +165,7 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     else:
         drafter = kind.random(llm.target, options)
     if entry.draft_with is not None:
-        drafter = Merged(drafter, _drafter(entrants, entry.draft_with, heads)[0])
+        drafter = drafters.merge(drafter, _drafter(entrants, entry.draft_with, heads)[0])
     usual = mode_of(values)[0] if drafter.max_tree is not None and not entrants.simulated else "fixed"
     return drafter, RANDOM if random_head else head, entry.tree or usual
 

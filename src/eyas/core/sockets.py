@@ -125,6 +125,9 @@ class FeaturePlug(Protocol):
             prediction: token ids of the text that the answer probably repeats.
         """
 
+    def check_processor(self, processor: Processor) -> Processor:
+        """Return a logits processor. Raise InputError if it cannot be asked about every node of a tree."""
+
     def traced(self, request: Request) -> Request:
         """Return the request whose Steps have traces, for display."""
 

@@ -32,6 +32,7 @@ __all__ = [
     "Loss",
     "TreeSize",
     "find",
+    "merge",
     "names",
 ]
 
@@ -63,3 +64,9 @@ def find(name: str) -> type[DraftMethod]:
     if not (isinstance(method, type) and issubclass(method, DraftMethod)):
         raise OptionError(f"method {name!r} cannot be loaded: its Method is no subclass of eyas.drafters.DraftMethod")
     return method
+
+
+def merge(first: Drafter, second: Drafter) -> Drafter:
+    """Return a drafter whose trees hold what both propose (`_merge.py`)."""
+    merged: Drafter = importlib.import_module(f"{__name__}._merge").Merged(first, second)
+    return merged

@@ -36,6 +36,33 @@ FORCED_CHANCE = 0.99  # estimated probability of a forced token: another tokenis
 NOTHING_LEFT = "no token may come next: what the constraint allows, min_tokens excludes, or nothing is allowed at all"
 
 
+# Processors of transformers with a memory: in a tree they would see tokens that are never emitted.
+STATEFUL = frozenset(
+    {
+        "AlternatingCodebooksLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "WhisperNoSpeechDetection",
+        "WhisperTimeStampLogitsProcessor",
+    }
+)
+
+
+def check_processor(processor: Processor) -> Processor:
+    """Return the processor. Raise InputError if it cannot be asked about every node of a tree."""
+    name = type(processor).__name__
+    if STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
+        raise InputError(
+            f"{name} keeps a memory, and in a tree it would see tokens that are never emitted: decode without it"
+        )
+    if isinstance(processor, type) or not callable(processor):
+        raise InputError(f"logits_processor must hold callables (ids, scores) -> scores, got {processor!r}")
+    return processor
+
+
 @dataclass(frozen=True)
 class Guidance(RequestFeature):
     """A constraint, which serves one request alone, or logits processors, or both.

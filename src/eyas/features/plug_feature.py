@@ -9,12 +9,12 @@ from typing import Any
 from eyas.core.features import Constraint
 from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor
-from eyas.features.guidance import Guidance
+from eyas.features.guidance import Guidance, check_processor
 from eyas.features.logprobs import Logprobs
 from eyas.features.predictions import Predicted
 from eyas.features.traces import RawLogits, Traced
 
-__all__ = ["features", "traced"]
+__all__ = ["check_processor", "features", "traced"]
 
 
 def features(
@@ -26,7 +26,7 @@ def features(
     """Return the features that these parameters ask for."""
     made: list[RequestFeature] = []
     if processors or constraint is not None:
-        made.append(Guidance(processors, constraint))
+        made.append(Guidance(tuple(map(check_processor, processors)), constraint))
     if prediction:
         made.append(Predicted(prediction))
     answer, prompt = params.get("logprobs"), params.get("prompt_logprobs")

@@ -36,7 +36,6 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from eyas.api import check_processor
 from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.sockets import FEATURE
@@ -78,8 +77,9 @@ class Distribution:
             settings["temperature"] = 1.0
             left = _take_trailing(left, settings)
         seeds = torch.randint(MAX_SEED, (len(batch.prompts),)).tolist() if config.do_sample else ()
-        for processor in left:
-            check_processor(processor)
+        if left:
+            plug = FEATURE.plug_for("a logits processor")
+            left = [plug.check_processor(processor) for processor in left]
         sampling = Sampling(**settings)
         return cls(batch, new, eos, others, sampling, min(min_tokens, new), tuple(left), tuple(seeds))
 

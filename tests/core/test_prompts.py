@@ -262,6 +262,13 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
     assert totals.seconds == pytest.approx(own[-1].ended_at - own[0].ended_at + own[0].seconds)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decoders measure by `Clock`."""
+    for module in ("engine", "prompts"):
+        monkeypatch.setattr(f"eyas.core.{module}.StageTimer", Clock)
+
+
 class Clock(StageTimer):
     """Seconds by count: a prompt token takes `token` seconds to read, a cycle `cycle`; both may change."""
 
@@ -284,7 +291,7 @@ class Clock(StageTimer):
 
 
 @pytest.mark.slow
-def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
+def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> None:
     """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or
     although no row runs."""
     Clock.widths = []
@@ -293,7 +300,7 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
     )
     for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, MIN_AUTO_BUDGET), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
-        decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
+        decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
         decoder.add(Request(tuple(range(100)), 100))
         assert len(decoder.step()) == 2, "read at once: no row runs"
         for _ in range(20):
@@ -305,7 +312,7 @@ def test_an_automatic_budget_follows_the_cycles(target: Target) -> None:
     hook.remove()
 
 
-def test_an_automatic_budget_counts_the_prompts(target: Target) -> None:
+def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> None:
     """Bug: prompts that wait together share the time of one, so rows stay empty and every answer
     begins late."""
     Clock.widths = []
@@ -313,7 +320,7 @@ def test_an_automatic_budget_counts_the_prompts(target: Target) -> None:
         lambda m, args, out: Clock.widths.append(args[0].shape[1])
     )
     Clock.token, Clock.cycle = 0.001, 0.02
-    decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto", timer=Clock)
+    decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto")
     decoder.add(Request(tuple(range(100)), 100))
     for _ in range(20):
         decoder.step()
@@ -323,7 +330,7 @@ def test_an_automatic_budget_counts_the_prompts(target: Target) -> None:
     hook.remove()
 
 
-def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
+def test_an_automatic_budget_counts_other_decoders(target: Target, clock: None) -> None:
     """Bug: a decoder without running rows reads 512 tokens at once, while those of another one on
     the same machine wait for it."""
     Clock.widths = []
@@ -331,7 +338,7 @@ def test_an_automatic_budget_counts_other_decoders(target: Target) -> None:
         lambda m, args, out: Clock.widths.append(args[0].shape[1])
     )
     Clock.token, Clock.cycle = 0.001, 0.01
-    decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto", timer=Clock)
+    decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
     decoder.prompts.other_decoders_seconds = 0.03
     decoder.add(Request(tuple(range(100)) * 4, 1))
     assert decoder.step() == []

@@ -75,22 +75,20 @@ class Decoder:
             text is then not the target's.
         watch: called after every cycle with its input, draft, scores and verdict; its time is not
             part of `Step.seconds`.
-        timer: makes the timer of one cycle; the default, `StageTimer`, measures the seconds of each
-            stage.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, rows: int = 1, reuse: bool = False, *, prefill_budget: Budget = None,
-        verify: Verify = verify, watch: Watch | None = None, timer: Callable[[], StageTimer] | None = None,
+        verify: Verify = verify, watch: Watch | None = None,
     ) -> None:  # fmt: skip
-        self.target, self.watch, self.timer = target, watch, timer or StageTimer
+        self.target, self.watch = target, watch
         self.target_session = target.open(rows, drafter.feature_layers)
         self.draft_session = RequestDraftSession(drafter, rows)
         self.cycle_runner = CycleRunner(self.target_session, self.draft_session, verify)
-        if watch is None and timer is None:
+        if watch is None:
             self.cycle_runner = target.runner.wrap_cycle(self.cycle_runner)
         self.prompts = PromptReader(
-            self.target_session, self.draft_session, self.cycle_runner.extra_slots, self.timer, reuse, prefill_budget
+            self.target_session, self.draft_session, self.cycle_runner.extra_slots, reuse, prefill_budget
         )
         self.rows: list[Row | None] = [None] * rows  # requests whose prompts have been read
         self._last_request_id = 0
@@ -139,7 +137,7 @@ class Decoder:
             for each row of the cycle. Empty if there was nothing to do.
         """
         prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
-        timer = self.timer()
+        timer = StageTimer()
         if (launched := self._launch(timer)) is None:
             return prefills
         self._ahead = self._launch_ahead(launched, timer)

@@ -33,7 +33,7 @@ This module knows no requests' sampling, no cycles and no method.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,14 +96,13 @@ class PromptReader:
     """
 
     def __init__(
-        self, target: TargetSession, drafter: DraftSession, extra_slots: int, timer: Callable[[], StageTimer], reuse: bool,
-        budget: Budget,
+        self, target: TargetSession, drafter: DraftSession, extra_slots: int, reuse: bool, budget: Budget,
     ) -> None:  # fmt: skip
         if budget not in ("auto", None) and (not isinstance(budget, int) or budget < 1):
             raise OptionError(
                 f"prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got {budget!r}"
             )
-        self.target, self.drafter, self.extra_slots, self.timer = target, drafter, extra_slots, timer
+        self.target, self.drafter, self.extra_slots = target, drafter, extra_slots
         self.reuse, self.budget = reuse, budget
         self.waiting: deque[Prompt] = deque()
         self.reading: dict[int, Prompt] = {}  # by row
@@ -240,7 +239,7 @@ class PromptReader:
     def _start(self, prompt: Prompt) -> None:
         """Give the prompt an empty row, which then holds the longest prefix of the prompt that any
         row holds."""
-        request, prompt.timer = prompt.request, self.timer()
+        request, prompt.timer = prompt.request, StageTimer()
         self.waiting.remove(prompt)
         self.target.reserve(len(request.prompt) + request.max_new_tokens + self.extra_slots)
         row, source, shared = self._place(() if request.media else request.prompt)

@@ -31,8 +31,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.bench.simulate import simulated
 from eyas.core.cycle import CycleRunner
-from eyas.core.ends import TextEnd
-from eyas.core.inputs import CycleInput
+from eyas.core.drafter import CycleInput
+from eyas.core.features import TextEnd
 from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target

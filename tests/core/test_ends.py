@@ -15,8 +15,8 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters
-from eyas.core.ends import TextEnd
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.features import TextEnd
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError

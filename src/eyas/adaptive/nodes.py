@@ -82,7 +82,7 @@ class PassSeconds:
 
 
 class NodeChoice:
-    """The choice for one cycle: a `core.inputs.NodeChooser`.
+    """The choice for one cycle: a `core.drafter.NodeChooser`.
 
     Args:
         rows: the rows in flight.

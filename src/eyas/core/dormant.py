@@ -37,8 +37,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, TreeSize, method_name
-from eyas.core.inputs import NodeChooser
+from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, NodeChooser, TreeSize, method_name
 from eyas.core.requests import Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 

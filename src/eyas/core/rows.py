@@ -16,8 +16,7 @@ from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
 from eyas.core.cycle import verify_output
 from eyas.core.drafter import CycleInput
-from eyas.core.ends import TextEnd
-from eyas.core.features import RowFeature
+from eyas.core.features import RowFeature, TextEnd
 from eyas.core.logprobs import width_for
 from eyas.core.requests import Request, Step
 from eyas.core.sampling import GumbelNoise, Sampling

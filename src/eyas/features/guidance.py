@@ -4,7 +4,7 @@ The constraint's mask comes after bias, penalties and min_tokens, the processors
 temperature, top-k, top-p and min-p. A processor is run with each node's own prefix.
 
 A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises),
-so it is run only where plain decoding could stand: at the nodes that are open (`core.ends`) and
+so it is run only where plain decoding could stand: at the nodes that are open (`core.features`) and
 whose token the processed scores of their parent allow (in greedy rows: whose token is the best one).
 
 Other nodes keep their raw logits: they cannot be accepted, or everything after them is cut off. So

@@ -23,7 +23,7 @@ WORDS = {
     'a docstring begins with "The", not with a verb': r"\AThe ",
     'an error as a sentence: "InputError for ...", not "Raise ..."': r"\A\w*Error (for|if|unless|when|where|with)\b",
     '"that of", "those of": name the thing again': r"\b(that|those) of\b",
-    '"is no number", "are no trees": write "is not a"': r"\b(is|are) no (?!longer|more)\w",
+    '"is no number", "are no trees": write "is not a"': r"(?<!there )\b(is|are) no (?!longer|more)\w",
     '"; None: ..." at the end of a sentence': r"; None: ",
 }
 NAMES = {

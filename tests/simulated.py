@@ -137,13 +137,13 @@ class SimulatedMachine:
         t, length, draft = len(self.decisions) - 1, 1, None
         if decision.drafts_every_row:
             path, draft = self._accept(tree_of(self.rng.randrange(40), decision.tree_size or OWN_TREE), t)
-            return Step(0, (0,), 0, False, None, path, draft, 0, seconds, decision=decision)
+            return Step(0, (0,), None, path, draft, 0, seconds, decision=decision)
         if decision.fallback is not None:
             tree = replace(Tree.chain(self.rows, max(counts)), counts=tuple(counts))
             draft = Draft(tree, torch.zeros(self.rows, max(counts), dtype=torch.long))
             while length < counts[row] and self.rng.random() < self.right(t):
                 length += 1
-        return Step(0, (0,), 0, False, None, tuple(range(length)), draft, row, seconds, decision=decision)
+        return Step(0, (0,), None, tuple(range(length)), draft, row, seconds, decision=decision)
 
     def _accept(self, tree: tuple[dict[int, list[tuple[int, float]]], Draft], t: int) -> tuple[tuple[int, ...], Draft]:
         children, draft = tree

@@ -28,4 +28,4 @@ def step(
     parents, candidates = (torch.tensor([x]) for x in tree)
     draft = Draft(Tree.build(parents, 3, candidates), torch.arange(parents.shape[1])[None])
     count = accepted + 1 if emitted is None else emitted
-    return Step(1, tuple(range(count)), accepted, False, finish, tuple(path), draft, seconds=0.5, stage_seconds=PARTS)
+    return Step(1, tuple(range(count)), finish, tuple(path), draft, seconds=0.5, stage_seconds=PARTS)

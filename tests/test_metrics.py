@@ -28,7 +28,7 @@ def test_totals() -> None:
     """Bugs: the prompt's own token counts as a cycle's, or the seconds begin with the second step."""
     totals = metrics.StepTotals()
     assert (totals.tau, totals.seconds, totals.cycles) == (0, 0, 0)
-    totals.add(Step(1, (7,), 0, True, None, seconds=2.0, ended_at=12.0))
+    totals.add(Step(1, (7,), None, seconds=2.0, ended_at=12.0))
     for one, ended_at in ((chain(3), 13.0), (chain(0), 15.0)):
         totals.add(Step(**{**vars(one), "ended_at": ended_at}))
     assert totals.token_ids == [7, 0, 1, 2, 3, 0]
@@ -91,7 +91,7 @@ def test_only_what_was_drafted() -> None:
     acceptable_BN = torch.tensor([[True, True, False, False], [True, True, True, True]])
     draft = Draft(Tree.build(tree.parents_BN, 3, acceptable_BN), torch.zeros(2, 4, dtype=torch.long))
     steps = [
-        Step(1, tuple(range(accepted + 1)), accepted, False, None, tuple(range(accepted + 1)), draft, row)
+        Step(1, tuple(range(accepted + 1)), None, tuple(range(accepted + 1)), draft, row)
         for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))
     ]
     cycles = [metrics.cycle_of(s) for s in steps]

@@ -144,7 +144,7 @@ def draft_losses(
         weight_K: weight of each prediction in the total.
         positions: U, the number of target positions.
         target_logits: a slice of the positions -> the target's logits [C, V]; frozen.
-        draft_ids_v: int64; the target's ids of the draft vocabulary; None: the two vocabularies are
+        draft_ids_v: int64; the target's ids of the draft vocabulary; None if the two vocabularies are
             the same.
         chunk_elements: draft logits in memory at a time.
         objective: a name of `eyas.objectives.OBJECTIVES`.

@@ -88,7 +88,7 @@ class Cycle(NamedTuple):
 
 
 def cycle_of(step: Step, seconds: float | None = None) -> Cycle:
-    """Return the numbers of a Step that is no prefill.
+    """Return the numbers of a cycle's Step.
 
     Args:
         seconds: default: the Step's own.
@@ -153,12 +153,12 @@ def ratio(over: Any, under: Any) -> Any:
 
 
 def ratio_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
-    """A statistic for `bootstrap`: a ratio of sums over that of a baseline, for example a speed-up."""
+    """Return a ratio of sums over a baseline's ratio, for `bootstrap`: for example a speed-up."""
     return ratio(over, under) / ratio(base_over, base_under)
 
 
 def difference_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
-    """A statistic for `bootstrap`: a ratio of sums less that of a baseline, for example a
+    """Return a ratio of sums less a baseline's ratio, for `bootstrap`: for example a
     difference of taus."""
     return ratio(over, under) - ratio(base_over, base_under)
 

@@ -41,7 +41,7 @@ MISSING = (
 
 
 def _folder() -> Path:
-    """Return the files of the embedded model: those of the clone that this file belongs to, else the
+    """Return the files of the embedded model: in the clone that this file belongs to, else the
     installed ones; they may not exist."""
     clone = Path(__file__).parents[2] / "tiny" / PACKAGE
     installed = None if clone.is_dir() else find_spec(PACKAGE)

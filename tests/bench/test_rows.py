@@ -20,7 +20,7 @@ ABOUT = {"method": "x", "prompt": "a", "task": "chat", "turn": 0, "temperature":
 
 def answered(*steps: Step, seconds: float = 1.0) -> Answer:
     """The prompt's own token in two seconds, then these."""
-    first = Step(1, (7,), 0, True, None)
+    first = Step(1, (7,), None)
     return answer_from([(first, 2.0), *((s, seconds) for s in steps)], **ABOUT)
 
 
@@ -61,7 +61,7 @@ def test_drawn_trees_are_not_compared_when_sampled() -> None:
     it; or nobody's are compared."""
     one = step(0, (0,), finish="length")
     drawn = Step(**{**vars(one), "draft": Draft(one.draft.tree, one.draft.tokens_BN, q_BNV=torch.ones(1, 7, 8))})  # type: ignore[union-attr]
-    first = (Step(1, (7,), 0, True, None), 1.0)
+    first = (Step(1, (7,), None), 1.0)
     for given, temperature, comparable in ((one, 1.0, True), (drawn, 1.0, False), (drawn, 0.0, True)):
         assert answer_from([first, (given, 1.0)], **{**ABOUT, "temperature": temperature}).comparable is comparable
 

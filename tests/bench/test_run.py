@@ -468,7 +468,9 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
             steps = []
             for prefill in (True, False) if self.left == 2 else (False,):
                 now[0] += 10 if prefill else 3
-                steps.append(Step(1, (5,), 0, prefill, None if self.left else "length", (0,), tree, ended_at=now[0]))
+                steps.append(
+                    Step(1, (5,), None if self.left else "length", () if prefill else (0,), tree, ended_at=now[0])
+                )
             now[0] += 100
             return steps
 

@@ -20,12 +20,9 @@ def cycle(tokens: list[int], nodes: tuple[TraceNode, ...], path: tuple[int, ...]
     """A cycle that emits `tokens`, of which all but those behind the path were drafted. Its nodes
     had other numbers in the draft."""
     trace = Trace(nodes, path, tokens[-1], finish or "no child")
-    accepted = min(len(tokens), len(path) - 1)
     return Step(
         1,
         tuple(tokens),
-        accepted,
-        False,
         finish,
         tuple(n + 7 * (n > 0) for n in path),
         seconds=0.5,
@@ -44,7 +41,7 @@ def test_texts_of_a_character_in_pieces() -> None:
     """A character of three bytes, drafted in two and completed by the target, comes with its last
     token; no half of it is shown as text. The texts of the tokens are the answer's text."""
     writer = CycleWriter(TOKENIZER)
-    first = writer.write(Step(1, (A,), 0, True, None, seconds=2.0))
+    first = writer.write(Step(1, (A,), None, seconds=2.0))
     nodes = (node(-1, A, 0, q=None, p=1.0), node(0, E1, 1), node(0, A, 1, accepted=False), node(1, E2, 2))
     second = writer.write(cycle([E1, E2, E3], nodes, (0, 1, 3)))
     assert first["prefill"]
@@ -80,6 +77,6 @@ def test_json_of_broken_numbers_and_of_no_tokenizer() -> None:
 
 def test_step_without_a_trace() -> None:
     """A client that asks for cycles of a server whose engine gives no trace still learns what was drafted."""
-    made = CycleWriter(TOKENIZER).write(Step(1, (A, B), 1, False, None, (0, 4), seconds=0.1))
+    made = CycleWriter(TOKENIZER).write(Step(1, (A, B), None, (0, 4), seconds=0.1))
     assert [(t["text"], t["node"]) for t in made["tokens"]] == [("a", 4), ("b", None)]
     assert (made["nodes"], made["bonus"]) == ([], None)

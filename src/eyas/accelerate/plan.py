@@ -88,7 +88,7 @@ def make_plan(seconds: float, speeds: Speeds, questions: int, max_length: int) -
     """Return the split of so many seconds.
 
     Args:
-        questions: how many there are to be answered, those of the bench not counted.
+        questions: how many there are to be answered, without the bench's.
         max_length: most tokens of a training example.
 
     Raises:

@@ -109,7 +109,7 @@ class Arm:
         self.kinds = {}
 
     def seconds(self, medians: RunningMedian) -> float | None:
-        """Expected seconds of a cycle; None: nothing is known."""
+        """Return the expected seconds of a cycle; None if nothing is known."""
         if not self.kinds:
             return self.prior_seconds
         total = sum(self.kinds.values())
@@ -139,7 +139,7 @@ class Bandit:
         self._left = self.arms[self.playing].block
 
     def seconds(self, name: str) -> float | None:
-        """Expected seconds that a cycle of an arm costs; those of a baseline cycle where nothing
+        """Return the expected seconds of an arm's cycle, or of a baseline cycle where nothing
         else is known."""
         seconds = self.arms[name].seconds(self.medians)
         if seconds is None:
@@ -188,7 +188,7 @@ class Bandit:
         return self._left <= 0 and bool(self.arms[self.baseline].kinds)
 
     def choose(self) -> None:
-        """The arm of the next block of cycles."""
+        """Return the arm of the next block of cycles."""
         self.best = max(self.arms, key=self.rate)
         for name, arm in self.arms.items():
             arm.break_even = max(1.0, (self.seconds(name) or 0.0) * self.rate(self.best))

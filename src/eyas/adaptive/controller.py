@@ -108,7 +108,7 @@ class PromptReading:
 
         Args:
             tokens: length of the prompt, or of a chunk of it.
-            seconds: time that it took to read them; None: they were not read.
+            seconds: time that it took to read them; None if they were not read.
         """
         self._prompt_tokens += tokens
         if seconds is not None and tokens >= MIN_TIMED_TOKENS:

@@ -115,7 +115,7 @@ class Costs:
         return first + (depth - 1) * deeper
 
     def cycle(self, size: TreeSize | None, rows: int = 1) -> float:
-        """Seconds of a cycle with a tree of this size in each row; None: the tree of a method whose trees do not
+        """Return the seconds of a cycle with a tree of this size in each row; None stands for a tree that does not
         grow."""
         size = size or TreeSize(self.own_nodes, 1, 1)
         return (
@@ -241,7 +241,7 @@ def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list
 
 def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
     """Seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds
-    less those of its pass."""
+    less the seconds of its pass."""
     _, drafted = _cycles(drafter, size, CONTEXT)
     return max(
         0.0, median(s.seconds - _interpolate(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)

@@ -180,7 +180,7 @@ class Acceptance:
             values: log of the value of each node; 0 for the root.
             size: the size with which the tree was grown.
             accepted: draft tokens on the accepted path.
-            drafted: parents and values of all nodes that the tree was selected from; None: the tree
+            drafted: parents and values of all nodes that the tree was selected from; None if the tree
                 has all of them.
         """
         self._waiting.append(_Tree(parents, values, size.within(self.limit), accepted, drafted))

@@ -184,7 +184,7 @@ class LLM:
                 may be a dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
             stop_token_ids: further tokens that end the answer.
-            logprobs: N: `Result.logprobs` lists the log-probability of every new token and those of
+            logprobs: N: `Result.logprobs` lists the log-probabilities of every new token and of
                 the N most probable tokens, from the raw logits (before penalties and temperature).
                 0: the token's own only.
             prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even
@@ -496,7 +496,7 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
 
 def new_policy(drafter: Drafter, fallback: bool = True, compared: bool = False) -> Policy | None:
     """Return a policy that has learnt nothing yet; None where nothing plugs in, or there is nothing to decide.
-    The parameters are those of `core.sockets.PolicyPlug`."""
+    `core.sockets.PolicyPlug` explains the parameters."""
     return None if POLICY.plug is None else POLICY.plug.make_controller(drafter, fallback, compared)
 
 

@@ -86,7 +86,7 @@ def load(
             where they are not used. "compile": as "on", with torch.compile for layers that have no
             kernels (on a GPU). "off": the model's own forward.
         weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster; the output
-            is then that of the rounded model, not of the original.
+            is then the rounded model's, not the original's.
         activations: inputs of linear layers: "exact", or rounded by the kernels to "bfloat16" (for
             weights kept as bfloat16), "int16" or "int8" (for weights kept as int8 or int4). Prompts
             and large trees cost less; the output is again the rounded model's.
@@ -242,7 +242,7 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
 
 def _knows_other_tokens(method: DraftMethod, target: Target) -> bool:
     """Return whether a head brings an embedding table of the target's width that is another model's. Training
-    and rounding leave most of a table's directions as they were; those of two models are unrelated."""
+    and rounding leave most of a table's directions as they were; two models' tables are unrelated."""
     table = getattr(method, "embed_tokens", None)
     if table is None or table.shape[1] != target.hidden_size:
         return False

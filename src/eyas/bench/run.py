@@ -121,7 +121,7 @@ class Bench:
         return reasons
 
     def run(self, folder: Path, on_prompt: OnPrompt = lambda done, total, what: None) -> list[Answer]:
-        """All answers, those of earlier runs in this folder included. InputError when the folder
+        """Return all answers, also from earlier runs in this folder. Raise InputError if the folder
         holds another bench."""
         answers = self._resume(folder)
         self.failed = {a.method: a.error for a in answers if a.error is not None}

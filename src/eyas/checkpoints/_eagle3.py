@@ -480,7 +480,7 @@ def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
 
 def _window(config: Mapping[str, Any], positions: int, layers: int) -> int | None:
     """Return the sliding window in tokens, where it is shorter than the trained length.
-    CheckpointError if it is not that of all layers."""
+    Raise CheckpointError if layers have different ones."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if isinstance(kinds, list) and len({str(kind) for kind in kinds[:layers]}) > 1:
         raise CheckpointError(

@@ -162,7 +162,7 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
-    """CheckpointError for a head with biases of q, k and v, for an engine that has them only
+    """Raise CheckpointError if a head has biases of q, k and v, for an engine that has them only
     together with one of o.
 
     Args:

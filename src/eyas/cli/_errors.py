@@ -90,7 +90,7 @@ def exit_status(run: Callable[[], int | None]) -> int:
 
 
 def _mistake(error: Exception) -> str | None:
-    """Return the line for an exception that is not our fault; empty: say nothing; None: it is our fault."""
+    """Return the line for an exception that is not our fault, "" to say nothing, or None if it is our fault."""
     if isinstance(error, EyasError):
         return str(error)
     if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough

@@ -78,7 +78,7 @@ class Painter:
 
 
 def summary(llm: LLM, result: Result) -> str:
-    """One line about an answer; its speed is that of the whole answer, the prompt's pass included."""
+    """Return one line about an answer; its speed counts the whole answer, the prompt's pass included."""
     stats, tokens = result.stats, len(result.token_ids)
     speed = f" in {stats.seconds:.2f} s ({tokens / stats.seconds:.1f} tokens/s)" if stats.seconds else ""
     end = {"length": ", cut at the length asked for", "interrupted": ", interrupted"}.get(result.finish_reason, "")

@@ -179,7 +179,7 @@ def _fitting(bench: Bench) -> list[Prompt]:
 
 @contextmanager
 def _progress() -> Iterator[OnPrompt]:
-    """Prompts done, time left, what is going on; where there is no terminal a line now and then."""
+    """Prompts done, time left, what is going on; without a terminal, a line now and then."""
     with progress_bar("prompts") as bar:
 
         def on_prompt(done: int, total: int, what: str) -> None:

@@ -180,7 +180,7 @@ class KVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, H, N, h]; returns those of all slots below the forward's width.
+        """Store keys and values [R, H, N, h]; return the keys and values of all slots below the forward's width.
         Called by attention layers."""
         return self.layer_view(layer_idx).update(key_states, value_states)
 
@@ -309,7 +309,7 @@ def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
-    """bool [B, N, W]: each node attends to the committed slots of its row, and to those of the T
+    """bool [B, N, W]: each node attends to the committed slots of its row, and to the ones of the T
     slots after them that are visible."""
     relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
     T = visible_BNT.shape[-1]

@@ -57,7 +57,7 @@ class CycleRunner:
                 those before the last cycle.
 
         Returns:
-            the cycle; None: it depends on something that the host must read first, and nothing was
+            the cycle; None if it depends on something that the host must read first, and nothing was
             run.
         """
         return None
@@ -68,7 +68,7 @@ class CycleRunner:
         """Run one cycle.
 
         Args:
-            drafter: its `draft` (unless `draft` is given) and its `commit` are called; None: the
+            drafter: its `draft` (unless `draft` is given) and its `commit` are called; None if the
                 caller calls both.
             draft: the draft, if it exists already.
         """

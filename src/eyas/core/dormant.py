@@ -99,7 +99,7 @@ class Policy(Protocol):
 
         Args:
             tokens: number of tokens of the prompt, or of a chunk of it.
-            seconds: the time that the method took to read them; None: they are stored, as it is
+            seconds: the time that the method took to read them; None if they are stored, as it is
                 dormant.
         """
         return
@@ -352,7 +352,7 @@ class DormantSession(DraftSession):
             self.has_drafted[row] |= active
 
     def _replay_missed(self, row: int) -> None:
-        """The session reads the stored tokens of the row."""
+        """Let the session read the stored tokens of the row."""
         missed, self.missed[row] = self.missed[row], None
         if missed is not None:
             parts = [*missed.prompt, *(accepted.unpadded(row) for accepted in missed.cycles)]

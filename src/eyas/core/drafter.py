@@ -63,7 +63,7 @@ class TreeSize(NamedTuple):
     branch: int  # nodes expanded per level, and children drafted for each
 
     def within(self, limit: TreeSize) -> TreeSize:
-        """Return the size with each number cut to that of `limit`."""
+        """Return the size with each number cut to the limit's."""
         return TreeSize(*map(min, self, limit))
 
 
@@ -144,7 +144,7 @@ class DraftSession(ABC):
     decision: DecisionLabel | None = None  # an adaptive drafter's decision about the current cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        """Return how to record the cycle that begins with this input; None: drafting or verifying it reads
+        """Return how to record the cycle that begins with this input; None if drafting or verifying it reads
         values on the host."""
         return None
 
@@ -157,7 +157,7 @@ class DraftSession(ABC):
         return 0
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """Replace an empty row's state by that of the first `length` tokens, or fewer, of another
+        """Replace an empty row's state by the state after the first `length` tokens, or fewer, of another
         row's text.
 
         The other row may be in flight. Called before `begin`, when a new prompt shares its first
@@ -211,10 +211,10 @@ class DraftSession(ABC):
         """
 
     def end(self, row: int) -> None:
-        """The request in the row has ended; the row is empty."""
+        """Empty the row: its request has ended."""
 
     def clear(self, row: int) -> None:
-        """The request in the row has failed: as `end`, but the row's tensors may hold NaN, so they
+        """Empty the row, whose request has failed: as `end`, but its tensors may hold NaN, so they
         must not be read again."""
         self.end(row)
 

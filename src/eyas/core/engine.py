@@ -196,9 +196,9 @@ class Decoder:
         assert timer is not None
         row = Row.of(prompt.request_id, prompt.request, self.target)
         if isinstance(read, EyasError):
-            return row.failed(0, read, timer, prefill=True)
+            return row.failed(0, read, timer)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens
-        step_fields = {"prefill": True, "cached_tokens": prompt.cached_tokens, "extra": prompt.report()}
+        step_fields = {"cached_tokens": prompt.cached_tokens, "extra": prompt.report()}
         (step,) = self._emit(first_token_cycle(row, read, self.target), [b], timer, step_fields)
         return step
 
@@ -209,8 +209,8 @@ class Decoder:
         tokens to the rows.
 
         Args:
-            rows: the decoder's row for each row of the cycle; None: ignore that row's result.
-            prefill_fields: fields of the Step of a prompt's first token; None: a cycle of all rows.
+            rows: the decoder's row for each row of the cycle; the result of None is ignored.
+            prefill_fields: fields of the Step of a prompt's first token; None in a cycle of all rows.
         """
         columns, P, lengths = cycle.read_on_host(), cycle.verdict.path_BP.shape[1], self.target_session.lengths
         if prefill_fields is None:

@@ -43,7 +43,7 @@ class TargetState:
 
     def max_chunk(self, row: int, length: int) -> int | None:
         """Return how many tokens of a prompt may go through the model at a time, after `length`
-        tokens; None: as many as usual."""
+        tokens; None for as many as usual."""
         return None
 
     def positions(self, position_RQ: Tensor, rows: Sequence[int]) -> Tensor:
@@ -134,18 +134,18 @@ class TargetExtension:
         """Read a whole prompt with further inputs into an empty row of a `core.target.TargetSession`.
 
         Returns:
-            the logits [V] of the last token; None: this extension reads no such prompts.
+            the logits [V] of the last token; None if this extension reads no such prompts.
         """
         return None
 
     def open(self, session: Any) -> TargetState | None:
-        """Return the state of a new session, whose cache may be replaced; None: there is none."""
+        """Return the state of a new session, whose cache may be replaced; None if it has no state."""
         return None
 
 
 @cache
 def known_extensions() -> tuple[type[TargetExtension], ...]:
-    """Return the extensions in the folder and those of installed packages, in their order.
+    """Return the extensions in the folder and in installed packages, in their order.
 
     Raises:
         ModelError: an installed package's extension cannot be loaded.

@@ -137,7 +137,7 @@ class TextEnd:
 
         Args:
             parents: the parent of each node, which comes before it; -1 for node 0, the root.
-            acceptable: nodes that may be accepted; None: all of them.
+            acceptable: nodes that may be accepted; None for all of them.
         """
         paths: dict[int, tuple[int, ...]] = {0: ()}
         for node in range(1, len(parents)):

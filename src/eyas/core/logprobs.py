@@ -50,7 +50,7 @@ def width_for(counts: Iterable[int | None], vocab: int) -> int | None:
 
 def path_logprobs(logits_BNV: Tensor, verdict: Verdict, width: int) -> Tensor:
     """float64 [B, P, 1 + 2 W]: for each node of the path the log-probability of the token after it,
-    those of the W most probable tokens, and their ids. Values past the end of a path have no
+    the log-probabilities of the W most probable tokens, and their ids. Values past the end of a path have no
     meaning."""
     B, V = logits_BNV.shape[0], logits_BNV.shape[-1]
     node_BP = verdict.path_BP.clamp(min=0)

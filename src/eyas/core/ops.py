@@ -67,7 +67,7 @@ class Ops(Rule):
         self, target: Any, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
     ) -> Any:
         """Return a function that grows dynamic trees of this net in one call, a
-        `drafters._grow.FusedTreeBuilder`; None: they are grown level by level.
+        `drafters._grow.FusedTreeBuilder`; None if they are grown level by level.
 
         Args:
             target: the `Target` that the net drafts for.

@@ -39,7 +39,7 @@ class RequestFeature:
         """
 
     def prompt_logits(self, prompt: Sequence[int]) -> PromptLogits | None:
-        """Return what reads the prompt's logits; None: they are not wanted. If they are, no prefix is reused."""
+        """Return what reads the prompt's logits, or None. If something does, no prefix is reused."""
         return None
 
     def open(self, request: Request, target: Target) -> RowFeature:
@@ -83,10 +83,8 @@ class Step:
 
     request_id: int  # the number that `Decoder.add` returned
     tokens: tuple[int, ...]  # emitted tokens, cut at stop and length; of an "error", those before it
-    accepted: int  # how many of them are accepted draft tokens
-    prefill: bool  # True: the step of the prompt; it holds the first token unless `finish` is "error"
     finish: str | None  # "stop" | "length" | "error" in the last step of the request
-    path: tuple[int, ...] = ()  # accepted nodes, root first, before the cut at stop and length
+    path: tuple[int, ...] = ()  # accepted nodes, root first, before the cut at stop and length; () for a prompt
     draft: Draft | None = None  # the cycle's trees of all rows; this row's is number `row`
     row: int = 0
     # wall time of the cycle (all rows), or for a prefill, since the reading of the prompt began
@@ -102,6 +100,16 @@ class Step:
     cached_tokens: int = 0  # in the prefill step: prompt tokens whose keys and values were there already
 
     @property
+    def prefill(self) -> bool:
+        """Whether this is the step of the prompt; it holds the first token unless `finish` is "error"."""
+        return not self.path
+
+    @property
+    def accepted(self) -> int:
+        """The number of emitted tokens that are accepted draft tokens."""
+        return min(len(self.tokens), max(0, len(self.path) - 1))
+
+    @property
     def drafted_by(self) -> str:
         """The label of the decision, such as "plain" or "16/5/4"; "fixed" (the size that the
         drafter's options give) if there is no decision."""
@@ -109,8 +117,8 @@ class Step:
 
 
 def check_request(request: Request, vocab: int) -> None:
-    """InputError for a request that cannot be served, whatever its length; `vocab`: of the
-    target."""
+    """Raise InputError if a request cannot be served, whatever its length; `vocab`: size of the
+    target's vocabulary."""
     if not request.prompt:
         raise InputError("the prompt is empty: give at least one token")
     biased = (token for token, _ in request.sampling.logit_bias)

@@ -188,7 +188,7 @@ def _merged(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft
 
 
 def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
-    """Return the draft with at most `limits` acceptable nodes below the root of each row; None: all of
+    """Return the draft with at most `limits` acceptable nodes below the root of each row; None for all of
     them. See "Limits and losslessness" above."""
     tree = draft.tree
     same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]

@@ -123,14 +123,13 @@ class Row:
         return Step(
             request_id=self.request_id,
             tokens=tokens,
-            accepted=min(len(tokens), max(0, len(path) - 1)),
             finish=self.finish,
             path=path,
             row=b,
             seconds=ended_at - timer.began,
             stage_seconds=dict(timer.stage_seconds),
             ended_at=ended_at,
-            **{"prefill": False, **step_fields},
+            **step_fields,
         )
 
     def report(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:

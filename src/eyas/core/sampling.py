@@ -60,7 +60,7 @@ def apply_sampling(
         5. `custom`: the mask of a constraint, then logits processors;
         6. temperature, 7. top_k, 8. top_p, 9. min_p.
 
-    2 and 5 to 9 are the order of transformers' generate, 1 to 3 that of vLLM. With greedy sampling
+    2 and 5 to 9 are in the order of transformers' generate, 1 to 3 in vLLM's. With greedy sampling
     steps 6 to 9 are left out, so rounding cannot move the argmax.
 
     Args:
@@ -186,14 +186,14 @@ class GumbelNoise:
         Args:
             seed_B: int64.
             greedy_B: bool; rows whose Gumbel noise is zero.
-            all_greedy: whether all rows are greedy, if the host knows it; None: read from `greedy_B`.
+            all_greedy: whether all rows are greedy, if the host knows it; None to read it from `greedy_B`.
         """
         self.seed_B, self.greedy_B = seed_B, greedy_B
         self.all_greedy = bool(greedy_B.all()) if all_greedy is None else all_greedy
 
     @classmethod
     def of(cls, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
-        """Return the noise of rows with these samplings; None: an empty row."""
+        """Return the noise of rows with these samplings; None stands for an empty row."""
         rows = [s or Sampling() for s in sampling]
         greedy = [s.greedy for s in rows]
         return cls(

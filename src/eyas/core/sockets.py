@@ -68,7 +68,7 @@ class RunnerPlug(Protocol):
     def with_fastest_runner(
         self, target: Target, kernels: str, own: bool, weights: str, activations: str, draft_weights: str
     ) -> Target:
-        """Return the target with a runner. The parameters are those of `eyas.load`; `own`: eyas has loaded
+        """Return the target with a runner. The parameters are as for `eyas.load`; `own`: eyas has loaded
         the model."""
 
     def warm_up(self, drafter: Drafter) -> None:

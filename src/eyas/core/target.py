@@ -249,7 +249,7 @@ class Target:
     @contextmanager
     def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
         """Within this context, forwards of the model record features. Yields a function that
-        returns those of the last forward.
+        returns the last forward's.
 
         Args:
             feature_layers: the features to concatenate: k = Hugging Face's hidden_states[k], the
@@ -457,7 +457,7 @@ class TargetSession:
     def forward(self, tokens_BN: Tensor, tree: Tree, rows: Sequence[int] = ()) -> TargetOutput:
         """One forward over the trees of all rows. Nothing is committed.
 
-        `rows`: indices of the rows whose output is wanted; that of other rows may be zero. (): all.
+        `rows`: indices of the rows whose output is wanted; the others' output may be zero. (): all.
         """
         # slots that forward or commit write to: commit moves paths of max_depth + 1 nodes
         reach = max(tree.nodes, tree.max_depth + 1)

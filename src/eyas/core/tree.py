@@ -259,7 +259,7 @@ def matching_nodes(draft: Draft, other: Draft) -> Tensor:
 
 
 def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
-    """Merge two trees with the same root into one of N + M - 1 nodes: those of `draft`, then those
+    """Merge two trees with the same root into one of N + M - 1 nodes: the nodes of `draft`, then the nodes
     of `other` without its root.
 
         0 --- 1:a --- 2:b     and     0 --- 1:a --- 2:c     are     0 --- 1:a --- 2:b         node 3, the second tree's `a`, is padding

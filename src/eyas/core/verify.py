@@ -63,7 +63,7 @@ class Rule:
         """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score
         in greedy rows.
 
-        The noise is that of the position after the node, so nodes of one depth share it.
+        The noise belongs to the position after the node, so nodes of one depth share it.
 
         Args:
             position_B: int64; absolute position of the root.
@@ -98,7 +98,7 @@ def verify(
         position_B: int64; absolute position of the root. The token after a node at depth d is drawn
             with the noise of position + d + 1.
         noise: the random numbers of the rows.
-        ops: the implementation of draws and paths; None: `Rule`, in torch.
+        ops: the implementation of draws and paths; None for `Rule`, in torch.
     """
     ops = ops or Rule()
     if draft.q_BNV is None:

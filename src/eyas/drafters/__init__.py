@@ -39,7 +39,7 @@ __all__ = [
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """Return the module of each method, by the method's name; this folder's methods come before those of others."""
+    """Return the module of each method, by the method's name; this folder's methods come before others of the same name."""
     others = {point.name: point.value for point in entry_points(group="eyas.methods")}
     folder = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_")]
     return others | {name: f"{__name__}.{name}" for name in folder}

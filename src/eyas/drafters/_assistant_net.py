@@ -201,7 +201,7 @@ def _made(config: Mapping[str, Any], source: str) -> Net:
 
 
 def _check_layers(net: Net, target: Target, source: str) -> None:
-    """CheckpointError unless each layer finds keys of its size in the target."""
+    """Raise CheckpointError unless each layer finds keys of its size in the target."""
     layers = source_layers(target)
     for number, (kind, layer) in enumerate(zip(net.kinds, net.model.layers, strict=True)):
         if kind not in layers:

@@ -123,7 +123,7 @@ class BlockMethod(DraftMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
+        """Load a head. Raise CheckpointError unless its sizes are the target's, and all tensors and no others are there."""
         sizes = {**target_sizes(target), "target_layers": ("number of target layers", target.num_layers)}
         weights = check_head(weights, cls.head_format, cls.label, sizes)
         config = weights.config

@@ -64,7 +64,7 @@ class TrainableMethod(Protocol):
 def block_loss(
     method: TrainableMethod, batch: Batch, training: BlockTraining, generator: torch.Generator | None
 ) -> Loss:
-    """Return the loss of blocks at random anchors. The count is that of the blocks; its figures are of the
+    """Return the loss of blocks at random anchors. The count is the number of blocks; its figures are of the
     first level.
 
     Args:

@@ -40,7 +40,7 @@ class KeyValueStore(Protocol):
     """The keys and values of one layer in a cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor) -> KeysValues:
-        """Store keys and values [R, K, T, h] in the slots of this forward; returns those of all
+        """Store keys and values [R, K, T, h] in the slots of this forward; return the keys and values of all
         slots [R, K, W, h]."""
         ...
 
@@ -198,6 +198,6 @@ class BlockNet(nn.Module):
 
 
 def _of_each_slot(x_MKh: Tensor, A: int, n: int) -> Tensor:
-    """[n, M, K, h]: for each slot, those of all n slots of its block."""
+    """[n, M, K, h]: for each slot, the tensors of all n slots of its block."""
     x_nAKh = x_MKh.view(A, n, *x_MKh.shape[1:]).transpose(0, 1)
     return x_nAKh[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2)

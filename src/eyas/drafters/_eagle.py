@@ -144,7 +144,7 @@ class EagleMethod(DraftMethod):
 
     @classmethod
     def check_window(cls, window: Window, trained: int | None = None) -> None:
-        """OptionError for window options that have no effect, because neither `window.size` nor the
+        """Raise OptionError for window options that have no effect, because neither `window.size` nor the
         method nor the head gives a window.
 
         Args:

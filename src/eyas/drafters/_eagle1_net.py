@@ -42,7 +42,7 @@ class Net(nn.Module):
         return features
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """Return the input of the decoder layer [..., D]. `embeddings` are those of tokens t+1."""
+        """Return the input of the decoder layer [..., D]. `embeddings` belong to tokens t+1."""
         read = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}[
             self.inputs
         ]

@@ -167,7 +167,7 @@ class ParallelNet(Net):
             mask_D: the embedding of the mask's token.
             steps: predictions from each slot, the masks' and its own.
 
-        The other arguments are those of `training_time_test`.
+        The other arguments are as for `training_time_test`.
         """
         N, device = len(features_NF), features_NF.device
         passes = PackedPasses(self, rows_M, documents, device, gradient_checkpointing)

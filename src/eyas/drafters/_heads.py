@@ -216,7 +216,7 @@ def heads_loss(
 
 
 def lm_head_like(target: Target, otherwise: Tensor | None = None) -> Tensor:
-    """[V, D]: a head like the target's, except for a softcap. Where the target's is no plain
+    """[V, D]: a head like the target's, except for a softcap. Where the target's is not a plain
     matrix: `otherwise`, or an OptionError."""
     weight: Tensor | None = getattr(target.family.head, "weight", None)
     if weight is not None and weight.shape == (target.vocab_size, target.hidden_size):

@@ -155,7 +155,7 @@ def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:
 
 
 def _take(features: Tensor, columns: Sequence[int] | None, width: int) -> Tensor:
-    """Return the features of some of the concatenated layers, each `width` wide; None: of all of them."""
+    """Return the features of some of the concatenated layers, each `width` wide; None for all of them."""
     if columns is None:
         return features
     return torch.cat([features[..., :0], *(features[..., i * width : (i + 1) * width] for i in columns)], dim=-1)

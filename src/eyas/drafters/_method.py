@@ -75,9 +75,9 @@ class DraftMethod(Drafter):
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
         """Load the method from `--draft`: the folder or hub id of a head, unless the method
-        overrides this; None: no `--draft`.
+        overrides this; None without `--draft`.
 
-        CheckpointError if there is no such head, or if it does not fit the target.
+        Raise CheckpointError if there is no such head, or if it does not fit the target.
         """
         weights = None if source is None else checkpoints.load(source)
         drafter = cls.load(weights if cls.needs_weights else None, target, options)

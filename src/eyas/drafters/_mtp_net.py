@@ -90,7 +90,7 @@ class Net(nn.Module):
         (EAGLE-3, section 3.2).
 
         Step 0 reads the target's features; step i reads the output of step i - 1 at its slot, and
-        attends to the pairs of step 0 up to the slot, and to those of steps 1 to i at the slot.
+        attends to the pairs of step 0 up to the slot, and to the pairs of steps 1 to i at the slot.
 
         Args:
             embed: index of a packed token [m] -> its embedding [m, D].
@@ -212,7 +212,7 @@ def _random_net(target: Target, seed: int) -> Net:
 
 @torch.no_grad()
 def new_net(target: Target, seed: int) -> Net:
-    """A module whose first predictions are those of the target's lm_head from the feature that it
+    """Return a module that first predicts what the target's lm_head does from the feature that it
     reads: `eh_proj` passes that feature on, the layer adds nothing yet, and the last norm brings it
     to the size of the target's features.
     """

@@ -62,14 +62,14 @@ class Index(ABC):
 
     @abstractmethod
     def _clear(self) -> None:
-        """The text is empty."""
+        """Empty the text."""
 
     @abstractmethod
     def append(self, token: int) -> None:
-        """The text goes on with this token."""
+        """Add a token to the text."""
 
     def cut(self, length: int) -> None:
-        """The text goes back to its first `length` tokens."""
+        """Cut the text to its first `length` tokens."""
         if length < len(self.tokens):
             tokens = self.tokens[:length]
             self._clear()
@@ -159,7 +159,7 @@ class TextSession(DraftSession):
         nodes = min(padded_nodes(max(map(len, guesses))), self.nodes)
 
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
-            """[B, N]: the root's entry, those of the guesses, padding."""
+            """[B, N]: the entry of the root, the entries of the guesses, padding."""
             pairs = zip(roots, guesses, strict=True)
             rows = [[root(t), *map(column, row), *[padding] * (nodes - 1 - len(row))] for t, row in pairs]
             return torch.tensor(rows, device=device)

@@ -11,7 +11,7 @@ __all__ = ["check_choice", "check_decay", "check_number", "check_weight", "check
 
 
 def check_whole(group: str, least: int, **values: object) -> None:
-    """OptionError for a value that is not a whole number, `least` or more. `group` may be empty."""
+    """Raise OptionError unless the value is a whole number, `least` or more. `group` may be empty."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             option = f"{group}.{name}" if group else name
@@ -19,18 +19,18 @@ def check_whole(group: str, least: int, **values: object) -> None:
 
 
 def check_number(option: str, value: object, is_allowed: Callable[[float], bool], allowed: str) -> None:
-    """OptionError for a value that is no number, or not allowed; `allowed` says what is."""
+    """Raise OptionError unless the value is an allowed number; `allowed` says what is."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not is_allowed(value):
         raise OptionError(f"{option} must be {allowed}, got {value!r}")
 
 
 def check_decay(option: str, decay: object) -> None:
-    """OptionError for a value by whose powers nothing can be weighed."""
+    """Raise OptionError unless powers of the value can be weights."""
     check_number(option, decay, lambda number: 0 < number <= 1, "above 0 and at most 1")
 
 
 def check_weight(option: str, weight: object) -> None:
-    """OptionError for a value that cannot be the weight of a part of a loss."""
+    """Raise OptionError unless the value can be the weight of a part of a loss."""
     check_number(option, weight, lambda number: 0 <= number < math.inf, "0 or more")
 
 

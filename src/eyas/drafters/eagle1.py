@@ -195,7 +195,7 @@ class Method(EagleMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless hidden size and vocabulary are the target's, and all tensors and
+        """Load a head. Raise CheckpointError unless hidden size and vocabulary are the target's, and all tensors and
         no others are there."""
         weights = check_head(weights, cls.head_format, "EAGLE-1/2", target_sizes(target))
         config, options = weights.config, options or cls.Options()

@@ -146,7 +146,7 @@ class Method(DynamicEagle):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless the sizes are the target's, and all tensors and no others are there."""
+        """Load a head. Raise CheckpointError unless its sizes are the target's, and all tensors and no others are there."""
         own_table = weights is not None and EMBEDDING in weights.tensors
         weights = check_head(weights, cls.head_format, cls.label, {
             "target_hidden_size": ("target's hidden size", target.hidden_size),
@@ -195,7 +195,7 @@ class Method(DynamicEagle):
 
     @classmethod
     def _new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
-        """A head with random weights over these tokens; None: over the whole vocabulary."""
+        """Return a head with random weights over these tokens; None for the whole vocabulary."""
         layer = target_layer_shape(target, **shape)
         cls.check_window(options.window)
         layers = _fused_layers(options.head.layers, target)
@@ -212,7 +212,7 @@ class Method(DynamicEagle):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """A head whose first predictions are those of the target's lm_head from the highest fused
+        """Return a head that first predicts what the target's lm_head does from the highest fused
         feature.
 
         fc passes that feature on, the decoder layers add nothing yet, norm and head are copies of
@@ -304,7 +304,7 @@ class Method(DynamicEagle):
         vocabulary, summed over the steps of the training-time test (section 3.2).
 
         Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own
-        best token is in the draft vocabulary. The count of the loss is that of step 0: each token
+        best token is in the draft vocabulary. The loss counts as step 0 does: each token
         once.
         """
         test = self.ttt_options

@@ -113,7 +113,7 @@ class Method(DraftMethod):
         return hidden_BQd
 
     def _seen(self, cycle_input: CycleInput) -> dict[str, SharedKeysValues]:
-        """Return the keys and values of the committed tokens; of a sliding window, those of the last tokens."""
+        """Return the keys and values of the committed tokens; in a sliding window, of the last tokens."""
         assert cycle_input.target_cache is not None, "the cycle input needs `target_cache`"
         position_B1, device = cycle_input.position_B[:, None], cycle_input.position_B.device
         seen = {}

@@ -209,7 +209,7 @@ class Method(EagleMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless width and vocabulary are the target's, and all tensors and no
+        """Load heads. Raise CheckpointError unless width and vocabulary are the target's, and all tensors and no
         others are there."""
         weights = check_head(weights, cls.head_format, cls.head_format, target_sizes(target))
         config = weights.config

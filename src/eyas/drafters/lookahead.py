@@ -184,7 +184,7 @@ class Session(DraftSession):
         return Draft(tree, torch.tensor(tokens, device=device))
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        """The target's tokens at the lowest level complete n-grams and become the new lowest level."""
+        """Let the target's tokens at the lowest level complete n-grams and become the new lowest level."""
         drawn_BW = self._drawn_tokens(draft, output)
         host = torch.cat([verdict.length_B[:, None], drawn_BW, verdict.tokens_BP], 1).tolist()
         W = self.shape.width

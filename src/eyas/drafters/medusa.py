@@ -148,7 +148,7 @@ class Net(nn.Module):
     """The heads."""
 
     def __init__(self, hidden_size: int, vocab_size: int | None, heads: int, blocks: int) -> None:
-        """vocab_size: outputs of the heads' own lm_heads; None: they use the target's."""
+        """vocab_size: outputs of the heads' own lm_heads; None if they use the target's."""
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(hidden_size, hidden_size) for _ in range(blocks))) for _ in range(heads)
@@ -204,7 +204,7 @@ class Method(DraftMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """CheckpointError unless width and vocabulary are the target's, and all tensors and no
+        """Load heads. Raise CheckpointError unless width and vocabulary are the target's, and all tensors and no
         others are there."""
         weights = check_head(weights, cls.head_format, cls.head_format, target_sizes(target))
         config = weights.config

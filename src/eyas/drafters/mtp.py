@@ -108,7 +108,7 @@ class Method(DynamicEagle):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """A module that eyas trained; None: that of the target's own checkpoint."""
+        """Load a module that eyas trained; None for the module of the target's own checkpoint."""
         if weights is None:
             return cls(target, options, load_net(target, _own_checkpoint(target)))
         weights = check_head(weights, cls.head_format, "MTP", target_sizes(target))
@@ -178,7 +178,7 @@ class Method(DynamicEagle):
         the module's outputs, and does not learn.
 
         Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the
-        loss is that of step 0: each token once.
+        loss is step 0's: each token once.
         """
         test: SelfTraining = self.options.ttt
         predictions = Predictions.of(batch, test.steps)
@@ -204,7 +204,7 @@ def _own_checkpoint(target: Target) -> str:
 
 
 def _is_trained_head(source: str | Path) -> bool:
-    """Return whether the config.json there is that of a module which eyas trained. A checkpoint's weights
+    """Return whether the config.json there describes a module which eyas trained. A checkpoint's weights
     are not fetched for that."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)

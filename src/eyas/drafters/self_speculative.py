@@ -81,7 +81,7 @@ class Method(small_model.Method):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """OptionError when the layers to leave out do not exist; ModelError when their attention or
+        """Raise OptionError if the layers to leave out do not exist, ModelError if their attention or
         MLP cannot be identified."""
         options = options or cls.Options()
         if options.skip == "auto":

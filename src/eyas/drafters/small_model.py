@@ -427,7 +427,7 @@ class LanguageModelSession(DraftSession):
 
 
 def check_vocabulary(draft: Target, target: Target) -> None:
-    """CheckpointError unless both models have the same tokens; their matrices may be padded to
+    """Raise CheckpointError unless both models have the same tokens; their matrices may be padded to
     different sizes."""
     target_tokens, draft_tokens = _vocabulary(target, local=True), _vocabulary(draft, local=False)
     name = draft.name or "the draft model"

@@ -93,7 +93,7 @@ def _parts_kernel(
 def _combine_kernel(
     parts, lse, out, queries, splits, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """The average of one query's parts, weighted by their shares of the softmax's denominator."""
+    """Average one query's parts, weighted by their shares of the softmax's denominator."""
     query, s, h = tl.program_id(0), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_H)
     lse_S = tl.load(lse + s * queries + query, mask=s < splits, other=float("-inf"))
     top = tl.max(lse_S, 0)

@@ -42,7 +42,7 @@ def gumbel(seed, stream, position, token):
 def _draw_parts_kernel(
     scores, depth, position, seed, greedy, best, token, broken, N, V, parts, NOISY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The largest score + noise among one block of the vocabulary, at one node."""
+    """Find the largest score + noise among one block of the vocabulary, at one node."""
     node, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = node // N
     token_V = part * BLOCK + tl.arange(0, BLOCK).to(tl.int64)

@@ -170,7 +170,7 @@ def _rank_kernel(values, kept, X, most, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["X", "M"])
 def _pack_kernel(kept, keep, X, M, BLOCK: tl.constexpr):
-    """The numbers of the kept nodes, ascending."""
+    """Write the numbers of the kept nodes, ascending."""
     row, i = tl.program_id(0).to(tl.int64), 1 + tl.arange(0, BLOCK)
     kept_I = tl.load(kept + row * X + i, mask=i < X, other=0).to(tl.int32)
     place_I = tl.cumsum(kept_I, 0) - 1

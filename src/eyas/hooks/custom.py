@@ -54,7 +54,7 @@ def hf(
         stop_strings: given here with the tokenizer, as transformers does not hand its own `tokenizer` on.
         batch_size: rows that are decoded together. None: 1 on a CPU, all of them elsewhere, or
             where criteria or a streamer look at the rows.
-        options: the other options of `eyas.load`: those of the method, `draft_with`, `kernels`,
+        options: the other options of `eyas.load`: the method's, `draft_with`, `kernels`,
             `weights`, ...
 
     Raises:

@@ -58,7 +58,7 @@ def generate_by_folder(model: PreTrainedModel, **arguments: Any) -> Any:
     """Decode with the head whose folder or hub id was given to `generate` as `custom_generate`.
 
     Args:
-        arguments: those of `generate`; among them may be `method`, `tree`, `kernels`, `draft_with`
+        arguments: as for `generate`; among them may be `method`, `tree`, `kernels`, `draft_with`
             and `batch_size` of eyas.
 
     Raises:

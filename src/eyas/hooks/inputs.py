@@ -37,8 +37,8 @@ class Batch:
     ) -> Batch:
         """
         Args:
-            mask_BT: 0 for padding; None: there is none.
-            positions: position_ids [B or 1, T], checked to be those of the mask; with media they
+            mask_BT: 0 for padding; None without padding.
+            positions: position_ids [B or 1, T], checked against the mask; with media they
                 are not checked.
             media: inputs of the model's forward that describe images.
 

@@ -131,7 +131,7 @@ class _InBatch:
 
 
 def _may_know_rows(processor: Any) -> bool:
-    """Return whether a processor may treat the rows of a batch differently: those of other
+    """Return whether a processor may treat the rows of a batch differently, as those from other
     libraries, and three of transformers."""
     kind = type(processor)
     own_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) or kind.__name__.startswith(

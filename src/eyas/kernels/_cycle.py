@@ -99,7 +99,7 @@ def draw(
     """Draw a token at every acceptable node by the largest score + Gumbel noise; the largest score in greedy
     rows. Other nodes get -1, and their scores are not read.
 
-    The noise is that of `sampling.GumbelNoise` for the position after the node. It is computed
+    The noise is what `sampling.GumbelNoise` has for the position after the node. It is computed
     only for tokens that can still win.
 
     Args:

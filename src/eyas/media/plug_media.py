@@ -73,7 +73,7 @@ def media_prompt(
 
 
 def _check_files(messages: Messages) -> None:
-    """InputError for a part whose file is not there: the processor's own message is long."""
+    """Raise InputError for a part whose file is not there: the processor's own message is long."""
     for number, message in enumerate(messages, start=1):
         for part in message["content"]:
             path = part.get("path")

@@ -36,7 +36,7 @@ def _read() -> tuple[ListedHead, ...]:
 
 
 def listed_heads(target: str | None = None) -> list[ListedHead]:
-    """Return the heads for a target, in the order in which they are tried; None: all.
+    """Return the heads for a target, in the order in which they are tried; without a target, all.
 
     Args:
         target: a hub id, or a folder: one of the hub's cache, or one with the model's name.

@@ -81,7 +81,7 @@ class DraftKVCache(KVCache):
         window: tuple[int, int] | None,
         layers: int = 1,
     ) -> None:
-        """`window`: (sink, size); None: all slots are kept. `layers`: number of the net's layers,
+        """`window`: (sink, size); None to keep all slots. `layers`: number of the net's layers,
         which have equal sizes."""
         keys_and_values = (heads, head_size, head_size)
         unrotated_keys = (heads, head_size, 0)  # stored as the keys of `layers` further layers

@@ -248,7 +248,7 @@ class Attention(nn.Module):
     def attend_packed(
         self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: KeysValues, later: Sequence[KeysValues] = ()
     ) -> Tensor:
-        """For training: attention of the query rows to a packed sequence's keys, and to those of
+        """For training: attend from the query rows to a packed sequence's keys, and to the keys of
         later steps at the same rows."""
         pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
         out_MHh = packed_attention(self.query(x_MD, position_M), *keys, queries, pair)

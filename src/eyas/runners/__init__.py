@@ -62,7 +62,7 @@ def with_fastest_runner(
         weights: "exact", or rounded to "bfloat16", "int8" or "int4", which only kernels do; the output
             is then the rounded model's (`formats.WeightFormat`). With "int4" the lm_head is int8.
         activations: "exact", or rounded to "bfloat16" (for bfloat16 weights), "int16" or "int8" (for
-            int8 and int4 weights); the output is then that of the model with rounded activations.
+            int8 and int4 weights); the output is then the rounded model's.
         draft_weights: format of draft nets, which changes guesses and never the text. "fp8": on
             GPUs with fp8 matrix products. "int4": by kernels, which otherwise round a draft's
             weights to int8.

@@ -43,7 +43,7 @@ def output_pairs(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
 
 
 def compare(target: Target, runner: Runner) -> None:
-    """UnsuitedError if the runner's logits or features differ from those of the model's own forward."""
+    """Raise UnsuitedError if logits or features differ between the runner and the model's own forward."""
     tolerance = TOLERANCE.get(target.dtype, CLOSE_ROUNDED)
     for expected, actual in output_pairs(target, runner):
         difference = float((expected.float() - actual.float()).norm() / expected.float().norm())

@@ -73,7 +73,7 @@ class CpuLayer:
         """Return the kernels' input for attention, and for storing keys and values.
 
         Args:
-            width: upper bound of the slots in use, those of the new nodes included.
+            width: upper bound of the slots in use, with the new nodes' slots.
         """
         visible_RNT = contents.visible_RNT.contiguous()
         cosine, sine = self.tables(width)

@@ -254,7 +254,7 @@ class CpuRunner:
 
 
 def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -> None:
-    """UnsuitedError if this machine lacks the instructions that a format needs; OptionError if its
+    """Raise UnsuitedError if this machine lacks the instructions that a format needs, OptionError if its
     activations would change nothing, as weights are kept otherwise. `exact`: the runner with exact
     weights, if the format keeps these."""
     bfloat16_activations = weight_format.activations == "bfloat16"

@@ -64,7 +64,7 @@ class Recorder(Protocol):
             inplace_state: tensors that `work` both reads and overwrites in place.
 
         Returns:
-            the result of `work`, in tensors that the next call overwrites; None: `work` cannot be
+            the result of `work`, in tensors that the next call overwrites; None if `work` cannot be
             recorded, and nothing was run.
         """
         ...
@@ -128,7 +128,7 @@ class CycleReplay(CycleRunner):
     def _replayed(
         self, cycle_input: CycleInput, context: int, capturable: Capturable | None, draft: Draft | None
     ) -> Cycle | None:
-        """Return the cycle by a recording, in tensors that the next replay overwrites; None: it cannot be
+        """Return the cycle by a recording, in tensors that the next replay overwrites; None if it cannot be
         recorded, and nothing was run."""
         noise, state = (
             cycle_input.noise,

@@ -74,7 +74,7 @@ class TokenTexts:
         """Return the `logprobs` of a completion.
 
         Args:
-            tokens: those of the prompt (echo) and the answer.
+            tokens: the prompt's (echo) and the answer's.
             values: None for the first token of a prompt.
             offsets: where each token begins, as `TextOffsets` counts.
         """

@@ -56,7 +56,7 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
 
 
 def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return the items of the request, behind those of an earlier response, and with those that it names.
+    """Return the items of the request, behind an earlier response's items, and with the items that it names.
 
     Raises:
         ApiError: a response or an item that is not remembered.

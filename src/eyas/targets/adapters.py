@@ -100,7 +100,7 @@ class AdapterSet:
     """
 
     def __init__(self, tuned: Any, inner: Mapping[str, str] | None = None) -> None:
-        """`inner`: the name in PEFT of each adapter; None: adapters have the same names here as
+        """`inner`: the name in PEFT of each adapter; None if adapters have the same names here as
         there."""
         for name, config in tuned.peft_config.items():
             _check_kind(name, config)
@@ -159,7 +159,7 @@ class AdapterSet:
         self._used = name
 
     def check(self, name: str) -> None:
-        """OptionError unless there is an adapter of this name; "" is the base model."""
+        """Raise OptionError unless there is an adapter of this name; "" is the base model."""
         if name and name not in self.names:
             raise OptionError(f"there is no adapter {name!r}; {near(name, (*self.names, BASE))}")
 
@@ -222,7 +222,7 @@ def _check_folder(folder: str | Path) -> None:
 
 
 def _check_kind(name: str, config: Any) -> None:
-    """ModelError for an adapter that does a part of its work outside of the model's layers."""
+    """Raise ModelError for an adapter that does a part of its work outside of the model's layers."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning or kind in UNSUPPORTED_KINDS or getattr(config, "alora_invocation_tokens", None):
         kind = "aLoRA" if kind == "LORA" else kind
@@ -232,7 +232,7 @@ def _check_kind(name: str, config: Any) -> None:
 
 
 def _check_keys(folder: str | Path, read: Any) -> None:
-    """ModelError if the model has no place for a tensor of the adapter, or the adapter lacks
+    """Raise ModelError if the model has no place for a tensor of the adapter, or the adapter lacks
     one."""
     if read.unexpected_keys:
         raise ModelError(

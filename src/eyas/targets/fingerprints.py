@@ -37,8 +37,8 @@ def _origin(target: Target) -> Origin:
 
 
 def fingerprint(target: Target) -> str:
-    """A short identification of the weights, which is saved with draft heads. If adapters are
-    switched between, that of the base model."""
+    """Return a short identification of the weights, which is saved with draft heads. If adapters are
+    switched between, it is the base model's."""
     origin = _origin(target)
     if target.adapters is not None and origin.base:
         return origin.base
@@ -47,12 +47,12 @@ def fingerprint(target: Target) -> str:
 
 
 def has_fingerprint(target: Target, recorded: str) -> bool:
-    """Return whether `recorded` is that of these weights, up to the rounding of dtypes."""
+    """Return whether `recorded` belongs to these weights, up to the rounding of dtypes."""
     return same_weights(recorded, fingerprint(target))
 
 
 def base_has_fingerprint(target: Target, recorded: str) -> bool:
-    """Return whether `recorded` is that of the weights before an adapter was added."""
+    """Return whether `recorded` belongs to the weights before an adapter was added."""
     base = _origin(target).base
     return bool(base) and same_weights(recorded, base)
 
@@ -72,7 +72,7 @@ def fingerprint_of(model: nn.Module) -> str:
 
 
 def same_weights(fingerprint: str, own: str) -> bool:
-    """Return whether two fingerprints are those of the same weights, up to the rounding of dtypes."""
+    """Return whether two fingerprints belong to the same weights, up to the rounding of dtypes."""
     shapes, _, sums = fingerprint.partition(":")
     own_shapes, _, own_sums = own.partition(":")
     try:

@@ -117,7 +117,7 @@ def shifts_positions(model: nn.Module) -> bool:
 
 def _position_module(model: nn.Module) -> Any:
     """Return the part of the model that computes positions, and keeps the shift of the last prompt as
-    `rope_deltas`; None: there is none."""
+    `rope_deltas`; None if there is none."""
     return next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
 
 

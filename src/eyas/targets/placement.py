@@ -128,7 +128,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_layers(layers: Iterable[nn.Module]) -> None:
-    """ModelError if the parts of some layer compute on several devices, which no layer of
+    """Raise ModelError if the parts of some layer compute on several devices, which no layer of
     transformers can: nothing moves its residuals."""
     for number, layer in enumerate(layers):
         if len(places := _places(layer)) > 1:
@@ -163,7 +163,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def _device(place: Any) -> torch.device:
-    """Return the device that accelerate names; a number is that of a GPU."""
+    """Return the device that accelerate names; a number stands for a GPU."""
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
 
 

@@ -95,7 +95,7 @@ class _Call:
 
 
 def load_states(layer: Any, shapes: Shapes, states: States | None) -> None:
-    """Put states into a layer of a cache; None: the beginning of a text, at which there are
+    """Put states into a layer of a cache; None stands for the beginning of a text, at which there are
     none."""
     for kind, number in shapes:
         known = layer.is_conv_states_initialized if kind == "conv" else layer.is_recurrent_states_initialized

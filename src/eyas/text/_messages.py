@@ -28,7 +28,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str]
 
         content       a string; the texts of content parts are joined by line breaks, as vLLM does. "" where a
                       message of the assistant's or a tool's has none. With `media`, a list of content parts
-        tool_calls    calls with `function`, whose `arguments` are an object. What is no object stays what the model
+        tool_calls    calls with `function`, whose `arguments` are an object. Anything but an object stays what the model
                       wrote: text that was cut, for instance. Nothing is an empty object; an empty list of calls is
                       left out. The older `function_call` and the role `function` become a call and a tool's message
         other keys    as they are; those that are None are left out
@@ -139,7 +139,7 @@ def _call(call: Any, place: int, number: int) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """A call's arguments as the value that their JSON holds; text that is no JSON as it is."""
+    """Return a call's arguments as the value that their JSON holds, and other text as it is."""
     if given is None or (isinstance(given, str) and not given.strip()):
         return {}
     if not isinstance(given, str):

@@ -175,7 +175,7 @@ def for_template(chat: Messages, template: str) -> list[Mapping[str, Any]]:
 
     Where it does not name the role "developer", such a message is "system", as llama.cpp and vLLM
     have it, and one with the system's message before it: many templates allow only one. Where it
-    asks whether content is none, that of a message with nothing but calls is None.
+    asks whether content is none, a message with nothing but calls has None.
     """
     if ASKS_FOR_NONE.search(template):
         chat = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in chat]

@@ -72,7 +72,7 @@ class FeatureSettings:
         """Return the differences to another run's settings, for a message.
 
         Args:
-            is_same_target: whether a fingerprint is that of the other run's target.
+            is_same_target: whether a fingerprint belongs to the other run's target.
         """
         messages = []
         if not is_same_target(self.target["fingerprint"]):

@@ -58,7 +58,7 @@ def batch_loss(
         batch: indices of its examples.
         key: all randomness in the loss follows from it; the random numbers of the process stay as
             they are.
-        autocast_dtype: of the forward passes of target and head; None: the dtypes of their weights.
+        autocast_dtype: of the forward passes of target and head; None for the dtypes of their weights.
 
     Raises:
         FitError: out of memory.

@@ -196,7 +196,7 @@ class TrainConfig:
         return self.lr * (left if self.schedule == "constant" else self.min_lr_share + (1 - self.min_lr_share) * left)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the differences to a saved run's options, for a message; those of MAY_CHANGE are
+        """Return the differences to a saved run's options, for a message; options in MAY_CHANGE are
         left out.
         """
         messages = []

@@ -307,7 +307,7 @@ class Batches:
             )
 
     def plan(self, epoch: int | None) -> list[list[int]]:
-        """Return the batches of an epoch, as indices of examples; None: sorted by length and not
+        """Return the batches of an epoch, as indices of examples; None if sorted by length and not
         shuffled."""
         rng = random.Random(f"{self.seed}/{epoch}")
         noise = 0.0 if epoch is None else 0.1

@@ -31,7 +31,7 @@ def open_or_plan(
 
     Args:
         read: reads the data; not called when the folder has a plan.
-        is_target: whether a fingerprint is that of the target.
+        is_target: whether a fingerprint belongs to the target.
         agree: called with the plan and the numbers of the missing shards, before anything is
             written; it raises when the user does not want them.
 

@@ -59,7 +59,7 @@ def layers_for_training(target: Target, methods: Iterable[tuple[type[DraftMethod
     """All layers of this target that the losses of these methods read.
 
     Args:
-        methods: (method, its options; None: the default ones).
+        methods: (method, its options; None for the default ones).
 
     Raises:
         OptionError: a method cannot be trained.

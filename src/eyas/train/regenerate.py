@@ -119,7 +119,7 @@ def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversa
     """Return the conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt":
     "..."}. InputError when it cannot be used.
 
-    Assistant's messages before the first question stay, and those of weight 0. A conversation that
+    Assistant's messages before the first question stay, and messages of weight 0. A conversation that
     ends with a question gets a reply to it.
     """
     record = parse_chat_line(line.raw)

@@ -204,7 +204,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         }
 
     def keywords(self, **more: Any) -> dict[str, Any]:
-        """Return the keywords of `LLM.generate` among the fields that are given, and those of
+        """Return the keywords of `LLM.generate` among the fields that are given, and the entries of
         `more` that are not None.
 
         Raises:

@@ -136,8 +136,8 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
-    """An item as a message; {} for reasoning that is empty. Other keys than those of a message are
-    those of earlier responses."""
+    """An item as a message; {} for reasoning that is empty. Keys that a message does not have are
+    from earlier responses."""
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"))}

@@ -79,7 +79,7 @@ class Manifest:
         """Read the manifest of a folder. Raise InputError if there is none, or it is damaged or newer."""
         path = folder / "manifest.json"
         missing = f"{str(folder)!r} holds no datastore (no {path.name}): make one {BUILD_IT}"
-        return read_versioned(path, FORMAT, VERSION, cls._from_content, missing, lambda reason: _damaged(path, reason))
+        return read_versioned(path, FORMAT, VERSION, cls._from_content, missing, lambda reason: _damage_error(path, reason))
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> Manifest:
@@ -122,13 +122,13 @@ class Datastore:
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             except FileNotFoundError as error:
-                raise _damaged(path, "missing") from error
+                raise _damage_error(path, "missing") from error
             except ValueError as error:  # cut off, or no array
-                raise _damaged(path, "no whole array") from error
+                raise _damage_error(path, "no whole array") from error
             except OSError as error:
                 raise InputError(f"{path} cannot be read: {error.strerror}") from error
             if array.shape != (manifest.tokens,) or array.dtype.str not in kinds:
-                raise _damaged(path, "it holds something else")
+                raise _damage_error(path, "it holds something else")
             arrays.append(array)
         tokens_T, suffixes_T = arrays
         return cls(tokens_T, suffixes_T, manifest.largest_token + 1)
@@ -230,7 +230,7 @@ def build(
     dtype, parts, described = _dtype_for(settings.vocab_size), list[Array](), list[dict[str, Any]]()
     for source in sources:
         on_stage(f"reading {source.name}")
-        part_T = _join(_checked(source, settings.vocab_size), dtype)
+        part_T = _join(_check(source, settings.vocab_size), dtype)
         documents = int((part_T == _separator_of(dtype)).sum())
         described.append(
             {"name": source.name, "sha256": source.sha256, "documents": documents, "tokens": len(part_T) - documents}
@@ -271,7 +271,7 @@ def _write(folder: Path, manifest: Manifest, tokens_T: Array, suffixes_T: Array)
             shutil.rmtree(made, ignore_errors=True)
 
 
-def _checked(source: Source, vocab_size: int) -> Iterator[Sequence[int]]:
+def _check(source: Source, vocab_size: int) -> Iterator[Sequence[int]]:
     """Yield the documents of a source. Raise InputError if it has none, or a token is not in the vocabulary."""
     is_empty = True
     for document in source.read():
@@ -305,7 +305,7 @@ def _join(documents: Iterable[Sequence[int]], dtype: np.dtype[Any]) -> Array:
     return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
 
 
-def _damaged(path: Path, reason: str) -> InputError:
+def _damage_error(path: Path, reason: str) -> InputError:
     return InputError(f"{path} is damaged ({reason}): delete the folder and build it again {BUILD_IT}")
 
 

@@ -237,7 +237,7 @@ class _LossThroughDraftHead(torch.autograd.Function):
             if low == high:
                 continue
             rows_n = order_K[low:high]  # the predictions that are compared with this chunk of positions
-            best_C, p_Cv, share_C = _restricted(
+            best_C, p_Cv, share_C = _restrict(
                 target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v
             )
             row_n = position_K[rows_n] - first
@@ -275,7 +275,7 @@ class _LossThroughDraftHead(torch.autograd.Function):
         return grad_hidden_KD * outer.to(grad_hidden_KD.dtype), grad_head, *[None] * 8
 
 
-def _restricted(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _restrict(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the target's most likely token as a draft id [C] (-1: not in the draft vocabulary), p over the
     draft vocabulary [C, v], and the share of the target's distribution that is in there [C].
     """

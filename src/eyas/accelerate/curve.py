@@ -31,7 +31,7 @@ LEAST_DEVIATION = 0.08  # the records' targets are alike; others may differ more
 UNKNOWN_DEVIATION = 0.12  # of a method without records of its own
 
 
-def _believed(acceptance: float) -> float:
+def _believe(acceptance: float) -> float:
     return min(MOST, max(LEAST, acceptance))
 
 
@@ -43,7 +43,7 @@ class Acceptance(NamedTuple):
 
     def at(self, deviations: float) -> float:
         """Return the acceptance so many deviations above the mean, within what is believed."""
-        return _believed(self.mean + deviations * self.deviation)
+        return _believe(self.mean + deviations * self.deviation)
 
 
 class Record(NamedTuple):
@@ -82,7 +82,7 @@ class Curve:
 
     def mean(self, tokens: float) -> float:
         """Return the acceptance after so many tokens, within what is believed."""
-        return _believed(self.limit - self.gap * math.pow(max(tokens, 1.0) / 1000, -self.decay))
+        return _believe(self.limit - self.gap * math.pow(max(tokens, 1.0) / 1000, -self.decay))
 
     def after(self, tokens: float) -> Acceptance:
         """Return the estimate for a head that has read so many tokens."""
@@ -127,7 +127,7 @@ def acceptance_of(tau: float, depth: int) -> float:
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(middle**d for d in range(depth + 1)) < tau else (low, middle)
-    return _believed(low)
+    return _believe(low)
 
 
 def effective_tokens(tokens: float, passes: float) -> float:

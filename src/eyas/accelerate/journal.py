@@ -36,10 +36,10 @@ class Journal:
         self.path = folder / FILE
         self.content: dict[str, Any] = {"settings": dict(settings), "steps": {}}
         if self.path.exists():
-            self.content = read_versioned(self.path, FORMAT, VERSION, _checked, "", self._damaged)
+            self.content = read_versioned(self.path, FORMAT, VERSION, _check, "", self._damage_error)
             self._check_same(json.loads(json.dumps(settings)))
 
-    def _damaged(self, reason: str) -> InputError:
+    def _damage_error(self, reason: str) -> InputError:
         return InputError(f"{self.path} is damaged ({reason}): delete it, and the run begins again")
 
     def _check_same(self, now: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Journal:
             self.write(steps={**self.content["steps"], name: {"seconds": seconds, "done": done}})
 
 
-def _checked(fields: dict[str, Any]) -> dict[str, Any]:
+def _check(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the content of the file; TypeError or LookupError for another object."""
     if not all(isinstance(step["seconds"], int | float) for step in fields["steps"].values()):
         raise TypeError("seconds")

@@ -45,11 +45,11 @@ def made_report(prospect: Prospect, journal: Journal, summary: Mapping[str, Any]
         "trained_tokens": journal["training"]["tokens"],
         "evaluations": evaluations,
         "forecast": {"before": before, "after": evaluations[-1]["forecast"] if evaluations else before},
-        "reached": _reached(summary, prospect.method),
+        "reached": _figures_of(summary, prospect.method),
     }
 
 
-def _reached(summary: Mapping[str, Any], method: str) -> dict[str, Any]:
+def _figures_of(summary: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Return the figures of this method and plain decoding."""
     rows = {row["method"]: row for row in summary["rows"] if row["task"] == "all"}
     row, plain = rows[method], rows["vanilla"]

@@ -134,7 +134,7 @@ def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | No
                 error = errors.get(method)
                 row = _row([] if error else ours, sets.get("vanilla", []), sets.get("transformers", []))
                 speed = row["tokens_per_second"]
-                row["R"] = None if speed is None else _rounded(utilisation(speed, bytes_per_step, bandwidth), 3)
+                row["R"] = None if speed is None else _round(utilisation(speed, bytes_per_step, bandwidth), 3)
                 table.append({"method": method, "task": task, "temperature": temperature, **row, "error": error})
     return table
 
@@ -153,21 +153,21 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "tokens_per_second": round(speed_of(ours), 2) if ours else None,
         **_value_low_high("speedup", over_vanilla),
         "speedup_whole": _interval(speedup(ours, vanilla, whole=True)),
-        "speedup_vs_transformers": _rounded((over_theirs or (None,))[0]),
+        "speedup_vs_transformers": _round((over_theirs or (None,))[0]),
         "speedup_vs_transformers_interval": _interval(over_theirs),
-        "tau": _rounded((tau or (None,))[0]),
+        "tau": _round((tau or (None,))[0]),
         "tau_interval": _interval(tau),
-        "mean_acceptance_length": _rounded(mean_acceptance_length(cycles)),
-        "c": _rounded(
+        "mean_acceptance_length": _round(mean_acceptance_length(cycles)),
+        "c": _round(
             relative_cycle_cost(sum(a.decode_seconds for a in ours), len(cycles), plain_seconds, plain_cycles)
         ),
         "equal": all(a.differs is None for a in ours) if any(a.comparable for a in ours) else None,
         "differ": [[a.prompt, a.turn, *a.differs] for a in ours if a.differs is not None],
         "cycles": len(cycles),
-        "nodes": _rounded(sum(c.nodes or 0 for c in reported) / len(reported), 2) if reported else None,
+        "nodes": _round(sum(c.nodes or 0 for c in reported) / len(reported), 2) if reported else None,
         "drafted": drafted if reported else None,
         "accepted": sum(c.accepted for c in cycles),
-        "acceptance_by_depth": [_rounded(rate) for rate in acceptance_by_depth(cycles, DEPTH)] if drafted else [],
+        "acceptance_by_depth": [_round(rate) for rate in acceptance_by_depth(cycles, DEPTH)] if drafted else [],
         "tau_by_position": tau_by_position(ours),
         "cycle_ms": {name: round(value, 3) for name, value in stage_ms(cycles).items()},
         "first_token_ms": round(1e3 * float(np.median([a.prefill_seconds for a in ours])), 2) if ours else None,
@@ -175,14 +175,14 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
     }
 
 
-def _rounded(value: float | None, digits: int = 4) -> float | None:
+def _round(value: float | None, digits: int = 4) -> float | None:
     return None if value is None else round(float(value), digits)
 
 
 def _interval(interval: Interval | None) -> list[float | None] | None:
-    return None if interval is None else [_rounded(x) for x in interval]
+    return None if interval is None else [_round(x) for x in interval]
 
 
 def _value_low_high(name: str, interval: Interval | None) -> Mapping[str, float | None]:
     values = interval or (None, None, None)
-    return {key: _rounded(value) for key, value in zip((name, f"{name}_low", f"{name}_high"), values, strict=True)}
+    return {key: _round(value) for key, value in zip((name, f"{name}_low", f"{name}_high"), values, strict=True)}

@@ -224,7 +224,7 @@ class Bench:
         """Ask all contestants one question; another one begins each time."""
         order = [self.contestants[(first + i) % len(self.contestants)] for i in range(len(self.contestants))]
         answers = {contestant.name: self._answer(contestant, question) for contestant in order}
-        return [self._compared(answers[c.name], answers[VANILLA], question) for c in self.contestants]
+        return [self._compare(answers[c.name], answers[VANILLA], question) for c in self.contestants]
 
     def _answer(self, contestant: Contestant, question: Question) -> Answer:
         """Return the contestant's answer, or the reason why there is none."""
@@ -246,7 +246,7 @@ class Bench:
             error=self.failed[name],
         )
 
-    def _compared(self, answer: Answer, plain: Answer, question: Question) -> Answer:
+    def _compare(self, answer: Answer, plain: Answer, question: Question) -> Answer:
         """Return the answer, with the place where it leaves plain decoding's."""
         at = first_difference(answer.token_ids, plain.token_ids) if answer.comparable else None
         if at is None:

@@ -224,7 +224,7 @@ def read_flat(
             raise CheckpointError(
                 f"config.json has eagle_config.{key} {value!r}, which is not known here; remove it if the head is computed without it"
             )
-    merged = _merged(config, inner)
+    merged = _merge(config, inner)
     settings = {
         **layer_ids(config, merged.get(IDS), meaning),
         **{key: flag(merged, key, False) for key in ("norm_before_fc", "norm_before_residual")},
@@ -350,7 +350,7 @@ def choice(config: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str |
     return value
 
 
-def _merged(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the settings of its eagle_config, which must not contradict it."""
     settings = {key: value for key, value in inner.items() if value is not None}
     for key, value in settings.items():

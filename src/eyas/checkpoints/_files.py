@@ -216,9 +216,9 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if file.endswith(".pt"):
-            torch.save(_unshared(tensors), temporary[file])
+            torch.save(_unshare(tensors), temporary[file])
         else:
-            save_file(_unshared(tensors), temporary[file], metadata={"format": "pt"})
+            save_file(_unshare(tensors), temporary[file], metadata={"format": "pt"})
         temporary[_CONFIG].write_text(text, encoding="utf-8")
         temporary[file].chmod(temporary[_CONFIG].stat().st_mode)  # safetensors writes for the owner alone
         for path in temporary.values():
@@ -235,7 +235,7 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
                 path.unlink(missing_ok=True)
 
 
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors on the CPU that share no memory, as safetensors files need them."""
     storages: set[int] = set()
     out = {}

@@ -52,7 +52,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         "max_positions": count(config, "max_position_embeddings"),
         "eyas": mapping(config, "eyas"),
     }
-    return "mtp", ours, _renamed(tensors, PREFIXES)
+    return "mtp", ours, _rename(tensors, PREFIXES)
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
@@ -66,10 +66,10 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
         "max_position_embeddings": config["max_positions"],
         "eyas": config["eyas"],
     }
-    return published, _renamed(tensors, {ours: theirs for theirs, ours in PREFIXES.items()})
+    return published, _rename(tensors, {ours: theirs for theirs, ours in PREFIXES.items()})
 
 
-def _renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+def _rename(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors under names with the other prefix; CheckpointError for a name with none of
     these prefixes."""
     renamed = dict[str, Tensor]()

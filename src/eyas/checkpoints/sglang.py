@@ -57,7 +57,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     _refuse_two_meanings(config)
     inner = mapping(config, "eagle_config")
     meaning = "output" if inner.get(IDS) is not None else None
-    return "eagle3", *read_flat(config, _renamed(tensors), meaning, "raw", several=False)
+    return "eagle3", *read_flat(config, _rename(tensors), meaning, "raw", several=False)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
@@ -136,7 +136,7 @@ def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
         )
 
 
-def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without the prefix "model.", under the newer names."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

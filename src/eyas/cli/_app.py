@@ -65,7 +65,7 @@ def dispatch(arguments: Sequence[str]) -> int:
             function, bound = parse(arguments)
         status = function(*bound.args, **bound.kwargs)
     except cyclopts.CycloptsError as error:
-        raise UsageError(f"{_explained(error)} (see {place} --help)") from error
+        raise UsageError(f"{_explain(error)} (see {place} --help)") from error
     except UsageError as error:
         raise UsageError(f"{error} (see {place} --help)") from error
     return status if isinstance(status, int) else 0
@@ -192,7 +192,7 @@ def _is_optional_group(annotation: Any) -> bool:
     )
 
 
-def _explained(error: cyclopts.CycloptsError) -> str:
+def _explain(error: cyclopts.CycloptsError) -> str:
     """Return the error of cyclopts as one line in our words."""
     if isinstance(error, cyclopts.UnknownOptionError):
         name = error.token.keyword or error.token.value

@@ -102,7 +102,7 @@ class InvalidLine:
 def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
     """Every line that is not blank; `-` reads stdin. InputError when the file cannot be read."""
     seen: dict[str, int] = {}
-    with file_errors(path, "input file"), _opened(path) as stream:
+    with file_errors(path, "input file"), _open(path) as stream:
         for number, raw in enumerate(stream, start=1):
             if not raw.strip():
                 continue
@@ -116,7 +116,7 @@ def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
                 yield InvalidLine(number, str(error))
 
 
-def _opened(path: str) -> IO[bytes]:
+def _open(path: str) -> IO[bytes]:
     return sys.stdin.buffer if path == STDIN else open(path, "rb")
 
 

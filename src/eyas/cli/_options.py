@@ -298,10 +298,10 @@ def _method_class(uses: frozenset[str], named: tuple[str, ...], for_help: bool) 
         for option in list_options(drafters.find(method).Options, described=for_help):
             if not option.use or option.use in uses:
                 by_name.setdefault(option.name, {})[method] = option
-    return _options_class(map(_merged, by_name.values()), "Method")
+    return _options_class(map(_merge, by_name.values()), "Method")
 
 
-def _merged(by_method: Mapping[str, Option]) -> Option:
+def _merge(by_method: Mapping[str, Option]) -> Option:
     """An option of several methods as one: its help lists the defaults that differ."""
     options = list(by_method.values())
     option = next((option for option in options if option.help), options[0])

@@ -296,7 +296,7 @@ class Run:
             evaluations = self.journal["evaluations"]
             tau = now.heldout.get("chain tau")
             if tau is not None and (not evaluations or evaluations[-1]["tau"] != tau):  # else the one before
-                self._evaluated(now.step, now.steps, tau)
+                self._evaluate(now.step, now.steps, tau)
 
         train.train_head(
             self.models.for_training(),
@@ -309,7 +309,7 @@ class Run:
             tree_prompts=0,
         )
 
-    def _evaluated(self, step: int, steps: int, tau: float) -> None:
+    def _evaluate(self, step: int, steps: int, tau: float) -> None:
         """Correct the forecast by the acceptance that an evaluation has measured."""
         from eyas.accelerate.prospect import updated
 

@@ -96,11 +96,11 @@ def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions,
         parse_rates(job.simulate_acceptance)
     prompts, folder = _prompts(job), Path(job.output)
     with locked_folder(folder):
-        summary = _measured(job, model, keywords, options, prompts, folder)
+        summary = _measure(job, model, keywords, options, prompts, folder)
     return _report(summary, folder, job.as_json)
 
 
-def _measured(
+def _measure(
     job: BenchOptions,
     model: TargetOptions,
     sampling: dict[str, Any],

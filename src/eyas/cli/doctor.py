@@ -36,17 +36,17 @@ class Finding(NamedTuple):
 def command(*, as_json: AS_JSON = False) -> int:
     """Check the installation, the machine and the embedded model. Exit status 1 when something is broken."""
     machine = _machine()
-    findings = [*_requirements(), *_bfloat16(), *_embedded()]
+    findings = [*_requirements(), *_bfloat16(), *_find_embedded()]
     broken = [finding.what for finding in findings if finding.good is False]
     if as_json:
         checks = [finding._asdict() for finding in findings]
         print(json.dumps({"ok": not broken, **machine, "checks": checks, "problems": broken}))
     else:
-        _print([*_described(machine), *findings], len(broken))
+        _print([*_describe(machine), *findings], len(broken))
     return 1 if broken else 0
 
 
-def _described(machine: dict[str, Any]) -> Iterator[Finding]:
+def _describe(machine: dict[str, Any]) -> Iterator[Finding]:
     """Yield the machine as lines of the report."""
     cpu, memory = machine["cpu"], machine["memory"]
     flags = ", ".join(cpu["flags"]) or "no flags known"
@@ -143,7 +143,7 @@ def _bfloat16() -> Iterator[Finding]:
 # --- the embedded model -------------------------------------------------------------------------
 
 
-def _embedded() -> list[Finding]:
+def _find_embedded() -> list[Finding]:
     from eyas import tiny
 
     if not tiny.FOLDER.is_dir():

@@ -100,7 +100,7 @@ def command(
     check_output_folder(folder)
     devices = model.device.split(",")
     llm = load_target(model, devices[0])
-    store = FeatureStore(folder) if job.only else _planned(llm, folder, job, options, (first, step))
+    store = FeatureStore(folder) if job.only else _plan(llm, folder, job, options, (first, step))
     with nullcontext() if job.only else locked_output(folder, part=f"{first + 1}-{step}"):
         shards = [int(i) for i in job.only.split(",")] if job.only else range(first, len(store.manifest.shards), step)
         todo = sorted(set(store.missing()) & set(shards))
@@ -120,7 +120,7 @@ def command(
 def make_features(llm: LLM, job: FeatureOptions, options: dict[str, Any]) -> FeatureStore:
     """Make all features in this process, with a target that is loaded."""
     folder = Path(job.output).expanduser()
-    store = _planned(llm, folder, job, options, (0, 1))
+    store = _plan(llm, folder, job, options, (0, 1))
     with locked_output(folder, part="1-1"), _resumable(store):
         _make(llm, store, store.missing(), job)
     _report(store)
@@ -152,7 +152,7 @@ def _part(text: str) -> tuple[int, int]:
 # --- the plan -----------------------------------------------------------------------------------
 
 
-def _planned(
+def _plan(
     llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]
 ) -> FeatureStore:
     """Return the store to be filled: begun here, or one that this command began earlier. Tells how

@@ -35,7 +35,7 @@ def command(
     for method in described:
         print(_text(method, in_full=name is not None))
     if name is None:
-        print(_folded(OWN_METHOD))
+        print(_fold(OWN_METHOD))
 
 
 def _describe(name: str) -> dict[str, Any]:
@@ -59,19 +59,19 @@ def _text(method: dict[str, Any], in_full: bool) -> str:
 
     kind = "needs a draft head" if method["needs_head"] else "no draft head"
     trainable = "; trainable" if method["trainable"] else ""
-    lines = [f"{method['name']}  ({kind}{trainable})", _folded(method["summary"], "    ")]
+    lines = [f"{method['name']}  ({kind}{trainable})", _fold(method["summary"], "    ")]
     options = list(list_options(drafters.find(method["name"]).Options))
     names = {o.name: f"--{o.name.replace('_', '-')} {o.shown_default}".replace(" ", "\0") for o in options}
     if in_full:
         for option in options:
             use = f"{option.use.capitalize()}: " if option.use else ""
-            lines += [f"    {names[option.name]}", _folded(use + option.help, "        ")]
+            lines += [f"    {names[option.name]}", _fold(use + option.help, "        ")]
     elif options:
-        lines.append(_folded("   ".join(names.values()), "    "))
+        lines.append(_fold("   ".join(names.values()), "    "))
     return "\n".join(lines).replace("\0", " ") + "\n"
 
 
-def _folded(text: str, indent: str = "") -> str:
+def _fold(text: str, indent: str = "") -> str:
     width = max(30, shutil.get_terminal_size().columns)
     return textwrap.fill(
         text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False

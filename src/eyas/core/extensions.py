@@ -153,11 +153,11 @@ def known_extensions() -> tuple[type[TargetExtension], ...]:
     modules = [module.name for module in pkgutil.iter_modules([str(FOLDER)]) if not module.name.startswith("plug_")]
     names = [f"eyas.{FOLDER.name}.{name}" for name in modules]
     found = [getattr(importlib.import_module(name), "Extension", None) for name in names]
-    found += [_loaded(point) for point in entry_points(group=GROUP)]
+    found += [_load(point) for point in entry_points(group=GROUP)]
     return tuple(sorted((kind for kind in found if kind is not None), key=lambda kind: kind.order))
 
 
-def _loaded(point: EntryPoint) -> Any:
+def _load(point: EntryPoint) -> Any:
     try:
         return point.load()
     except Exception as error:  # the code of another package

@@ -114,7 +114,7 @@ class RequestDraftSession(DraftSession):
         draft = self.session.draft(self._without_method(cycle_input, continuations))
         self._added_nodes = bool(continuations)
         if continuations:
-            draft = _merged(draft, continuations)
+            draft = _merge(draft, continuations)
         if guided and draft.q_BNV is not None:
             deterministic_B = torch.zeros_like(cycle_input.active_B)
             deterministic_B[sorted(guided)] = True
@@ -163,7 +163,7 @@ def _continuations(row: int, guides: Sequence[RowFeature], cycle_input: CycleInp
     return [found for feature in guides for found in feature.continuations(cycle_input.row_tokens[row])]
 
 
-def _merged(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft:
+def _merge(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft:
     """Return the method's tree, then the nodes of the continuations that it does not have, padded to 2, 3,
     5, 9, ... nodes, so that few shapes occur."""
     tries = {row: build_trie(continuation.tokens for continuation in found) for row, found in continuations.items()}

@@ -70,7 +70,7 @@ def apply_sampling(
     """
     scores_NV = logits_NV.float()
     if adjustments is not None:
-        scores_NV = _adjusted(scores_NV, sampling, adjustments)
+        scores_NV = _adjust(scores_NV, sampling, adjustments)
     else:
         assert not sampling.has_adjustments, "penalties and biases need the text of every node"
     if custom is not None:
@@ -92,7 +92,7 @@ def apply_sampling(
     return scores_NV
 
 
-def _adjusted(scores_NV: Tensor, sampling: Sampling, adjustments: Adjustments) -> Tensor:
+def _adjust(scores_NV: Tensor, sampling: Sampling, adjustments: Adjustments) -> Tensor:
     """Steps 1 to 4 of `apply_sampling`."""
     if sampling.logit_bias:
         assert adjustments.bias is not None

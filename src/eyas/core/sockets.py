@@ -222,7 +222,7 @@ class Socket(Generic[P]):
     @cached_property
     def plugs(self) -> tuple[P, ...]:
         """All of them; those of other distributions come first."""
-        return tuple(plug for name, load in self._found() if (plug := _loaded(name, load)) is not None)
+        return tuple(plug for name, load in self._found() if (plug := _load(name, load)) is not None)
 
     @property
     def plug(self) -> P | None:
@@ -243,7 +243,7 @@ class Socket(Generic[P]):
             yield module, partial(importlib.import_module, module)
 
 
-def _loaded(name: str, load: Callable[[], Any]) -> Any:
+def _load(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except ImportError as error:

@@ -204,11 +204,11 @@ class PackedPasses:
         for number, layer in enumerate(self.layers[:-1]):
             self.keys.append(layer.attention.rotated_key_value(x_ND, self.position_N))
             every = self.documents.query_rows(torch.arange(len(x_ND), device=x_ND.device))
-            residual_ND = self._computed(layer, x_ND, residual_ND, self.position_N, every, self.keys[-1], [])
+            residual_ND = self._compute(layer, x_ND, residual_ND, self.position_N, every, self.keys[-1], [])
             x_ND = self.norms[number](residual_ND)
         layer, rows_M = self.layers[-1], self.rows_M
         self.keys.append(layer.attention.rotated_key_value(x_ND, self.position_N))
-        return self._computed(
+        return self._compute(
             layer, x_ND[rows_M], residual_ND[rows_M], self.position_N[rows_M], self.queries, self.keys[-1], []
         )
 
@@ -219,10 +219,10 @@ class PackedPasses:
             if number:
                 x_MD = self.norms[number - 1](residual_MD)
             later.append(layer.attention.rotated_key_value(x_MD, position_M))
-            residual_MD = self._computed(layer, x_MD, residual_MD, position_M, self.queries, keys, list(later))
+            residual_MD = self._compute(layer, x_MD, residual_MD, position_M, self.queries, keys, list(later))
         return residual_MD
 
-    def _computed(
+    def _compute(
         self,
         layer: DecoderLayer,
         x_MD: Tensor,

@@ -14,7 +14,7 @@ __all__ = ["add_norm", "join_norms", "quantise", "rotate_and_store", "swiglu"]
 
 
 @triton.jit
-def _normed(x, weight, count, eps):
+def _norm(x, weight, count, eps):
     """x / rms(x), rounded to the weight's dtype, times the weight."""
     scaled = x / tl.sqrt(tl.sum(x * x, 0) / count + eps)
     return scaled.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
@@ -35,7 +35,7 @@ def _add_norm_kernel(
     if KEEPS:
         tl.store(summed + token * D + d, x_D, mask=inside)
     tl.store(
-        normed + token * D + d, _normed(x_D.to(tl.float32), weight_D, D, eps).to(normed.dtype.element_ty), mask=inside
+        normed + token * D + d, _norm(x_D.to(tl.float32), weight_D, D, eps).to(normed.dtype.element_ty), mask=inside
     )
 
 
@@ -47,7 +47,7 @@ def _join_norms_kernel(a, b, weight_a, weight_b, out, D, a_m, b_m, eps, BLOCK: t
     if second:
         source, weight = b + token * b_m, weight_b
     x_D = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
-    normed_D = _normed(x_D, tl.load(weight + d, mask=inside, other=0.0), D, eps)
+    normed_D = _norm(x_D, tl.load(weight + d, mask=inside, other=0.0), D, eps)
     tl.store(out + (2 * token + second) * D + d, normed_D.to(out.dtype.element_ty), mask=inside)
 
 

@@ -133,12 +133,12 @@ def rotate_and_store(
     if unrotated_RKWh is not None:
         unrotated_RKWh[row_R1, :, slot_RQ] = k_RQKh
     cosine, sine = (table[position_RQ][:, :, None].float() for table in (cosine_Ph, sine_Ph))
-    key_RKWh[row_R1, :, slot_RQ] = _rotated(k_RQKh, cosine, sine)
+    key_RKWh[row_R1, :, slot_RQ] = _rotate(k_RQKh, cosine, sine)
     value_RKWh[row_R1, :, slot_RQ] = v_RQKh
-    return _rotated(q_RQHh, cosine, sine)
+    return _rotate(q_RQHh, cosine, sine)
 
 
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1).to(x.dtype)
 

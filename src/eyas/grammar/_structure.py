@@ -138,13 +138,13 @@ def _choice(value: Any) -> Structure:
     if len(value) > MAX_CHOICES:
         raise InputError(f"choice has {len(value)} texts: at most {MAX_CHOICES} are served")
     texts = [_text(f"choice {number}", item) for number, item in enumerate(value, start=1)]
-    return Structure("regex", "|".join(map(_escaped, dict.fromkeys(texts))))
+    return Structure("regex", "|".join(map(_escape, dict.fromkeys(texts))))
 
 
 _READERS = {"response_format": _response_format, "regex": _regex, "grammar": _grammar, "choice": _choice}
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """A regular expression that matches this text only."""
     return "".join(f"\\{character}" if character in SPECIAL_IN_REGEX else character for character in text)
 

@@ -123,14 +123,14 @@ def generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dic
     """Call the model's `generate` with these arguments, decoded by `custom`; returns its result."""
     if arguments.get("cache_implementation") == "paged":
         raise refused("cache_implementation='paged'", "it decodes by generate_batch of transformers")
-    one, kind = custom.with_arguments(_carried(model, arguments)), cast(Any, type(model))
+    one, kind = custom.with_arguments(_carry(model, arguments)), cast(Any, type(model))
     try:
         return kind.generate(model, **{**arguments, "custom_generate": one})
     finally:
         custom.stats = one.stats
 
 
-def _carried(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+def _carry(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Take out of the arguments what transformers would not hand on: the streamer, and stop strings
     with their tokenizer."""
     carried = {"streamer": arguments.pop("streamer")} if arguments.get("streamer") is not None else {}

@@ -18,7 +18,7 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
     """Return the model of that name; None if there is none, or if a folder has the name."""
     model = named.find(target)
     if model is not None:
-        return KnownTarget(partial(_opened, model, target), best=model.best, heads=model.heads)
+        return KnownTarget(partial(_open, model, target), best=model.best, heads=model.heads)
     if named.is_name(target):
         warnings.warn(
             f"took the folder {target} that is here; the model {target} is loaded where there is none", stacklevel=4
@@ -35,7 +35,7 @@ def heads_for(name: str) -> list[KnownHead]:
 
 
 @contextmanager
-def _opened(model: named.NamedModel, target: Any, tokenizer: Any) -> Iterator[Source]:
+def _open(model: named.NamedModel, target: Any, tokenizer: Any) -> Iterator[Source]:
     if model.place is not None:
         yield Source(*model.place(target), tokenizer)
     else:

@@ -154,7 +154,7 @@ def flex_packed_attention(
 def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, int, int, int]) -> Tensor:
     """Scaled scores [K, g, b, n] of a block, in at least float32; -inf for later keys."""
     first, last, begin, end = block
-    q_KgbHh, keys_Knh = _grouped(q_MHh[first:last], key_NKh.shape[1]), key_NKh[begin:end].transpose(0, 1)
+    q_KgbHh, keys_Knh = _group(q_MHh[first:last], key_NKh.shape[1]), key_NKh[begin:end].transpose(0, 1)
     K, g, b, h = q_KgbHh.shape
     raw_KXn = torch.bmm(q_KgbHh.reshape(K, g * b, h), keys_Knh.transpose(1, 2))
     scores: Tensor = raw_KXn.to(torch.promote_types(raw_KXn.dtype, torch.float32)).view(K, g, b, -1) * h**-0.5
@@ -163,7 +163,7 @@ def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, in
     return scores
 
 
-def _grouped(x_bHh: Tensor, groups: int) -> Tensor:
+def _group(x_bHh: Tensor, groups: int) -> Tensor:
     """[b, H, h] -> [K, g, b, h]: query heads by their key-value head."""
     b, H, h = x_bHh.shape
     return x_bHh.view(b, groups, H // groups, h).permute(1, 2, 0, 3)
@@ -231,7 +231,7 @@ class _Packed(torch.autograd.Function):
                 .exp_()
                 .flatten(1, 2)
             )
-            q_KXh, grad_KXh = (_grouped(x[first:last], K).flatten(1, 2) for x in (q_MHh, grad_MHh))
+            q_KXh, grad_KXh = (_group(x[first:last], K).flatten(1, 2) for x in (q_MHh, grad_MHh))
             dv[begin:end] += torch.bmm(p.to(v_NKh.dtype).transpose(1, 2), grad_KXh).transpose(0, 1)
             dp = torch.bmm(grad_KXh, v_NKh[begin:end].permute(1, 2, 0)).to(p.dtype)
             ds = (

@@ -29,9 +29,9 @@ class JoinedLinears:
 
     def __init__(self, linears: Sequence[nn.Linear], joined: bool) -> None:
         self.linears, self.sizes = linears, [linear.out_features for linear in linears]
-        self.weight_XD = _joined([linear.weight for linear in linears]) if joined else None
+        self.weight_XD = _join([linear.weight for linear in linears]) if joined else None
         has_bias = linears[0].bias is not None
-        self.bias_X = _joined([linear.bias for linear in linears]) if joined and has_bias else None
+        self.bias_X = _join([linear.bias for linear in linears]) if joined and has_bias else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.weight_XD is None:
@@ -39,7 +39,7 @@ class JoinedLinears:
         return torch.split(F.linear(x, self.weight_XD, self.bias_X), self.sizes, -1)
 
 
-def _joined(parameters: Sequence[Tensor]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor with the rows of all; the parameters become views of it."""
     joined = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):

@@ -282,7 +282,7 @@ class GraphRunner:
         inputs.cache.reserve(width)
         key = (R, Q, T, width, inputs.rows, inputs.feature_layers, inputs.cache.addresses)
         if key not in self._graphs:
-            self._graphs[key] = self._captured(replace(inputs, width=width))
+            self._graphs[key] = self._capture(replace(inputs, width=width))
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -294,7 +294,7 @@ class GraphRunner:
         # drafters keep features beyond the next replay
         return TargetOutput(output.logits_BNV, output.features_BNF.clone())
 
-    def _captured(self, inputs: ForwardInput) -> tuple[_Buffers, TargetOutput, Callable[[], None]] | None:
+    def _capture(self, inputs: ForwardInput) -> tuple[_Buffers, TargetOutput, Callable[[], None]] | None:
         buffers = _Buffers.like(inputs)
         recorded_work = replace(inputs, **{name: getattr(buffers, name) for name in buffers.__dataclass_fields__})
 

@@ -98,15 +98,15 @@ class CycleReplay(CycleRunner):
                 cycle_input = replace(cycle_input, position_B=cycle_input.position_B.clone())
             draft = None if capturable is not None else self.draft_session.draft(cycle_input)
         if draft is not None and draft.q_BNV is not None:  # the verification of sampled trees reads values on the host
-            return self._committed(self.run(cycle_input, timer, None, draft), draft)
+            return self._commit_copies(self.run(cycle_input, timer, None, draft), draft)
         with timer.stage("target"):
-            cycle = self._replayed(cycle_input, context, capturable, draft)
+            cycle = self._replay(cycle_input, context, capturable, draft)
         if draft is not None:
-            return self._committed(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
+            return self._commit_copies(self.run(cycle_input, timer, None, draft) if cycle is None else cycle, draft)
         if cycle is None:
             return self.run(cycle_input, timer, self.draft_session)
         self._can_run_ahead = capturable is not None and capturable.runs_ahead
-        return self._copied(cycle)
+        return self._copy(cycle)
 
     def launch_ahead(self, cycle_input: CycleInput, timer: StageTimer) -> Cycle | None:
         if (
@@ -116,8 +116,8 @@ class CycleReplay(CycleRunner):
             return None
         with timer.stage("target"):
             context, capturable = self._recording_context(cycle_input)
-            cycle = None if capturable is None else self._replayed(cycle_input, context, capturable, None)
-        return cycle and self._copied(cycle)
+            cycle = None if capturable is None else self._replay(cycle_input, context, capturable, None)
+        return cycle and self._copy(cycle)
 
     def _recording_context(self, cycle_input: CycleInput) -> tuple[int, Capturable | None]:
         """Return the length of context that the cycle's recording is made for, and how its draft is recorded."""
@@ -125,7 +125,7 @@ class CycleReplay(CycleRunner):
         self.target_session.cache.reserve(context + BUCKET)
         return context, self.draft_session.capturable(replace(cycle_input, max_position=context))
 
-    def _replayed(
+    def _replay(
         self, cycle_input: CycleInput, context: int, capturable: Capturable | None, draft: Draft | None
     ) -> Cycle | None:
         """Return the cycle by a recording, in tensors that the next replay overwrites; None if it cannot be
@@ -173,7 +173,7 @@ class CycleReplay(CycleRunner):
         inplace_state = () if capturable is None else capturable.inplace_state
         return self.recorder(key, inputs, state, inplace_state, work)
 
-    def _copied(self, cycle: Cycle) -> Cycle:
+    def _copy(self, cycle: Cycle) -> Cycle:
         """Return the cycle with copies of the tensors that are read after the next replay, which
         overwrites the recording's."""
         tensors, full = _tensors(cycle.draft), cycle.draft.drafted
@@ -192,7 +192,7 @@ class CycleReplay(CycleRunner):
         reads_host = any(feature.has_scores or feature.reads_cycle for feature in features)
         return verify_on_device and cycle_input.adjustments is None and not reads_host
 
-    def _committed(self, cycle: Cycle, draft: Draft) -> Cycle:
+    def _commit_copies(self, cycle: Cycle, draft: Draft) -> Cycle:
         """Call the drafter's `commit`, which is not part of the recording, with copies that the
         next replay does not overwrite."""
         output = replace(cycle.output, features_BNF=cycle.output.features_BNF.clone())

@@ -41,7 +41,7 @@ def with_images(messages: Sequence[Any]) -> list[Any]:
         ApiError: an image that is not a data: URL or cannot be read, too many images, or too many pixels.
     """
     room = Room(MOST_IMAGES, MOST_PIXELS)
-    return [_converted(message, number, room) for number, message in enumerate(messages, start=1)]
+    return [_convert(message, number, room) for number, message in enumerate(messages, start=1)]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Room:
     pixels: int
 
 
-def _converted(message: Any, number: int, room: Room) -> Any:
+def _convert(message: Any, number: int, room: Room) -> Any:
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         return message
     parts = enumerate(message["content"], start=1)
@@ -71,7 +71,7 @@ def _converted_part(part: Any, named: str, room: Room) -> Any:
     room.images -= 1
     if room.images < 0:
         raise ApiError(400, f"a request may have {MOST_IMAGES} images: send fewer", param="messages")
-    image = _opened(_url_of(part, named), named)
+    image = _open(_url_of(part, named), named)
     if max(image.size) > LONGEST_SIDE * min(image.size):
         raise ApiError(400, f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", param="messages")
     room.pixels -= image.width * image.height
@@ -90,7 +90,7 @@ def _url_of(part: Mapping[str, Any], named: str) -> str:
     return url
 
 
-def _opened(url: str, named: str) -> Any:
+def _open(url: str, named: str) -> Any:
     """Return the image of a data: URL. Only its header is read yet, so its size is known before
     memory is taken for it."""
     try:

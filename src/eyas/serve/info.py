@@ -74,7 +74,7 @@ def router(service: Service) -> APIRouter:
 
     @get("/tokenizer_info")
     async def tokenizer_info() -> Response:
-        return JSONResponse(_described(service.llm.tokenizer))
+        return JSONResponse(_describe(service.llm.tokenizer))
 
     return routes
 
@@ -93,7 +93,7 @@ def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
     return {model: {"id": model, **fields} for model, fields in models.items()}
 
 
-def _described(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def _describe(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     """A tokenizer, as vLLM describes it."""
     if tokenizer is None:
         raise ApiError(404, "this server has no tokenizer")

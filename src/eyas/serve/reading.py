@@ -139,7 +139,7 @@ class ParsedReader:
 
     def read(self, delta: Delta) -> list[dict[str, Any]]:
         """See `MessageReader.read`."""
-        text = delta.text if self._tokenizer is None else self._decoded(delta.token_ids)
+        text = delta.text if self._tokenizer is None else self._decode(delta.token_ids)
         if self._broken:
             return [{"content": text}] if text else []
         self._unread += text
@@ -152,7 +152,7 @@ class ParsedReader:
             return [{"content": self._unread}]
         return list(self._parts(events))
 
-    def _decoded(self, token_ids: Iterable[int]) -> str:
+    def _decode(self, token_ids: Iterable[int]) -> str:
         backend = self._tokenizer.backend_tokenizer
         return "".join(self._stream.step(backend, token) or "" for token in token_ids)
 

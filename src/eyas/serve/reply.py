@@ -77,12 +77,12 @@ async def whole(request: Request, answer: Answer) -> list[Totals]:
         ApiError: the client has hung up; the job is given up.
     """
     try:
-        return await unless_gone(request, _collected(answer))
+        return await unless_gone(request, _collect(answer))
     finally:
         answer.close()
 
 
-async def _collected(answer: Answer) -> list[Totals]:
+async def _collect(answer: Answer) -> list[Totals]:
     totals = [Totals() for _ in range(answer.count)]
     async for delta in answer.deltas():
         assert isinstance(delta, Delta)

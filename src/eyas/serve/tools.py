@@ -58,9 +58,9 @@ class Tools:
 def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools:
     """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`;
     ApiError where they are wrong."""
-    listed = tuple(_checked(tool, number) for number, tool in enumerate(tools or (), start=1))
+    listed = tuple(_check(tool, number) for number, tool in enumerate(tools or (), start=1))
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        listed, choice = _allowed(listed, choice.get("allowed_tools") or choice)
+        listed, choice = _allow(listed, choice.get("allowed_tools") or choice)
     names = [tool["function"]["name"] for tool in listed]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
@@ -83,7 +83,7 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     return Tools(listed, (str(name),), parallel is not False)
 
 
-def _allowed(
+def _allow(
     listed: tuple[Mapping[str, Any], ...], choice: Mapping[str, Any]
 ) -> tuple[tuple[Mapping[str, Any], ...], str]:
     """Return the tools that OpenAI's `allowed_tools` leaves, and whether one of them must be called."""
@@ -101,7 +101,7 @@ def _allowed(
     return tuple(tool for tool in listed if tool["function"]["name"] in wanted), mode
 
 
-def _checked(tool: Any, number: int) -> Mapping[str, Any]:
+def _check(tool: Any, number: int) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ApiError(400, f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}', param="tools")

@@ -106,7 +106,7 @@ def run_levels(
             projections.begin_level(level, shape, level_args, level_kwargs)
             outputs.append(projections.output(forward(*level_args, **level_kwargs)))
             store(level)
-    return projections.finish(_joined(outputs, levels, shape))
+    return projections.finish(_join(outputs, levels, shape))
 
 
 class _Projections:
@@ -179,11 +179,11 @@ def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
             vars(module)["forward"] = before
 
 
-def _joined(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:
+def _join(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:
     """Return the outputs [M, 1, ...] of all levels as one of [R, Q, ...]."""
     if isinstance(outputs[0], tuple | list):
         parts = ([output[i] for output in outputs] for i in range(len(outputs[0])))
-        return type(outputs[0])(_joined(part, levels, shape) for part in parts)
+        return type(outputs[0])(_join(part, levels, shape) for part in parts)
     if not isinstance(outputs[0], Tensor):
         return outputs[0]
     if [level.column for level in levels] == list(range(shape[1])):

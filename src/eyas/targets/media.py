@@ -142,7 +142,7 @@ def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, An
             raise InputError(f"{name} describes {value.shape[-1]} tokens, and the prompt has {len(tokens)}")
 
 
-def _placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A tensor on the model's device, and floats in its dtype. Other objects, such as the outputs
     of an encoder, as they are."""
     return value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
@@ -165,7 +165,7 @@ def read_media(
         InputError: the model refuses the prompt, for example because images and their tokens do not
             match.
     """
-    inputs = {name: _placed(value, tokens_1T.device, model.dtype) for name, value in media.items()}
+    inputs = {name: _place(value, tokens_1T.device, model.dtype) for name, value in media.items()}
     takes_number = "logits_to_keep" in inspect.signature(model.forward).parameters
     # logits_to_keep is a tensor, which must be on the LM head's device
     if not all_logits and takes_number and not has_several_devices(model):

@@ -21,7 +21,7 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
     if not isinstance(target, str | Path):
         return None
     source, file = split_gguf(target, gguf_file)
-    return None if file is None else KnownTarget(partial(_opened, source, file, cache), takes_file=True)
+    return None if file is None else KnownTarget(partial(_open, source, file, cache), takes_file=True)
 
 
 def heads_for(name: str) -> list[KnownHead]:
@@ -30,7 +30,7 @@ def heads_for(name: str) -> list[KnownHead]:
 
 
 @contextmanager
-def _opened(source: str | Path, file: str, cache: bool, tokenizer: Any) -> Iterator[Source]:
+def _open(source: str | Path, file: str, cache: bool, tokenizer: Any) -> Iterator[Source]:
     with as_folder(source, file, cache) as folder:
         if tokenizer is None and has_tokenizer(source):
             tokenizer = source

@@ -155,7 +155,7 @@ class RowStates(TargetState):
             self._load(module, None if fresh else {key: state[row : row + 1].clone() for key, state in states.items()})
         yield
         for module, states in zip(self.modules, self.committed, strict=True):
-            for key, state in self._stored(module).items():
+            for key, state in self._store(module).items():
                 states[key][row] = state[0]
 
     @contextmanager
@@ -206,7 +206,7 @@ class RowStates(TargetState):
                 self._load(module, {key: state[row_M, level.parent_M] for key, state in nodes.items()})
 
         def store(level: Level) -> None:
-            for key, state in self._stored(module).items():
+            for key, state in self._store(module).items():
                 if row_R is None and level.column is not None:
                     nodes[key][:, earlier + level.column] = state  # equivalent to the indexing below, without a gather
                 else:
@@ -228,7 +228,7 @@ class RowStates(TargetState):
     def _load(self, module: StateModule, states: States | None) -> None:
         load_states(self.cache_layers[module.layer], module.shapes, states)
 
-    def _stored(self, module: StateModule) -> States:
+    def _store(self, module: StateModule) -> States:
         return stored_states(self.cache_layers[module.layer], module.shapes)
 
     # --- commits

@@ -226,12 +226,12 @@ class _Pieces:
             return ""
         out = ""
         if self._group and not self._joins(piece):
-            out = self._closed()[self._sent :]
+            out = self._close()[self._sent :]
             self._left, self._group, self._sent = [self._ANCHOR], [], 0
         self._group.append(piece)
         if not _is_byte_token(piece):
             text = self._open()
-            certain = _common(text, self._closed())
+            certain = _common(text, self._close())
             out += text[self._sent : certain]
             self._sent = certain
         return out
@@ -260,7 +260,7 @@ class _Pieces:
     def _open(self) -> str:
         return self._decode(self._left + self._group)[self._begin if self._left else 0 :] if self._group else ""
 
-    def _closed(self) -> str:
+    def _close(self) -> str:
         text = self._decode([*self._left, *self._group, self._ANCHOR])
         return text[self._begin if self._left else 0 : len(text) - self._end]
 

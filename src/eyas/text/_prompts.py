@@ -186,13 +186,13 @@ def for_template(chat: Messages, template: str) -> list[Mapping[str, Any]]:
         if message["role"] != "developer":
             named.append(message)
         elif named and named[-1]["role"] == "system":
-            named[-1] = {**named[-1], "content": _joined(named[-1]["content"], message["content"])}
+            named[-1] = {**named[-1], "content": _join(named[-1]["content"], message["content"])}
         else:
             named.append({**message, "role": "system"})
     return named
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _join(first: Any, second: Any) -> Any:
     return f"{first}\n\n{second}" if isinstance(first, str) else [*first, *second]
 
 

@@ -129,7 +129,7 @@ class Trainer:
         """Restores the saved state, if there is one, and shards the net over the processes."""
         self.setup, self.output = setup, output
         saved = output.load(resume)
-        self.state = TrainState() if saved is None else _restored(setup, output, saved)
+        self.state = TrainState() if saved is None else _restore(setup, output, saved)
         self.loss_function: LossFunction = setup.group.shard(setup.drafter)
         self.optimizer = HeadOptimizer(setup.net, setup.config, setup.device)
         if saved is not None:
@@ -234,7 +234,7 @@ class Trainer:
             raise type(error)(f"{error}; {self.output.saved_state}") from error
 
 
-def _restored(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) -> TrainState:
+def _restore(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) -> TrainState:
     """Return the saved state; its weights are loaded into the net."""
     state = TrainState.from_dict(saved, output.state_file)
     try:

@@ -89,7 +89,7 @@ class ResponsesBody(GenerationBody):
             "messages": [*head, *messages_of(items)],
             "max_tokens": asked,
             "response_format": self.response_form(),
-            "tools": None if self.tools is None else [_nested(tool, n) for n, tool in enumerate(self.tools, start=1)],
+            "tools": None if self.tools is None else [_nest(tool, n) for n, tool in enumerate(self.tools, start=1)],
             "tool_choice": _nested_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -166,7 +166,7 @@ def _part(part: Any) -> Any:
     return {"type": "image_url", "image_url": part.get("image_url")} if kind == "input_image" else part
 
 
-def _nested(tool: dict[str, Any], number: int) -> dict[str, Any]:
+def _nest(tool: dict[str, Any], number: int) -> dict[str, Any]:
     """A tool in the form of chats."""
     if tool.get("type") != "function":
         raise ApiError(

@@ -115,7 +115,7 @@ def draft_ms(lab: Lab, entry: Entry, context: int) -> list[float]:
         features = random_like(count, width, device=device, dtype=target.dtype)
         session.prefill(0, torch.full((count,), 7, device=device), features, begin)
     one_1 = torch.ones(1, dtype=torch.long, device=device)
-    noise, sampling = GumbelNoise.of([Sampling()], device), (Sampling(),)
+    noise, sampling = GumbelNoise.from_sampling([Sampling()], device), (Sampling(),)
     cycle_input = CycleInput(7 * one_1, context * one_1, one_1 > 0, sampling, noise, context, active_rows=(0,))
     capturable = session.capturable(cycle_input)
     assert capturable is not None

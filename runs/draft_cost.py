@@ -87,7 +87,7 @@ class Session:
         """One cycle, timed."""
         token_B, sampling = self.tokens_T[self.position % CHUNK][None], (Sampling(),)
         active_B, position_B = torch.ones(1, dtype=torch.bool), torch.full((1,), self.position)
-        noise = GumbelNoise.of(sampling, token_B.device)
+        noise = GumbelNoise.from_sampling(sampling, token_B.device)
         cycle_input = CycleInput(token_B, position_B, active_B, sampling, noise, self.position)
         with self.cycles:
             draft = self.session.draft(cycle_input)

@@ -151,7 +151,7 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
         try:
             _cycle(case, drafter, drafter.target)
         finally:
-            _Static.of.cache_clear()  # its tensors belong to this trace
+            _Static.from_choices.cache_clear()  # its tensors belong to this trace
             available.cache_clear()  # there is no GPU in truth
         (log,) = capture.logs  # type: ignore[attr-defined]
     return _counts(log, layers)

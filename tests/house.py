@@ -27,9 +27,9 @@ WORDS = {
     '"; None: ..." at the end of a sentence': r"; None: ",
 }
 NAMES = {
-    '"most" and "longest" as nouns: write max_...': r"_?(most|longest)(_.*)?",
+    '"most" and "longest" as nouns: write max_...': r"_?(most(_.*)?|longest)",
     '"of" as a constructor: write from_...': r"of",
-    "a participle alone as a function's name": r"_?(?!feed|need|seed)[a-z]+ed",
+    "a participle alone as a function's name": r"_?(?!embed|feed|need|seed)[a-z]+ed",
 }
 
 
@@ -61,7 +61,8 @@ def oddities(file: Path) -> Iterator[tuple[str, int]]:
             is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
             docstring = "" if is_property else ast.get_docstring(node) or ""  # a property may be a noun
             yield from ((kind, node.lineno) for kind, form in WORDS.items() if re.search(form, docstring))
-            yield from ((kind, node.lineno) for kind, form in NAMES.items() if re.fullmatch(form, node.name))
+            names = {} if is_property else NAMES  # it may be an adjective, too
+            yield from ((kind, node.lineno) for kind, form in names.items() if re.fullmatch(form, node.name))
         elif isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
             name, noun = (node.arg if isinstance(node, ast.arg) else node.id), next(iter(NAMES))
             if re.fullmatch(NAMES[noun], name):

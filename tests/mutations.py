@@ -241,8 +241,8 @@ MUTATIONS = (
         ids("vanilla"),
         rewrite(
             "core.rows:first_token_cycle",
-            "RowSettings.of([ROW], TARGET)",
-            "__import__('dataclasses').replace(RowSettings.of([ROW], TARGET), sampling=(Sampling(1.0),))",
+            "RowSettings.from_rows([ROW], TARGET)",
+            "__import__('dataclasses').replace(RowSettings.from_rows([ROW], TARGET), sampling=(Sampling(1.0),))",
         ),
         words=OTHER_IDS,
     ),

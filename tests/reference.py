@@ -33,7 +33,7 @@ SAMPLINGS = (
 def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False) -> list[int]:
     """New tokens of one request, each from a forward over the whole sequence; `cached`: each from a
     forward over the last token, with transformers' own cache."""
-    ids, new, noise = list(request.prompt), [], GumbelNoise.of([request.sampling])
+    ids, new, noise = list(request.prompt), [], GumbelNoise.from_sampling([request.sampling])
     cache: DynamicCache | None = None
     constraint = constraint_of(request)
     while len(new) < request.max_new_tokens and not (new and new[-1] in request.eos):

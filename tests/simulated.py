@@ -34,7 +34,7 @@ def cycle_of(rows: int = 1, sampling: Sampling = GREEDY) -> CycleInput:
     """The beginning of a cycle, as far as a controller reads it."""
     zeros_B = torch.zeros(rows, dtype=torch.long)
     samplings = (sampling,) * rows
-    noise = GumbelNoise.of(samplings)
+    noise = GumbelNoise.from_sampling(samplings)
     return CycleInput(zeros_B, zeros_B, zeros_B == 0, samplings, noise, 0, active_rows=tuple(range(rows)))
 
 

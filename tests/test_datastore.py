@@ -78,7 +78,7 @@ def test_look_up_is_what_looking_everywhere_finds(vocab: int, shift: int) -> Non
     """Guards the bisections, the order of bytes, the ends of documents (nothing matches across
     them), both widths of a token."""
     documents = [[token + shift for token in document] for document in made_of(vocab, vocab)]
-    store, dice, lengths = Datastore.of(documents, shift + VOCAB), random.Random(0), Counter[int]()
+    store, dice, lengths = Datastore.from_documents(documents, shift + VOCAB), random.Random(0), Counter[int]()
     for _ in range(300):
         context = [token + shift for token in dice.choices(IDS[:vocab], k=dice.randrange(0, 12))]
         shortest = dice.randrange(1, 4)
@@ -95,7 +95,7 @@ def test_look_up_is_what_looking_everywhere_finds(vocab: int, shift: int) -> Non
 def test_tokens_too_large_for_the_datastore_match_nothing() -> None:
     """Bug: a target whose vocabulary is padded beyond its tokenizer's, and so beyond 2^16, ended in
     an OverflowError as soon as such a token was in the text."""
-    store = Datastore.of([[1, 2, 3, 4]], 160)
+    store = Datastore.from_documents([[1, 2, 3, 4]], 160)
     for context, length in (([70_000, 1, 2], 2), ([1, 70_000, 2], 1), ([1, 2, 70_000], 0)):
         found = store.look_up(context, 1, 3, 1, 10)
         assert (found is None) == (length == 0)
@@ -107,7 +107,7 @@ def test_few_stand_for_many() -> None:
     dice = random.Random(2)
     documents = [[1, 2, dice.choices((3, 4, 5), (6, 3, 1))[0]] for _ in range(5000)]
     everything = Counter(document[2] for document in documents)
-    found = Datastore.of(documents, 160).look_up([1, 2], 2, 2, 1, 100)
+    found = Datastore.from_documents(documents, 160).look_up([1, 2], 2, 2, 1, 100)
     assert found is not None
     assert found.count == 5000
     assert len(found.following_SD) == 100
@@ -150,7 +150,7 @@ def test_a_folder_answers_as_a_store_in_memory(tmp_path: Path, files: list[File]
     """Guards files, their dtypes and the manifest; nothing else stays in the folder or beside it."""
     manifest = make(tmp_path / "s", *files, files[0])  # a file that is named twice counts once
     documents = [document for file in files for document in file.documents]
-    store, expected, dice = Datastore.open(tmp_path / "s"), Datastore.of(documents, VOCAB), random.Random(5)
+    store, expected, dice = Datastore.open(tmp_path / "s"), Datastore.from_documents(documents, VOCAB), random.Random(5)
     for _ in range(60):
         context = dice.choices(IDS[:9], k=6)
         mine, theirs = store.look_up(context, 1, 6, 3, 10_000), expected.look_up(context, 1, 6, 3, 10_000)

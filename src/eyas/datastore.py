@@ -79,7 +79,9 @@ class Manifest:
         """Read the manifest of a folder. Raise InputError if there is none, or it is damaged or newer."""
         path = folder / "manifest.json"
         missing = f"{str(folder)!r} holds no datastore (no {path.name}): make one {BUILD_IT}"
-        return read_versioned(path, FORMAT, VERSION, cls._from_content, missing, lambda reason: _damage_error(path, reason))
+        return read_versioned(
+            path, FORMAT, VERSION, cls._from_content, missing, lambda reason: _damage_error(path, reason)
+        )
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> Manifest:
@@ -134,18 +136,20 @@ class Datastore:
         return cls(tokens_T, suffixes_T, manifest.largest_token + 1)
 
     @classmethod
-    def of(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
+    def from_documents(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
         """A datastore in memory."""
         tokens_T = _join(documents, _dtype_for(vocab_size))
         return cls(tokens_T, order_of(tokens_T, DEPTH), vocab_size)
 
-    def look_up(self, context: Sequence[int], shortest: int, longest: int, depth: int, most: int) -> Matches | None:
+    def look_up(
+        self, context: Sequence[int], shortest: int, longest: int, depth: int, max_matches: int
+    ) -> Matches | None:
         """Find the longest suffix of `context` that the datastore contains, with its continuations.
 
         Args:
             shortest, longest: bounds of the suffix's number of tokens.
             depth: tokens of a continuation; longest + depth is at most DEPTH.
-            most: continuations of a frequent suffix; they are an even sample of all.
+            max_matches: continuations of a frequent suffix; they are an even sample of all.
 
         Returns:
             None if the suffix of `shortest` tokens does not occur.
@@ -155,7 +159,7 @@ class Datastore:
             return None
         length, begin, end = found
         count = end - begin
-        slot_S = begin + (np.arange(count) if count <= most else np.arange(most) * count // most)
+        slot_S = begin + (np.arange(count) if count <= max_matches else np.arange(max_matches) * count // max_matches)
         after_S1 = self.suffixes_T[slot_S].astype(np.int64)[:, None] + length
         # at the end of the text, the last separator is repeated
         following_SD: Array = self.tokens_T[np.minimum(after_S1 + np.arange(depth), len(self.tokens_T) - 1)]

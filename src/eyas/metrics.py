@@ -222,13 +222,13 @@ def margin(target: Target, request: Request, prefix: Sequence[int]) -> float | N
     sampling, session = request.sampling, target.open(1)
     ids = [*request.prompt, *prefix]
     session.reserve(len(ids))
-    row = Row.of(0, request, target)
+    row = Row.from_request(0, request, target)
     for token in prefix:
         row.append(token)
     scores_1V = apply_sampling(session.prefill(0, ids)[None], sampling, Adjustments.stack([row.adjustments()]))
     if not sampling.greedy:
         position_11 = torch.tensor([[len(ids)]], device=scores_1V.device)
-        noise = GumbelNoise.of([sampling], scores_1V.device)
+        noise = GumbelNoise.from_sampling([sampling], scores_1V.device)
         scores_1V = scores_1V.log_softmax(-1) + noise.gumbel(position_11, scores_1V.shape[-1])[:, 0]
     best, second = scores_1V[0].topk(2).values.tolist()
     return float(best - second) if math.isfinite(second) else None

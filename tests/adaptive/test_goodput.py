@@ -60,7 +60,7 @@ def grown(shape: TreeSize, law: Sampling) -> Draft:
     session, text = drafter.open(1), tuple(range(5, 40))
     session.begin(0, 0, len(text))
     target.open(1, drafter.feature_layers).prefill(0, text, lambda *chunk: session.prefill(0, *chunk))
-    one_1, noise = torch.ones(1, dtype=torch.long), GumbelNoise.of((law,), target.device)
+    one_1, noise = torch.ones(1, dtype=torch.long), GumbelNoise.from_sampling((law,), target.device)
     roots = CycleInput(
         7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_size=shape
     )

@@ -214,7 +214,7 @@ def uniform(seed: int, stream: int, position: int, index: int) -> float:
 
 
 def noise_of(*seeds: int) -> GumbelNoise:
-    return GumbelNoise.of([Sampling(temperature=1.0, seed=s) for s in seeds])
+    return GumbelNoise.from_sampling([Sampling(temperature=1.0, seed=s) for s in seeds])
 
 
 def test_noise_is_the_published_generator() -> None:
@@ -259,11 +259,11 @@ def test_noise_differs_by_seed_position_token_and_stream() -> None:
 
 def test_greedy_rows_have_no_noise() -> None:
     """Guards rows of both kinds in one batch, and empty rows, which count as greedy. Deterministic."""
-    noise = GumbelNoise.of([Sampling(temperature=1.0, seed=4), Sampling(seed=4), None])
+    noise = GumbelNoise.from_sampling([Sampling(temperature=1.0, seed=4), Sampling(seed=4), None])
     gumbel_BNV = noise.gumbel(torch.zeros(3, 2, dtype=torch.long), 6)
     assert noise.greedy_B.tolist() == [False, True, True]
     assert not noise.all_greedy
-    assert GumbelNoise.of([None, Sampling()]).all_greedy
+    assert GumbelNoise.from_sampling([None, Sampling()]).all_greedy
     assert gumbel_BNV[0].all()
     assert not gumbel_BNV[1:].any()
     assert torch.equal(gumbel_BNV[:1], noise_of(4).gumbel(torch.zeros(1, 2, dtype=torch.long), 6))

@@ -160,7 +160,7 @@ def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft]
     """Guards verification of merged trees: for a target whose draw depends on the prefix alone, the
     accepted path is the longer one."""
     first, second = pair
-    rows, greedy = first.tree.rows, GumbelNoise.of([None] * first.tree.rows)
+    rows, greedy = first.tree.rows, GumbelNoise.from_sampling([None] * first.tree.rows)
 
     def accepted(draft: Draft) -> list[list[int]]:
         says = [

@@ -670,7 +670,7 @@ def test_a_block_against_a_slow_one() -> None:
     world, generator = ToyModels(5, 7), torch.Generator().manual_seed(4)
     kinds = [Sampling(temperature=1.0, seed=s) for s in range(300)]
     start_B, root_B = torch.randint(1, 6, (300,), generator=generator), torch.randint(50, (300,), generator=generator)
-    noise = GumbelNoise.of(kinds)
+    noise = GumbelNoise.from_sampling(kinds)
     draft = grow_static(
         net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2, 3])
     )
@@ -687,7 +687,7 @@ def test_a_block_against_a_slow_one() -> None:
             world.p_IV[prefix_BN[b]],
             draft.q_BNV[b].double(),
             int(root_B[b]),
-            GumbelNoise.of([kinds[b]]),
+            GumbelNoise.from_sampling([kinds[b]]),
         )
         for b in range(300)
     ]
@@ -701,7 +701,7 @@ def test_a_block_ends_at_what_is_no_candidate() -> None:
     Deterministic."""
     world, kinds = ToyModels(4, 5), [ONE, ONE, Sampling()]
     start_B, root_B = torch.tensor([1, 1, 2]), torch.tensor([5, 5, 6])
-    noise = GumbelNoise.of(kinds)
+    noise = GumbelNoise.from_sampling(kinds)
     draft = grow_static(
         net_of(world, start_B), roots_of(world, start_B, root_B, noise, kinds), choices_of([-1, 0, 1, 2])
     )
@@ -779,13 +779,15 @@ def test_drawing_rows_of_both_kinds() -> None:
     ]
     start_B, root_B = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([4, 9, 4, 7, 0])
     choices = ((0,), (1,), (0, 0), (0, 1), (1, 0))
-    draft = grow_static(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), choices)
+    draft = grow_static(
+        net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.from_sampling(kinds), kinds), choices
+    )
     assert draft.q_BNV is not None
     for b, own in enumerate(kinds):
         row = slice(b, b + 1)
         alone = grow_static(
             net_of(world, start_B[row]),
-            roots_of(world, start_B[row], root_B[row], GumbelNoise.of([own]), [own]),
+            roots_of(world, start_B[row], root_B[row], GumbelNoise.from_sampling([own]), [own]),
             choices,
         )
         assert torch.equal(alone.tokens_BN, draft.tokens_BN[row])
@@ -809,7 +811,7 @@ def test_drafts_draw_without_replacement() -> None:
     B, world = 4_000, ToyModels(3, 3, seed=5)
     seeds = [Sampling(temperature=1.0, seed=s) for s in range(B)]
     start_B, root_B = torch.zeros(B, dtype=torch.long), torch.full((B,), 6)
-    roots = roots_of(world, start_B, root_B, GumbelNoise.of(seeds), seeds)
+    roots = roots_of(world, start_B, root_B, GumbelNoise.from_sampling(seeds), seeds)
     draft = grow_static(net_of(world, start_B), roots, ((0,), (1,), (0, 0), (1, 0)))
     pairs, count = (
         list(itertools.permutations(range(3), 2)),
@@ -910,7 +912,7 @@ def random_batch(seed: int, drawn: bool, B: int = 24, V: int = 6) -> tuple[Draft
         None,
         q_BNV if drawn else None,
     )
-    return draft, scores_BNV, torch.randint(0, 400, (B,), generator=generator), GumbelNoise.of(samplings)
+    return draft, scores_BNV, torch.randint(0, 400, (B,), generator=generator), GumbelNoise.from_sampling(samplings)
 
 
 @pytest.mark.slow
@@ -957,7 +959,7 @@ def test_the_draw_does_not_depend_on_the_tree() -> None:
     """Guards the equality with vanilla: whatever deterministic tree is verified, the first token that a
     row emits is one and the same."""
     world, B = ToyModels(5, 5), 200
-    noise = GumbelNoise.of([Sampling(temperature=1.0, seed=s) for s in range(B)])
+    noise = GumbelNoise.from_sampling([Sampling(temperature=1.0, seed=s) for s in range(B)])
     start_B, position_B = torch.arange(B) % 6, torch.arange(B) % 31
     plain = verify(
         Draft(Tree.chain(B, 1), torch.zeros(B, 1, dtype=torch.long)),
@@ -997,7 +999,7 @@ def test_siblings_must_differ(drawn: bool) -> None:
     The same token is fine under different parents, in a scout, and in another row.
     """
     scores_BNV, q_NV = torch.zeros(1, 5, 4), torch.full((5, 4), 0.25) if drawn else None
-    position_B, noise = torch.tensor([3]), GumbelNoise.of([ONE])
+    position_B, noise = torch.tensor([3]), GumbelNoise.from_sampling([ONE])
     refused = ""
     try:
         verify(one_row([-1, 0, 0, 2, 0], [0, 2, 1, 3, 2], 4, q_NV), scores_BNV, position_B, noise)
@@ -1014,7 +1016,7 @@ def test_children_of_scouts_are_never_accepted() -> None:
     for q_NV in (None, torch.full((3, 4), 0.25)):
         draft = one_row([-1, 0, 1], [0, 2, 3], 4, q_NV, scouts=[1])
         scores_BNV = torch.full((1, 3, 4), -40.0).scatter(2, torch.tensor([[[2], [3], [0]]]), 0.0)
-        verdict = verify(draft, scores_BNV, torch.tensor([3]), GumbelNoise.of([ONE]))
+        verdict = verify(draft, scores_BNV, torch.tensor([3]), GumbelNoise.from_sampling([ONE]))
         assert (verdict.path_BP.tolist(), verdict.length_B.tolist(), verdict.bonus_B.tolist()) == (
             [[0, -1, -1]],
             [1],
@@ -1034,7 +1036,7 @@ def test_shapes_and_ends(drawn: bool) -> None:
         draft,
         scores_BNV,
         torch.tensor([0, 5]),
-        GumbelNoise.of([Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)]),
+        GumbelNoise.from_sampling([Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)]),
     )
     assert verdict.path_BP.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
     assert verdict.tokens_BP.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
@@ -1082,7 +1084,9 @@ def test_a_sibling_without_q_mass_is_no_candidate() -> None:
     second_V = (first_V / first_V.sum() - torch.tensor([0.0, 0.0, 1.0, 0.0])).clamp(min=0)
     torch.testing.assert_close(bonus_law(draft, scores_BNV), second_V / second_V.sum())
     for seed in range(50):
-        verdict = verify(draft, scores_BNV, torch.tensor([3]), GumbelNoise.of([Sampling(temperature=1.0, seed=seed)]))
+        verdict = verify(
+            draft, scores_BNV, torch.tensor([3]), GumbelNoise.from_sampling([Sampling(temperature=1.0, seed=seed)])
+        )
         assert int(verdict.path_BP[0, 1]) != 3, "accepted a sibling that q cannot have drawn"
 
 
@@ -1092,7 +1096,7 @@ def test_greedy_rows_in_a_drawn_batch() -> None:
     scores_BNV = torch.zeros(2, 3, 4).scatter(2, torch.tensor([[[3], [0], [2]]] * 2), 1.0)
     for q_BNV in (torch.full((2, 3, 4), 0.25), torch.zeros(2, 3, 4), torch.full((2, 3, 4), math.nan)):
         draft = Draft(Tree.build(torch.tensor([[-1, 0, 0]] * 2), 1), torch.tensor([[1, 1, 3]] * 2), None, q_BNV)
-        verdict = verify(draft, scores_BNV, torch.tensor([3, 3]), GumbelNoise.of([Sampling(), ONE]))
+        verdict = verify(draft, scores_BNV, torch.tensor([3, 3]), GumbelNoise.from_sampling([Sampling(), ONE]))
         assert (verdict.path_BP[0].tolist(), int(verdict.bonus_B[0])) == ([0, 2], 2)
 
 

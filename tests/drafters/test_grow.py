@@ -59,7 +59,7 @@ def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -
     float32: odds 1e-5."""
     world, start_B, root_B = ToyModels(6, 4, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
     kinds = seeds_of(kind, 32)
-    noise = GumbelNoise.of(kinds)
+    noise = GumbelNoise.from_sampling(kinds)
     roots, net_steps = roots_of(world, start_B, root_B, noise, kinds), net_of(world, start_B)
     if grown == "static":
         draft = grow_static(net_steps, roots, ((0,), (0, 0), (0, 0, 0)), "coupled")
@@ -80,7 +80,7 @@ def slow_grow(
     world: ToyModels, start: int, root: int, kind: Sampling, shape: DynamicTree
 ) -> tuple[list[int], list[int], list[bool]]:
     """Parents, tokens and candidates of one row's tree, node by node."""
-    noise, shared = GumbelNoise.of([kind]), shape.noise == "coupled"
+    noise, shared = GumbelNoise.from_sampling([kind]), shape.noise == "coupled"
 
     def children(prefix: int, depth: int) -> list[tuple[float, float, int]]:
         logits_V = world.q_logits_IV[prefix]
@@ -148,7 +148,9 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
     world, shape = slow_world(), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, temperature)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
-    draft = grow_dynamic(net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), shape)
+    draft = grow_dynamic(
+        net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.from_sampling(kinds), kinds), shape
+    )
     padded = 0
     for b, kind in enumerate(kinds):
         parents, tokens, candidates = slow_grow(world, int(start_B[b]), int(root_B[b]), kind, shape)
@@ -168,7 +170,9 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
     kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
     found = [
         grow_dynamic(
-            net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(k), k), DynamicTree(12, 4, 3, noise)
+            net_of(world, start_B),
+            roots_of(world, start_B, root_B, GumbelNoise.from_sampling(k), k),
+            DynamicTree(12, 4, 3, noise),
         )
         for k, noise in ((kinds, "coupled"), ([Sampling()] * 4, "coupled"), ([Sampling()] * 4, "none"))
     ]
@@ -188,7 +192,9 @@ def test_scores_are_the_processed_law() -> None:
     world, start_B, root_B = ToyModels(6, 4, sampling=kind), torch.arange(1, 7), torch.arange(6)
     kinds = seeds_of(kind, 6)
     draft = grow_dynamic(
-        net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.of(kinds), kinds), DynamicTree(15, 3, 3)
+        net_of(world, start_B),
+        roots_of(world, start_B, root_B, GumbelNoise.from_sampling(kinds), kinds),
+        DynamicTree(15, 3, 3),
     )
     prefix_BN = prefixes(world, start_B, draft)
     q_BV = world.q_IV[prefix_BN.gather(1, draft.tree.parents_BN.clamp(min=0))].log()

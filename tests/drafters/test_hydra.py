@@ -35,7 +35,7 @@ def roots_of(rows: int, sampling: Sampling = SAMPLINGS[0]) -> CycleInput:
         position_B,
         torch.ones(rows, dtype=torch.bool),
         laws,
-        GumbelNoise.of(laws),
+        GumbelNoise.from_sampling(laws),
         int(position_B.max()),
     )
 

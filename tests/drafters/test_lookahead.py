@@ -25,7 +25,9 @@ VOCAB = 50
 def roots_of(tokens: list[int], active: list[bool], position: int = 7, sampling: Sampling | None = None) -> CycleInput:
     rows = tuple(sampling or Sampling() for _ in tokens)
     position_B = torch.full((len(tokens),), position)
-    return CycleInput(torch.tensor(tokens), position_B, torch.tensor(active), rows, GumbelNoise.of(rows), position)
+    return CycleInput(
+        torch.tensor(tokens), position_B, torch.tensor(active), rows, GumbelNoise.from_sampling(rows), position
+    )
 
 
 def started(prompt: list[int], rows: int = 1, shape: Lookahead = SHAPE) -> Session:

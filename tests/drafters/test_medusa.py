@@ -33,7 +33,7 @@ def roots_of(target: Target, rows: int, sampling: Sampling = SAMPLINGS[0]) -> Cy
         position_B,
         torch.ones(rows, dtype=torch.bool),
         laws,
-        GumbelNoise.of(laws),
+        GumbelNoise.from_sampling(laws),
         int(position_B.max()),
     )
 

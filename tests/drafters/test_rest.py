@@ -58,7 +58,7 @@ def test_a_datastore_that_knows_the_answer(sampling: Sampling) -> None:
     target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
     requests = [Request(tuple(dice.randrange(100) for _ in range(5 + 3 * i)), 30, sampling) for i in range(5)]
     answers = [plain_decode(target.model, request) for request in requests]
-    store = Datastore.of(
+    store = Datastore.from_documents(
         [[*request.prompt, *answer] for request, answer in zip(requests, answers, strict=True)], target.vocab_size
     )
     drafter = Method(target, Options(), store)
@@ -81,7 +81,7 @@ def test_nothing_found() -> None:
         ([[5, 6, 7] * 9], {"rest.nodes": 1}),
         ([[5]], {"rest.longest": 30, "rest.depth": 30}),
     ):
-        drafter = Method(target, build_options(Options, options), Datastore.of(store, 160))
+        drafter = Method(target, build_options(Options, options), Datastore.from_documents(store, 160))
         assert run(Decoder(target, drafter), [request])[0] == [plain_decode(target.model, request)]
 
 

@@ -140,7 +140,7 @@ def test_the_target_s_own_text() -> None:
     target = idle()
     text_RT = own_text(target, 3, 12, seed=4)
     assert len({tuple(row) for row in text_RT.tolist()}) == 3
-    noise = GumbelNoise.of([Sampling(1.0, seed=seed) for seed in (4, 5, 6)])
+    noise = GumbelNoise.from_sampling([Sampling(1.0, seed=seed) for seed in (4, 5, 6)])
     noise_RTV = noise.gumbel(torch.arange(1, 12).expand(3, -1), target.vocab_size, GumbelNoise.SEARCH)
     with torch.no_grad():
         log_p_RTV = target.model(text_RT[:, :-1]).logits.log_softmax(-1)

@@ -51,7 +51,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def noise_of(*temperatures: float) -> GumbelNoise:
-    return GumbelNoise.of([Sampling(t, seed=7 + n) for n, t in enumerate(temperatures)])
+    return GumbelNoise.from_sampling([Sampling(t, seed=7 + n) for n, t in enumerate(temperatures)])
 
 
 @pytest.mark.slow

@@ -61,7 +61,9 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
     prepared = {"attention_mask": inputs["attention_mask"]}
     made = model._get_logits_processor(config, 9, inputs["input_ids"], None, LogitsProcessorList(), "cpu", prepared)
     criteria = StoppingCriteriaList([MaxLengthCriteria(LENGTH), EosTokenCriteria(torch.tensor(EOS))])
-    distribution = Distribution.of(Batch.of(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria)
+    distribution = Distribution.from_call(
+        Batch.from_call(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria
+    )
     if not any(type(one) is RepetitionPenaltyLogitsProcessor and one.prompt_ignore_length is None for one in made):
         # up to transformers 5.18 or so the penalty counts padding, and is run as it is
         assert len(distribution.processors) == slow

@@ -79,7 +79,7 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
 def test_aligned_widths_are_lossless(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the widths of a GPU, multiples of 64: masks, keys and the slots that are reserved
     agree, with recordings and without."""
-    monkeypatch.setattr(KVCache, "aligned", lambda cache, width: -(-width // ALIGNED) * ALIGNED)
+    monkeypatch.setattr(KVCache, "align_width", lambda cache, width: -(-width // ALIGNED) * ALIGNED)
     model = zoo.FAMILIES["llama"]()
     target = Target(model)
     drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu)) if graphs else target)

@@ -54,12 +54,12 @@ def test_more_threads_are_tried_where_fewer_were_chosen() -> None:
     computed beside a pass does not take part in trials."""
     threads = Threads(1, ceiling=4)
     clock, used = passes(threads, 0.0, 400, 0.003)  # two are faster than one, four are not faster than two
-    assert (threads.most, threads.now(clock)) == (2, 2)
+    assert (threads.max_threads, threads.now(clock)) == (2, 2)
     assert [used.index(2), used.index(2, 96)] == [31, 96]
     assert [i for i, n in enumerate(used) if n == 4] == list(range(127, 400, 32))
     threads = Threads(1, ceiling=4)
     _, used = passes(threads, 0.0, 400, 0.006)
-    assert threads.most == 1
+    assert threads.max_threads == 1
     assert used.count(2) == 400 // 32
 
 

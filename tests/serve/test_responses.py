@@ -287,7 +287,7 @@ def test_each_key_has_its_own_memory(llm: eyas.LLM) -> None:
 
 def test_memory_is_bounded() -> None:
     """Guards the size in bytes, and that what is used stays: the least recently used goes first."""
-    memory = Memory(most=10, most_bytes=1000)
+    memory = Memory(max_responses=10, max_bytes=1000)
     for number in range(3):
         memory.keep("a", f"r{number}", [{"id": f"i{number}", "text": "x" * 300}])
     assert memory.conversation("a", "r0") is not None

@@ -152,9 +152,9 @@ def _bench(seconds: float, speeds: Speeds) -> tuple[int, int, float]:
 def batch_size(tokens: float, max_length: int) -> int:
     """Return the tokens of a batch: small ones where there are few, so that there are enough updates
     of the weights, but at least one example."""
-    fewest, most = BATCH_TOKENS
-    size = max(fewest, max_length)
-    while 2 * size <= most and 2 * size * STEPS[1] <= tokens:
+    min_tokens, max_tokens = BATCH_TOKENS
+    size = max(min_tokens, max_length)
+    while 2 * size <= max_tokens and 2 * size * STEPS[1] <= tokens:
         size *= 2
     return size
 
@@ -167,8 +167,8 @@ def training_tokens(seconds: float, speeds: Speeds, tokens: int) -> int:
 def evaluation_prompts(training_seconds: float, speeds: Speeds) -> int:
     """Return how many held-out prompts an evaluation answers in its share of the training."""
     seconds = EVALUATION_SHARE * training_seconds / EVALUATIONS
-    fewest, most = EVALUATION_PROMPTS
-    return int(min(most, max(fewest, seconds / (EVALUATION_TOKENS * speeds.chain_pass_seconds))))
+    min_prompts, max_prompts = EVALUATION_PROMPTS
+    return int(min(max_prompts, max(min_prompts, seconds / (EVALUATION_TOKENS * speeds.chain_pass_seconds))))
 
 
 def heldout_share(conversations: int) -> float:

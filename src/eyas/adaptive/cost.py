@@ -179,7 +179,7 @@ def _time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CON
 
     def cycle(size: TreeSize) -> float:
         nonlocal position
-        noise, at_1 = GumbelNoise.of(sampling, target.device), position * one_1
+        noise, at_1 = GumbelNoise.from_sampling(sampling, target.device), position * one_1
         tokens_1 = TOKEN_ID % target.vocab_size * one_1
         cycle_input = CycleInput(
             tokens_1,

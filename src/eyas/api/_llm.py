@@ -9,7 +9,7 @@ from typing import Any, Unpack, cast, overload
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas.api._results import Answer, Result, TextReader, shortened
+from eyas.api._results import Answer, Result, TextReader, shorten
 from eyas.api._stream import Stream
 from eyas.arguments import (
     STRUCTURE_KEYWORDS,
@@ -392,16 +392,20 @@ class LLM:
         return self.ids(given, raw=True) if len(given) else ()
 
     def _new_tokens(self, params: Mapping[str, Any], prompt_length: int) -> int:
-        most: int | None = params["max_new_tokens"]
+        max_new_tokens: int | None = params["max_new_tokens"]
         if params.get("max_length") is not None:
-            if most is not None:
+            if max_new_tokens is not None:
                 raise OptionError("max_length and max_new_tokens say the same: write max_new_tokens only")
-            most = whole_number("max_length", params["max_length"]) - prompt_length
-            if most < 1:
+            max_new_tokens = whole_number("max_length", params["max_length"]) - prompt_length
+            if max_new_tokens < 1:
                 raise OptionError(
                     f"max_length counts the prompt's {prompt_length} tokens too: write max_new_tokens instead"
                 )
-        return max(1, min(DEFAULT_NEW_TOKENS, self.target.context - prompt_length)) if most is None else most
+        return (
+            max(1, min(DEFAULT_NEW_TOKENS, self.target.context - prompt_length))
+            if max_new_tokens is None
+            else max_new_tokens
+        )
 
     @property
     def _default_rows(self) -> int:
@@ -443,9 +447,7 @@ class Chat:
         self._decoders: dict[str, Decoder] = {}  # by adapter: keys and values of one are useless to another
 
     def __repr__(self) -> str:
-        last = (
-            f", last {self.messages[-1]['role']}: {shortened(self.messages[-1]['content'])!r}" if self.messages else ""
-        )
+        last = f", last {self.messages[-1]['role']}: {shorten(self.messages[-1]['content'])!r}" if self.messages else ""
         return f"Chat({self.llm._name!r}, {len(self.messages)} messages{last})"
 
     @with_generate_keywords

@@ -17,7 +17,7 @@ from eyas.text import StopStrings
 if TYPE_CHECKING:
     from eyas.core.logprobs import TokenLogprobs
 
-__all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shortened"]
+__all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shorten"]
 
 SHOWN = 60  # characters of a text that a repr shows
 
@@ -38,7 +38,7 @@ class Stats:
     cached_tokens: int = 0  # prompt tokens whose keys and values were in the cache already
 
     @classmethod
-    def of(cls, totals: StepTotals, request: Request) -> Stats:
+    def from_totals(cls, totals: StepTotals, request: Request) -> Stats:
         """Return the figures of the steps of one request."""
         return cls(
             cycles=totals.cycles,
@@ -76,7 +76,7 @@ class Result:
 
     def __repr__(self) -> str:
         return (
-            f"Result(text={shortened(self.text)!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, "
+            f"Result(text={shorten(self.text)!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, "
             f"tau={self.stats.tau:.2f}, tokens_per_second={self.stats.tokens_per_second:.0f})"
         )
 
@@ -92,7 +92,7 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()  # those of token_ids, if they were asked for
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
@@ -162,7 +162,7 @@ class Answer:
     def result(self) -> Result:
         """Return the answer so far; one that was cancelled counts as ended by its length."""
         totals = self.totals
-        stats = Stats.of(totals, self.request)
+        stats = Stats.from_totals(totals, self.request)
         logprobs = None if self.logprobs is None else tuple(self.logprobs)
         return Result(
             self.reader.text(),

@@ -29,7 +29,7 @@ from rich.markup import escape
 from eyas import __version__
 from eyas.cli._errors import UsageError
 from eyas.cli._load import collector_paused
-from eyas.cli._options import STDIN, MethodOptions, annotated, given, placeholders
+from eyas.cli._options import STDIN, MethodOptions, annotate, given, placeholders
 from eyas.errors import near, one_line
 
 __all__ = ["dispatch", "names", "parse"]
@@ -167,7 +167,7 @@ def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[.
         if kind is not None:
             parameter = parameter.replace(annotation=kind)
         elif get_origin(parameter.annotation) is Annotated:
-            parameter = parameter.replace(annotation=annotated(parameter.annotation))
+            parameter = parameter.replace(annotation=annotate(parameter.annotation))
         if _is_optional_group(parameter.annotation):
             parameter = parameter.replace(default=parameter.annotation())
         if kind is None or fields(kind):

@@ -43,7 +43,7 @@ def interruptible(message: Callable[[], str]) -> Iterator[None]:
         raise Interrupted(message()) from None
 
 
-def colored(text: str, color: str, stream: TextIO | None = None) -> str:
+def color_text(text: str, color: str, stream: TextIO | None = None) -> str:
     """Return the text in a color, where the stream shows colors and the user wants them (NO_COLOR)."""
     stream = stream or sys.stdout
     wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
@@ -57,7 +57,7 @@ def note(line: str) -> None:
 
 def problem(line: str) -> None:
     """Print a line about a mistake on stderr."""
-    print(colored("eyas: error:", RED, sys.stderr), one_line(line), file=sys.stderr, flush=True)
+    print(color_text("eyas: error:", RED, sys.stderr), one_line(line), file=sys.stderr, flush=True)
 
 
 def exit_status(run: Callable[[], int | None]) -> int:

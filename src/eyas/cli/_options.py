@@ -34,7 +34,7 @@ STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would
 PANELS = ("Prompt", "Server", "Limits", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine")
 
 
-def annotated(annotation: Any, **settings: Any) -> Any:
+def annotate(annotation: Any, **settings: Any) -> Any:
     """`Annotated[int, "Sampling", "N"]` for cyclopts: the option's panel on the help page, and the
     name of its value there."""
     kind, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
@@ -59,7 +59,7 @@ def option_group(kind: type[Options], described: Mapping[str, str] = MappingProx
         default = getattr(kind, name, None)
         settings = {"help": described[name]} if name in described else {}
         shown = default is not None and default is not False and default != ()
-        kind.__annotations__[name] = annotated(annotation, show_default=shown, **settings)
+        kind.__annotations__[name] = annotate(annotation, show_default=shown, **settings)
     return Parameter(name="*")(kind)
 
 
@@ -336,7 +336,7 @@ def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> t
         flag = flags and option.annotation is bool
         name = Parameter(name=f"--{option.name.replace('_', '-')}", n_tokens=None if flag else 1)
         kind: Any = Annotated[_value_type(option) | None, panel, name]
-        annotation = annotated(kind, help=escape(option.help), show_default=False)
+        annotation = annotate(kind, help=escape(option.help), show_default=False)
         default = field(default=None, metadata={"option": option.name})
         declared.append((re.sub(r"\W", "__", option.name), annotation, default))
     made = make_dataclass("Options", declared, frozen=True, kw_only=True)

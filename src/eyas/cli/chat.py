@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
-from eyas.cli._errors import GREEN, colored, note, problem
+from eyas.cli._errors import GREEN, color_text, note, problem
 from eyas.cli._load import load, note_no_head, sampling_of
 from eyas.cli._options import AnswerOptions, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, summary
@@ -122,7 +122,7 @@ class _Conversation:
                 for piece in stream:
                     for text, drafted in painter.split(piece):
                         green = drafted and self.options.color_accepted
-                        print(colored(text, GREEN) if green else text, end="")
+                        print(color_text(text, GREEN) if green else text, end="")
                     sys.stdout.flush()
                     if stopped():
                         break

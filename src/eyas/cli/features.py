@@ -152,9 +152,7 @@ def _part(text: str) -> tuple[int, int]:
 # --- the plan -----------------------------------------------------------------------------------
 
 
-def _plan(
-    llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]
-) -> FeatureStore:
+def _plan(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]) -> FeatureStore:
     """Return the store to be filled: begun here, or one that this command began earlier. Tells how
     much space it takes, and asks."""
     from eyas.targets.fingerprints import has_fingerprint

@@ -98,5 +98,5 @@ def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
 
 def _best_of(plans: Sequence[Plan], nodes: int) -> Plan:
     """Return the best of the trees that have the most nodes up to `nodes`."""
-    most = max([p.size.nodes for p in plans if p.size.nodes <= nodes], default=plans[0].size.nodes)
-    return max((plan for plan in plans if plan.size.nodes == most), key=lambda plan: plan.rate)
+    largest = max([p.size.nodes for p in plans if p.size.nodes <= nodes], default=plans[0].size.nodes)
+    return max((plan for plan in plans if plan.size.nodes == largest), key=lambda plan: plan.rate)

@@ -166,13 +166,13 @@ class KVCache(Cache):
             rows: a range, or an ascending list if rows between them are left out.
             slot_RN: returns int64 [R, N], the slot for each new node. It is called only if torch
                 stores the nodes; kernels compute the slots themselves.
-            width: the forward attends to slots below this; `aligned` may round it up.
+            width: the forward attends to slots below this; `align_width` may round it up.
         """
-        width = self.aligned(width)
+        width = self.align_width(width)
         self.reserve(width)
         self._rows, self._make_slots, self._indices_by_device, self._width = rows, slot_RN, {}, width
 
-    def aligned(self, width: int) -> int:
+    def align_width(self, width: int) -> int:
         """Return the width of a forward that attends to slots below `width`: on a GPU the next multiple of
         ALIGNED."""
         return -(-width // ALIGNED) * ALIGNED if self.device.type == "cuda" else width
@@ -334,9 +334,9 @@ def slot_positions(length_B: Tensor, depth_BT: Tensor, width: int) -> Tensor:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix of two token sequences."""
-    same, most = 0, min(len(a), len(b))
-    while same < most:  # blocks are compared at once, which is faster than token by token
-        block = slice(same, min(same + 64, most))
+    same, shorter = 0, min(len(a), len(b))
+    while same < shorter:  # blocks are compared at once, which is faster than token by token
+        block = slice(same, min(same + 64, shorter))
         if list(a[block]) == list(b[block]):
             same = block.stop
         elif a[same] == b[same]:

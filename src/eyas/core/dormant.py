@@ -142,7 +142,7 @@ class _Accepted(NamedTuple):
     features_BPF: Tensor
     accepted_BP: Tensor | None  # bool; False: padding; None: there is no padding
 
-    def unpadded(self, row: int) -> tuple[Tensor, Tensor]:
+    def without_padding(self, row: int) -> tuple[Tensor, Tensor]:
         """tokens_T and features_TF of one row, without padding."""
         tokens_P, features_PF = self.tokens_BP[row], self.features_BPF[row]
         if self.accepted_BP is None:
@@ -231,10 +231,10 @@ class DormantSession(DraftSession):
             if self.policy_decision is not None and self.policy_decision.tree_size is not None
             else self.max_tree
         )
-        most = max((limit for limit in limits if limit is not None), default=0)
-        if size is None or not most or None in limits or most + 1 >= size.nodes:
+        max_limit = max((limit for limit in limits if limit is not None), default=0)
+        if size is None or not max_limit or None in limits or max_limit + 1 >= size.nodes:
             return None
-        return TreeSize(most + 1, min(most, size.depth), size.branch)
+        return TreeSize(max_limit + 1, min(max_limit, size.depth), size.branch)
 
     def observe(self, steps: Sequence[Step], learn: bool = True) -> None:
         """`learn`: whether the policy learns from this cycle; False if predictions or constraints
@@ -355,7 +355,7 @@ class DormantSession(DraftSession):
         """Let the session read the stored tokens of the row."""
         missed, self.missed[row] = self.missed[row], None
         if missed is not None:
-            parts = [*missed.prompt, *(accepted.unpadded(row) for accepted in missed.cycles)]
+            parts = [*missed.prompt, *(accepted.without_padding(row) for accepted in missed.cycles)]
             tokens_T, features_TF = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             self.session.prefill(row, tokens_T, features_TF, missed.first)
 

@@ -168,10 +168,10 @@ class Decoder:
     def _launch_ahead(self, last: _Launched, timer: StageTimer) -> _Launched | None:
         """Launch the cycle after `last` for the same rows, if nothing that the host must read first
         decides about it; not if a row may reach its length in `last`, or has entered or left."""
-        longest = last.cycle.verdict.path_BP.shape[1]
-        if self._settings is None or any(row.remaining <= longest for row in self.rows if row):
+        max_emitted = last.cycle.verdict.path_BP.shape[1]
+        if self._settings is None or any(row.remaining <= max_emitted for row in self.rows if row):
             return None
-        cycle_input = self._cycle_input(last.cycle.verdict.bonus_B, max(self.target_session.lengths) + longest)
+        cycle_input = self._cycle_input(last.cycle.verdict.bonus_B, max(self.target_session.lengths) + max_emitted)
         if (cycle := self.cycle_runner.launch_ahead(cycle_input, timer)) is None:
             return None
         self._root_tokens_B = cycle.verdict.bonus_B
@@ -179,7 +179,7 @@ class Decoder:
 
     def _cycle_input(self, root_tokens_B: Tensor, max_position: int) -> CycleInput:
         """Return the input of the next cycle of all rows."""
-        self._settings = self._settings or RowSettings.of(self.rows, self.target)
+        self._settings = self._settings or RowSettings.from_rows(self.rows, self.target)
         session = self.target_session
         return make_cycle_input(self.rows, self._settings, root_tokens_B, session.length_B, max_position, session.cache)
 
@@ -194,7 +194,7 @@ class Decoder:
         """
         timer, b = prompt.timer, prompt.row
         assert timer is not None
-        row = Row.of(prompt.request_id, prompt.request, self.target)
+        row = Row.from_request(prompt.request_id, prompt.request, self.target)
         if isinstance(read, EyasError):
             return row.failed(0, read, timer)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens

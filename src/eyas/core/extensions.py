@@ -67,10 +67,10 @@ class TargetState:
     def advance(self, length_B: Tensor, count_B: Tensor) -> None:
         """Commit the first `count_B` nodes of each row, which are a chain."""
 
-    def longest_known_prefix(self, row: int, length_B: Tensor, most: int) -> int:
-        """Return the most tokens, up to `most`, to which the row can be cut, or of which it can be
+    def longest_known_prefix(self, row: int, length_B: Tensor, max_length: int) -> int:
+        """Return the most tokens, up to `max_length`, to which the row can be cut, or of which it can be
         copied."""
-        return most
+        return max_length
 
     def truncate(self, row: int, length: int, length_B: Tensor) -> None:
         """Cut a row back to its first `length` tokens."""
@@ -112,7 +112,7 @@ class TargetExtension:
         """Return the context in which the model is tried; it yields the cache to use, or None."""
         return nullcontext()
 
-    def probed(self, cache: Cache) -> None:
+    def read_probe(self, cache: Cache) -> None:
         """Look at the cache that the trial has filled. Raise ModelError if the model cannot be served."""
 
     def caveat(self) -> str:

@@ -41,10 +41,12 @@ class TokenLogprobs:
 def width_for(counts: Iterable[int | None], vocab: int) -> int | None:
     """Return the smallest width that is enough for all of these numbers of tokens; None if all are
     None."""
-    most = max((count for count in counts if count is not None), default=None)
-    if most is None:
+    max_count = max((count for count in counts if count is not None), default=None)
+    if max_count is None:
         return None
-    width = next((width for width in WIDTHS if width >= most), 0) or (1 << (most - 1).bit_length() if most else 0)
+    width = next((width for width in WIDTHS if width >= max_count), 0) or (
+        1 << (max_count - 1).bit_length() if max_count else 0
+    )
     return min(width, vocab)
 
 

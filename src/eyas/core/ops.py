@@ -43,7 +43,7 @@ class Ops(Rule):
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         """Return the random numbers of rows with these samplings; None is an empty row."""
-        return GumbelNoise.of(sampling, device)
+        return GumbelNoise.from_sampling(sampling, device)
 
     def scores(self, logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None) -> Tensor:
         """See `core.sampling.apply_sampling_rows`. Logits that nothing changes may keep their

@@ -43,7 +43,7 @@ class Row:
     finish: str | None = None
 
     @classmethod
-    def of(cls, request_id: int, request: Request, target: Target) -> Row:
+    def from_request(cls, request_id: int, request: Request, target: Target) -> Row:
         """Return the row of a request whose prompt is read."""
         adjustments = _adjustments(request, target.vocab_size, target.device)
         features = tuple(feature.open(request, target) for feature in request.features)
@@ -156,7 +156,7 @@ class RowSettings:
     top_tokens: int | None  # as in `CycleInput`
 
     @classmethod
-    def of(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
+    def from_rows(cls, rows: Sequence[Row | None], target: Target) -> RowSettings:
         """Return the settings of these rows, of which at least one is active.
 
         Empty rows are given the Sampling of an active one. Their results are ignored, and fewer
@@ -209,7 +209,7 @@ def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
     logits that the prefill returns."""
     position = len(row.tokens) - 1
     token_1, position_1 = (torch.tensor([number], device=target.device) for number in (row.tokens[-1], position))
-    first_input = make_cycle_input([row], RowSettings.of([row], target), token_1, position_1, position)
+    first_input = make_cycle_input([row], RowSettings.from_rows([row], target), token_1, position_1, position)
     root = Draft(Tree.chain(1, 1, target.device), token_1[:, None])
     output = TargetOutput(logits_V[None, None], logits_V.new_empty(1, 1, 0))
     return verify_output(root, output, first_input, verify, target.runner.ops)

@@ -192,7 +192,7 @@ class GumbelNoise:
         self.all_greedy = bool(greedy_B.all()) if all_greedy is None else all_greedy
 
     @classmethod
-    def of(cls, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
+    def from_sampling(cls, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         """Return the noise of rows with these samplings; None stands for an empty row."""
         rows = [s or Sampling() for s in sampling]
         greedy = [s.greedy for s in rows]

@@ -229,7 +229,7 @@ class Target:
             logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
         layout = layout_of(cache)
         for extension in self.extensions:
-            extension.probed(cache)
+            extension.read_probe(cache)
         head_logits = self.head(features())
         exact = head_logits.shape == logits.shape and torch.allclose(
             head_logits.float(), logits.float(), rtol=1e-2, atol=1e-3
@@ -537,28 +537,28 @@ class TargetSession:
         self.length_B = torch.addcmul(self.length_B, verdict.length_B, active_B)
 
     @torch.inference_mode()
-    def advance(self, count_B: Tensor, most: Sequence[int]) -> None:
+    def advance(self, count_B: Tensor, max_lengths: Sequence[int]) -> None:
         """Commit the first `count_B` nodes of each row. They must be a chain: its nodes are in
         consecutive slots already.
 
-        `most`: upper bounds of the new lengths, known to the host.
+        `max_lengths`: upper bounds of the new lengths, known to the host.
         """
         for state in self.states:
             state.advance(self.length_B, count_B)
         self.length_B = self.length_B + count_B
-        self.lengths = list(most)
+        self.lengths = list(max_lengths)
 
     def set_host_lengths(self, lengths: Sequence[int]) -> None:
         """Set the host's copy of the lengths, which it reads after each cycle."""
         self.lengths = list(lengths)
 
-    def longest_known_prefix(self, row: int, most: int) -> int:
-        """Return the most tokens, up to `most`, to which `truncate` can cut a row, and which `copy` can
+    def longest_known_prefix(self, row: int, max_length: int) -> int:
+        """Return the most tokens, up to `max_length`, to which `truncate` can cut a row, and which `copy` can
         copy. Fewer only if the target has states."""
-        most = min(most, self.lengths[row])
+        max_length = min(max_length, self.lengths[row])
         for state in self.states:
-            most = state.longest_known_prefix(row, self.length_B, most)
-        return most
+            max_length = state.longest_known_prefix(row, self.length_B, max_length)
+        return max_length
 
     def truncate(self, row: int, length: int) -> None:
         """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has

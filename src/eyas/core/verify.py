@@ -197,8 +197,8 @@ def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     that child [B]), in node order."""
     child_BN = (tree.parents_BN == node_B[:, None]) & tree.acceptable_BN
     rank_BN = child_BN.cumsum(-1)
-    most = int(rank_BN[:, -1].max())
-    kth_child = ((child_BN & (rank_BN == k + 1)) for k in range(most))
+    max_children = int(rank_BN[:, -1].max())
+    kth_child = ((child_BN & (rank_BN == k + 1)) for k in range(max_children))
     return [(k, kth_child_BN.int().argmax(-1), kth_child_BN.any(-1)) for k, kth_child_BN in enumerate(kth_child)]
 
 

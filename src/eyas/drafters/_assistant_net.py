@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from eyas.checkpoints import Weights, expect
 from eyas.core.families import FULL, SLIDING
 from eyas.core.target import Target
-from eyas.drafters._nets import init_matrices, placed, seeded
+from eyas.drafters._nets import init_matrices, place_net, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError, one_line
 from eyas.targets.placement import is_tensor_parallel
 
@@ -106,7 +106,7 @@ class Net(nn.Module):
 
     def placed_for(self, target: Target) -> Net:
         """Return the net on the target's device, in its dtype; angles stay float32."""
-        placed(self, target)
+        place_net(self, target)
         rotary: Any = type(self.model.rotary_emb)
         with target.device:
             self.model.rotary_emb = rotary(self.text)

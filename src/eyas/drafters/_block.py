@@ -217,7 +217,7 @@ class BlockMethod(DraftMethod):
             logits_BQV = logits_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
             if net.markov is not None:
                 logits_BQV = logits_BQV + net.markov(tokens_BQ).to(logits_BQV.dtype)
-            return self.stopped(logits_BQV, hidden_BSD[:, level : level + 1], tokens_BQ)
+            return self.mask_leaves(logits_BQV, hidden_BSD[:, level : level + 1], tokens_BQ)
 
         def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             return level_logits(tokens_BQ, level + 1)
@@ -227,7 +227,7 @@ class BlockMethod(DraftMethod):
         )
         return grow_dynamic(net_steps, cycle_input, self.tree)
 
-    def stopped(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
+    def mask_leaves(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         """Return the logits, or minus infinity for nodes that shall have no children. Here all nodes may
         have some."""
         return logits_BQV

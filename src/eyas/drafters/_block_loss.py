@@ -108,8 +108,8 @@ def block_loss(
     return Loss(total, torch.tensor(len(anchor_A), device=device), sums)
 
 
-def choose_anchors(batch: Batch, most: int, generator: torch.Generator | None) -> Tensor:
-    """int64, ascending: up to `most` random tokens of each document that count themselves, as the
+def choose_anchors(batch: Batch, max_anchors: int, generator: torch.Generator | None) -> Tensor:
+    """int64, ascending: up to `max_anchors` random tokens of each document that count themselves, as the
     next ones do, and begin no document."""
     counted_N, documents = batch.counted_N.cpu(), batch.documents
     begin_N, end_N = documents.begin_N(), documents.end_N()
@@ -119,7 +119,7 @@ def choose_anchors(batch: Batch, most: int, generator: torch.Generator | None) -
     draw_A = torch.rand(len(counted_N), generator=generator)[order_A].double()
     order_A = order_A[(begin_N[order_A] + draw_A).argsort(stable=True)]  # by document, at random within each
     first_A = torch.searchsorted(begin_N[order_A].contiguous(), begin_N[order_A].contiguous())
-    return order_A[torch.arange(len(order_A)) - first_A < most].sort().values.to(batch.tokens_N.device)
+    return order_A[torch.arange(len(order_A)) - first_A < max_anchors].sort().values.to(batch.tokens_N.device)
 
 
 def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Tensor:

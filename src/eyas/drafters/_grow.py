@@ -354,7 +354,7 @@ class _Static:
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of(cls, choices: Choices, device: torch.device) -> _Static:
+    def from_choices(cls, choices: Choices, device: torch.device) -> _Static:
         number = {path: n for n, path in enumerate(choices, start=1)} | {(): 0}
         parents = [-1, *(number[path[:-1]] for path in choices)]
         by_depth: dict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -403,7 +403,7 @@ def grow_static(
             (`core.verify`).
     """
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
-    static = _Static.of(choices, device)
+    static = _Static.from_choices(choices, device)
     shape, N = static.tree.for_rows(B), static.tree.nodes
     sampled = noise == "sampled" and not cycle_input.noise.all_greedy
     coupled = noise == "coupled" and not cycle_input.noise.all_greedy

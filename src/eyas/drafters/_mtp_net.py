@@ -26,7 +26,7 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from eyas.core.cache import KVCache, Layout, additive_mask, layout_of
 from eyas.core.families import FULL, SLIDING, cache_argument_of
 from eyas.core.target import Target
-from eyas.drafters._nets import final_scale, norm_scale, placed, seeded
+from eyas.drafters._nets import final_scale, norm_scale, place_net, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError, one_line
 from eyas.nn import Documents, DraftKVCache
 
@@ -207,7 +207,7 @@ def _random_net(target: Target, seed: int) -> Net:
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
             elif "norm" not in name:
                 nn.init.zeros_(weight)
-    return placed(Net(module, getattr(decoder, "rotary_emb", None), shared_norm), target)
+    return place_net(Net(module, getattr(decoder, "rotary_emb", None), shared_norm), target)
 
 
 @torch.no_grad()
@@ -247,7 +247,7 @@ def load_net(target: Target, folder: str | Path) -> Net:
             f"({reason}): choose another method than mtp"
         ) from error
     shared_norm = model.shared_post_norm if model.use_shared_post_norm else None
-    return placed(Net(model.layers[0], model.rotary_emb, shared_norm), target)
+    return place_net(Net(model.layers[0], model.rotary_emb, shared_norm), target)
 
 
 def _twin(target: Target, folder: str) -> Any:

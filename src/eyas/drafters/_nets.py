@@ -22,7 +22,7 @@ from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
     "EMBEDDING", "MARGIN", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
-    "load_head", "load_tensors", "norm_scale", "placed", "random_net", "saved_head", "seeded",
+    "load_head", "load_tensors", "norm_scale", "place_net", "random_net", "saved_head", "seeded",
     "target_layer_shape", "target_sizes",
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ def random_net(make: Callable[[], NetT], target: Target, seed: int) -> NetT:
     with seeded(seed, target.device):
         net = make()
         init_matrices(net)
-    return placed(net, target)
+    return place_net(net, target)
 
 
 def init_matrices(net: nn.Module) -> None:
@@ -84,7 +84,7 @@ def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
     return scale_1D[0].to(ones_D.device) * signs_D
 
 
-def placed(net: NetT, target: Target) -> NetT:
+def place_net(net: NetT, target: Target) -> NetT:
     """Return the net on the target's device, in its dtype, for inference."""
     return net.to(device=target.device, dtype=target.dtype).eval()
 
@@ -150,7 +150,7 @@ def load_tensors(
     parameters = dict(net.named_parameters())
     for name, factor in _query_factors(net).items():
         parameters[name].data.mul_(factor)
-    return placed(net, target)
+    return place_net(net, target)
 
 
 def _query_factors(net: nn.Module) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Method(BlockMethod):
             train.anchors, train.gamma, train.objective, train.cross_entropy, train.overlap, train.confidence
         )
 
-    def stopped(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
+    def mask_leaves(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         net: BlockNet = self.decoding_net
         if not self.options.stop or net.confidence is None:
             return logits_BQV

@@ -308,7 +308,7 @@ class Method(DynamicEagle):
         once.
         """
         test = self.ttt_options
-        predictions = Predictions.of(batch, test.steps)
+        predictions = Predictions.from_batch(batch, test.steps)
         losses, normed_KD = self.ttt_losses(batch, predictions, test)
         total, sums = losses.total, predictions.figures(losses, test.steps)
         if test.feature:

@@ -90,10 +90,10 @@ class Options:
 
 
 class Pool:
-    """n-grams by their first token, the newest first, at most `most` for each."""
+    """n-grams by their first token, the newest first, at most `max_ngrams` for each."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_ngrams: int) -> None:
+        self.max_ngrams = max_ngrams
         self._after: dict[int, dict[tuple[int, ...], None]] = {}  # a dict keeps the order in which its keys came
 
     def add(self, ngram: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class Pool:
         rest = tuple(ngram[1:])
         known.pop(rest, None)
         known[rest] = None
-        if len(known) > self.most:
+        if len(known) > self.max_ngrams:
             del known[next(iter(known))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:

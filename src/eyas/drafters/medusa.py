@@ -42,7 +42,7 @@ from eyas.drafters._heads import (
     lm_head_like,
 )
 from eyas.drafters._method import Batch, DraftMethod, Loss
-from eyas.drafters._nets import check_head, load_tensors, placed, saved_head, seeded, target_sizes
+from eyas.drafters._nets import check_head, load_tensors, place_net, saved_head, seeded, target_sizes
 from eyas.drafters._options import check_choice
 from eyas.drafters.eagle1 import StaticTree
 from eyas.errors import OptionError
@@ -220,7 +220,7 @@ class Method(DraftMethod):
             net = Net(target.hidden_size, target.vocab_size if new.output == "own" else None, new.count, new.blocks)
             for weight in net.parameters():
                 nn.init.normal_(weight, std=target.hidden_size**-0.5)
-        return cls(target, options, placed(net, target))
+        return cls(target, options, place_net(net, target))
 
     @classmethod
     def init_for_training(

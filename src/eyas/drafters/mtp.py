@@ -181,7 +181,7 @@ class Method(DynamicEagle):
         loss is step 0's: each token once.
         """
         test: SelfTraining = self.options.ttt
-        predictions = Predictions.of(batch, test.steps)
+        predictions = Predictions.from_batch(batch, test.steps)
         step_K, features_ND = predictions.step_K, batch.features_NF.to(self.dtype)
         embed = lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)  # noqa: E731
         outputs = self.net.training_time_test(features_ND, embed, predictions.rows_M, batch.documents, test.steps)

@@ -86,9 +86,9 @@ class NgramIndex(Index):
         """Return the length of the longest match, and the places after it that are picked."""
         for ngram in self._newest():
             if len(places := self.places[ngram]) > 1:
-                end, most = len(places) - 1, self.options.matches  # the last place is the end of the text
+                end, matches = len(places) - 1, self.options.matches  # the last place is the end of the text
                 newest = self.options.pick == "newest"
-                return len(ngram), places[max(0, end - most) : end][::-1] if newest else places[: min(end, most)]
+                return len(ngram), places[max(0, end - matches) : end][::-1] if newest else places[: min(end, matches)]
         return 0, []
 
     def guesses(self, least: float = 0.0) -> list[Guess]:

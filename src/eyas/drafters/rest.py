@@ -72,8 +72,8 @@ class Options:
     rest: Retrieval = field(default_factory=Retrieval)
 
 
-def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[Guess]:
-    """Return the `most` heaviest nodes of the trie of these rows, which are sorted; at equal weight the
+def trie(following_SD: np.ndarray[Any, Any], separator: int, max_nodes: int) -> list[Guess]:
+    """Return the `max_nodes` heaviest nodes of the trie of these rows, which are sorted; at equal weight the
     shallower one, then the first.
 
     In sorted rows a node is a run of rows that agree up to its depth, so a node begins where a row
@@ -92,7 +92,7 @@ def trie(following_SD: np.ndarray[Any, Any], separator: int, most: int) -> list[
     ended_SD = np.logical_or.accumulate(following_SD == separator, axis=1)
     weight_M = np.where(ended_SD[row_M, depth_M], 0, weight_M)
     lightness_M = (S - weight_M).astype(np.min_scalar_type(S))  # a small dtype, which numpy sorts by radix
-    heaviest = np.sort(np.argsort(lightness_M, kind="stable")[:most])
+    heaviest = np.sort(np.argsort(lightness_M, kind="stable")[:max_nodes])
     heaviest = heaviest[weight_M[heaviest] > 0]
     parent = np.where(depth_M[heaviest] > 0, number_DS[depth_M[heaviest] - 1, row_M[heaviest]], -1)
     place = np.where(parent < 0, 0, np.searchsorted(heaviest, parent) + 1)
@@ -171,7 +171,7 @@ class Method(DraftMethod):
             return cls(target, options)
         rng = random.Random(seed)
         documents = [rng.choices(range(target.vocab_size), k=RANDOM_TOKENS // 8) for _ in range(8)]
-        return cls(target, options, Datastore.of(documents, target.vocab_size))
+        return cls(target, options, Datastore.from_documents(documents, target.vocab_size))
 
     def open(self, rows: int) -> DraftSession:
         options: Retrieval = self.options.rest

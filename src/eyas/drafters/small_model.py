@@ -41,7 +41,7 @@ from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
 from eyas.drafters._method import Batch, DraftMethod, Loss
-from eyas.drafters._nets import placed, seeded
+from eyas.drafters._nets import place_net, seeded
 from eyas.drafters._options import check_choice, check_whole
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
 from eyas.errors import CheckpointError, OptionError
@@ -491,5 +491,5 @@ def _small_llama(target: Target, shape: NetShape, seed: int) -> PreTrainedModel:
     }
     with seeded(seed, target.device):
         model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
-    net: PreTrainedModel = placed(model, target)
+    net: PreTrainedModel = place_net(model, target)
     return net

@@ -150,11 +150,11 @@ class SuffixAutomaton(Index):
     def guesses(self, least: float = 0.0) -> list[Guess]:
         """Return the most probable continuations, the best first, as many as the tree holds."""
         start, guesses, depths, number = self.link[self.last], list[Guess](), [0], count()
-        most = -math.log(least) if least > 0 else math.inf
+        max_cost = -math.log(least) if least > 0 else math.inf
         waiting = list[tuple[float, int, _Match | _Child]]()  # cost; of equals the older
 
         def wait(cost: float, item: _Match | _Child) -> None:
-            if cost <= most:
+            if cost <= max_cost:
                 heapq.heappush(waiting, (cost, next(number), item))
 
         if start > 0 and self.rates.chance(self.length[start]) >= least:

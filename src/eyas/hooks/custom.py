@@ -102,12 +102,12 @@ class CustomGenerate:
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
         criteria = self._criteria(stopping_criteria)
-        batch = Batch.of(
+        batch = Batch.from_call(
             input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media_of(model_kwargs)
         )
         with lock_of(model):
             llm = llm_for(model, self.settings)
-            distribution = Distribution.of(batch, generation_config, logits_processor, criteria)
+            distribution = Distribution.from_call(batch, generation_config, logits_processor, criteria)
             streamer = self._streamer(streamer or given.get("streamer"), input_ids)
             lockstep = Lockstep(distribution, generation_config, logits_processor, criteria, streamer)
             rows = len(batch.prompts)

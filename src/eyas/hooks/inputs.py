@@ -28,7 +28,7 @@ class Batch:
         return int(self.ids_BT.shape[1])
 
     @classmethod
-    def of(
+    def from_call(
         cls,
         ids_BT: Tensor,
         mask_BT: Tensor | None,

@@ -172,4 +172,4 @@ def decode(llm: LLM, distribution: Distribution, lockstep: Lockstep, rows: int) 
     # a decoder that reuses prefixes must not be kept: the weights may change before the next call
     if not shared:
         give_back()
-    return tuple(Stats.of(total, request) for total, request in zip(totals, requests, strict=True))
+    return tuple(Stats.from_totals(total, request) for total, request in zip(totals, requests, strict=True))

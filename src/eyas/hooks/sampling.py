@@ -61,7 +61,7 @@ class Distribution:
     seeds: tuple[int, ...] = field(repr=False)  # one for each row; none where nothing is drawn
 
     @classmethod
-    def of(
+    def from_call(
         cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
     ) -> Distribution:
         """Return the distribution of a call. Seeds are drawn from torch's generator, so

@@ -128,11 +128,11 @@ def pack_gated(
     """Pack both matrices of a gated MLP as one: every panel holds `lanes()` gates, then their ups. O:
     a multiple of 16."""
 
-    def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    def interleave(gate: Tensor, up: Tensor) -> Tensor:
         parts = [part.reshape(-1, lanes(), *part.shape[1:]) for part in (gate, up)]
         return torch.stack(parts, 1).flatten(0, 2)
 
-    return pack(interleaved(gate_OI, up_OI), None if bias_O is None else interleaved(*bias_O), weight_format)
+    return pack(interleave(gate_OI, up_OI), None if bias_O is None else interleave(*bias_O), weight_format)
 
 
 def _int4_panels(weight_OI: Tensor) -> Tensor:

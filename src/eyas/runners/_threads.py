@@ -34,12 +34,12 @@ class Threads:
     """Chooses the number of threads before each forward, and learns from its time.
 
     Args:
-        most: number of threads while no other process uses the cores.
-        ceiling: largest number to try; default: `most`.
+        max_threads: number of threads while no other process uses the cores.
+        ceiling: largest number to try; default: `max_threads`.
     """
 
-    def __init__(self, most: int, ceiling: int = 0) -> None:
-        self.most, self.ceiling = most, max(most, ceiling)
+    def __init__(self, max_threads: int, ceiling: int = 0) -> None:
+        self.max_threads, self.ceiling = max_threads, max(max_threads, ceiling)
         self.strikes, self.rest = 0.0, SINGLE_THREAD_SECONDS
         self.until = -1.0  # the time until which one thread is used
         self._usual: dict[Hashable, float] = {}
@@ -47,15 +47,15 @@ class Threads:
 
     def now(self, clock: float) -> int:
         """Number of threads for work outside of a forward, at this time."""
-        return 1 if clock < self.until else self.most
+        return 1 if clock < self.until else self.max_threads
 
     def next(self, clock: float) -> int:
         """Number of threads for the forward that begins at this time."""
         self._passes += 1
-        return min(2 * self.most, self.ceiling) if self._tries(clock) else self.now(clock)
+        return min(2 * self.max_threads, self.ceiling) if self._tries(clock) else self.now(clock)
 
     def _tries(self, began: float) -> bool:
-        return began >= self.until and self.most < self.ceiling and self._passes % TRIAL_INTERVAL == 0
+        return began >= self.until and self.max_threads < self.ceiling and self._passes % TRIAL_INTERVAL == 0
 
     def learn(self, kind: Hashable, began: float, ended: float) -> None:
         """Learn from a forward, for which `next` was called when it began. `kind`: forwards of one
@@ -66,11 +66,11 @@ class Threads:
         if self._tries(began):
             self._wins = self._wins + 1 if usual is not None and took < FASTER * usual else 0
             if self._wins >= WINS_TO_DOUBLE:
-                self.most, self._wins = min(2 * self.most, self.ceiling), 0
+                self.max_threads, self._wins = min(2 * self.max_threads, self.ceiling), 0
                 self._usual.clear()
             return
         self._usual[kind] = took if usual is None else min(took, usual * FORGET)
-        if self.most == 1:
+        if self.max_threads == 1:
             return
         if usual is None or took < SLOW * usual:
             self.strikes = max(0.0, self.strikes - 0.25)

@@ -121,7 +121,7 @@ class CpuRunner:
     @property
     def threads(self) -> int | None:
         """The number of threads of a pass while no other process takes the cores."""
-        return self.thread_chooser.most
+        return self.thread_chooser.max_threads
 
     @property
     def current_threads(self) -> ThreadCount:
@@ -147,7 +147,7 @@ class CpuRunner:
                 if turn:  # the first is the warm-up
                     took[count].append(time.perf_counter() - began)
         self.thread_chooser = Threads(min(counts, key=lambda count: sum(took[count])), most)
-        self.layers.threads = self.thread_chooser.most
+        self.layers.threads = self.thread_chooser.max_threads
 
     @property
     def bytes(self) -> int:

@@ -31,7 +31,7 @@ class CpuCycleOps(Ops):
     """Draws, paths and commits by kernels, with any runner of the model's forward."""
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
-        return CpuNoise.of(sampling, device)
+        return CpuNoise.from_sampling(sampling, device)
 
     def draw(
         self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise

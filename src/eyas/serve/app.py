@@ -80,7 +80,7 @@ def make_app(
                 else []
             ),
             Middleware(KeyCheck, keys=keys),
-            Middleware(BodyLimit, most=service.settings.max_body_bytes),
+            Middleware(BodyLimit, max_bytes=service.settings.max_body_bytes),
         ],
     )
     errors.install(app)

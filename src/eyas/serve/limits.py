@@ -17,17 +17,17 @@ class BodyLimit:
     """Refuses bodies that are too large: unread where their announced length says so, else as soon as
     the limit is passed."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
-        self.most = most
+        self.max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refused = ApiError(413, f"the body has more than {self.most} bytes, which is this server's limit")
+        refused = ApiError(413, f"the body has more than {self.max_bytes} bytes, which is this server's limit")
         announced = Headers(scope=scope).get("content-length", "0")
-        if not announced.isdecimal() or int(announced) > self.most:
+        if not announced.isdecimal() or int(announced) > self.max_bytes:
             await error_response(refused)(scope, receive, send)
             return
         read = 0
@@ -36,7 +36,7 @@ class BodyLimit:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self.most:
+            if read > self.max_bytes:
                 raise refused
             return message
 

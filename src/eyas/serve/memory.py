@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Memory"]
 
-MOST_BYTES = 64 * 2**20  # of all conversations, as JSON
+MAX_BYTES = 64 * 2**20  # of all conversations, as JSON
 Item = dict[str, Any]
 
 
@@ -26,24 +26,24 @@ class Memory:
     """The conversations of the last responses. The oldest ones are forgotten.
 
     Args:
-        most: responses that are kept.
-        most_bytes: their size as JSON. What several responses share counts for each of them.
+        max_responses: responses that are kept.
+        max_bytes: their size as JSON. What several responses share counts for each of them.
     """
 
-    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
-        self.most = most
-        self.most_bytes = most_bytes
+    def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
+        self.max_responses = max_responses
+        self.max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str], Conversation] = OrderedDict()  # by owner and response
         self._bytes = 0
 
     def keep(self, owner: str, response: str, items: Sequence[Item]) -> None:
         """Remember the conversation that ends with this response."""
         size = len(json.dumps(items))
-        if size > self.most_bytes or not self.most:
+        if size > self.max_bytes or not self.max_responses:
             return
         self._kept[owner, response] = Conversation(tuple(items), size)
         self._bytes += size
-        while len(self._kept) > self.most or self._bytes > self.most_bytes:
+        while len(self._kept) > self.max_responses or self._bytes > self.max_bytes:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def conversation(self, owner: str, response: str) -> tuple[Item, ...] | None:

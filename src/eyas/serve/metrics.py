@@ -132,7 +132,7 @@ class Metrics:
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta, _ in news))
         if cached := sum(delta.cached_tokens for delta, _ in news):
             self.cached_tokens.inc(cached)
-        self._count(CycleSums.of([cycle for delta, _ in news for cycle in delta.cycles]))
+        self._count(CycleSums.from_cycles([cycle for delta, _ in news for cycle in delta.cycles]))
         for delta, times in news:
             self._time(now, len(delta.token_ids), times)
             self.recent.add(now, delta)

@@ -91,7 +91,7 @@ class CycleSums:
     plans: Mapping[str, int]  # cycles by what was drafted
 
     @classmethod
-    def of(cls, cycles: Sequence[CycleFigures]) -> CycleSums:
+    def from_cycles(cls, cycles: Sequence[CycleFigures]) -> CycleSums:
         """Add the cycles up."""
         return cls(
             cycles=len(cycles),
@@ -137,7 +137,7 @@ class Totals:
     def speculation(self) -> dict[str, Any]:
         """Acceptance, under the names of vLLM's `metrics.speculative_decoding`."""
         drafts = [cycle for cycle in self.cycles if cycle.drafted]
-        sums = CycleSums.of(drafts)
+        sums = CycleSums.from_cycles(drafts)
         reached = (sums.drafts, *sums.accepted_at, 0) if drafts else (0,)
         return {
             "mean_acceptance_length": 1 + sums.accepted / sums.drafts if drafts else None,

@@ -61,9 +61,7 @@ def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[
     Raises:
         ApiError: a response or an item that is not remembered.
     """
-    hint = (
-        f"this server remembers the last {memory.most} responses: send the whole conversation, with store set to false"
-    )
+    hint = f"this server remembers the last {memory.max_responses} responses: send the whole conversation, with store set to false"
     before: Sequence[dict[str, Any]] = ()
     if body.previous_response_id is not None:
         known = memory.conversation(owner, body.previous_response_id)

@@ -43,7 +43,7 @@ class RecentTokens:
         with self._lock:
             self._forget(now)
             moments = list(self._moments)
-        sums = CycleSums.of([cycle for moment in moments for cycle in moment.cycles])
+        sums = CycleSums.from_cycles([cycle for moment in moments for cycle in moment.cycles])
         seconds = min(WINDOW_SECONDS, max(now - self._started, 1e-3))
         return {
             "seconds": seconds,

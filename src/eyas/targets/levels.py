@@ -47,7 +47,7 @@ class Level:
             self, row_M=self.row_M.to(device), node_M=self.node_M.to(device), parent_M=self.parent_M.to(device)
         )
 
-    def of(self, value: Any, shape: tuple[int, int]) -> Any:
+    def select(self, value: Any, shape: tuple[int, int]) -> Any:
         """A module's arguments for these nodes alone: tensors [R, Q, ...] become [M, 1, ...]."""
 
         def nodes(tensor: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def run_levels(
     with _Projections(module, args, kwargs) if len(levels) > 1 else _Projections() as projections:
         for level in levels:
             load(level)
-            level_args, level_kwargs = level.of(args, shape), level.of(kwargs, shape)
+            level_args, level_kwargs = level.select(args, shape), level.select(kwargs, shape)
             projections.begin_level(level, shape, level_args, level_kwargs)
             outputs.append(projections.output(forward(*level_args, **level_kwargs)))
             store(level)
@@ -119,7 +119,7 @@ class _Projections:
         self._module = module
         # the outputs of the first layers, for all nodes
         self._whole = (
-            {} if module is None else {linear: linear(module.input.of(args, kwargs or {})) for linear in module.first}
+            {} if module is None else {linear: linear(module.input.read(args, kwargs or {})) for linear in module.first}
         )
         self._part: dict[Any, Tensor] = {}  # the outputs of the first layers, for the present level
         self._input: Tensor | None = None  # the module's input, at the present level
@@ -151,8 +151,8 @@ class _Projections:
 
     def begin_level(self, level: Level, shape: tuple[int, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Prepare the module's next call, which is for this level, with these arguments."""
-        self._part = {linear: level.of(output, shape) for linear, output in self._whole.items()}
-        self._input = None if self._module is None else self._module.input.of(args, kwargs)
+        self._part = {linear: level.select(output, shape) for linear, output in self._whole.items()}
+        self._input = None if self._module is None else self._module.input.read(args, kwargs)
 
     def output(self, output: Any) -> Any:
         """Return the tensors of a call to collect: the input of the last layer if that has still to run,

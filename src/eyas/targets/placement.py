@@ -65,7 +65,7 @@ class Extension(TargetExtension):
                 target.family = replace(target.family, takes_logits_to_keep=False)
         self.own_forward_only = dict(_reasons(model, self.has_several_devices))
 
-    def probed(self, cache: Cache) -> None:
+    def read_probe(self, cache: Cache) -> None:
         if self.has_several_devices:
             self.layer_devices = devices_of(cache)
 

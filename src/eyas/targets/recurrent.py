@@ -77,7 +77,7 @@ class Extension(TargetExtension):
         with cache.watching(self.model):
             yield cache
 
-    def probed(self, cache: Cache) -> None:
+    def read_probe(self, cache: Cache) -> None:
         if isinstance(cache, ProbeCache):
             self.modules = cache.state_modules()
 
@@ -268,12 +268,12 @@ class RowStates(TargetState):
         while len(marks) > MARKS:
             del marks[next(iter(marks))]
 
-    def longest_known_prefix(self, row: int, length_B: Tensor, most: int) -> int:
-        """Return the largest number of tokens, up to `most`, after which the state is known."""
-        if most >= (length := int(length_B[row])):
+    def longest_known_prefix(self, row: int, length_B: Tensor, max_length: int) -> int:
+        """Return the largest number of tokens, up to `max_length`, after which the state is known."""
+        if max_length >= (length := int(length_B[row])):
             return length
         known = {0, *self.marks[row], *self._path_lengths(row)}
-        return max((n for n in known if n <= most), default=0)
+        return max((n for n in known if n <= max_length), default=0)
 
     def _path_lengths(self, row: int) -> range:
         """Return the lengths within the last commit at which the row can be cut."""

@@ -73,7 +73,7 @@ class InputArgument:
 
     argument: int | str
 
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the input, from the arguments of a call."""
         tensor: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
         return tensor
@@ -214,7 +214,7 @@ class ProbeCache(Cache):
             for hook in hooks:
                 hook.remove()
         once = [one for one in ran if sum(one[0] is other[0] for other in ran) == 1]
-        begin = call.input.of(call.args, call.kwargs)
+        begin = call.input.read(call.args, call.kwargs)
         first = tuple(linear for linear, read, _, _ in once if read is begin)
         last = next((linear for linear, _, output, was in once if output is made and torch.equal(output, was)), None)
         return first, None if last in first else last

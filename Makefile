@@ -34,7 +34,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 # Some shells and images set this; every process of a test would then parse the whole source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve bench bench-heads test test-fast arm clients interop peers wheels wheel-test docs check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast wings arm clients interop peers wheels wheel-test docs check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -65,6 +65,10 @@ test: $(STAMP) ## every test (TESTS=tests/test_tree.py or ARGS="-k tree" for som
 test-fast: $(STAMP) ## the tests that take a minute together, for the inner loop: every method once, no training of real size, no compiler
 	@echo "==> pytest: tests/ without those marked slow, in $(JOBS) processes"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist worksteal -m "not slow" -q $(ARGS)
+
+wings: $(STAMP) ## each optional part without the others: their folders are gone, and it imports, and its tests run (a minute or two)
+	@echo "==> pytest: tests/test_wings.py in $(JOBS) processes"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_wings.py -n $(JOBS) -q $(ARGS)
 
 arm: $(STAMP) ## the kernels' code for ARM in an emulator (Debian: g++-aarch64-linux-gnu, qemu-user-static; minutes; `make test` has it too)
 	@echo "==> pytest: tests/test_kernels_arm.py in $(JOBS) processes"

@@ -1,0 +1,51 @@
+"""Each wing without the others: their folders are gone, and its modules and its own tests run all the same.
+
+`make wings` runs this alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import processes
+from test_architecture import EYAS, WINGS
+
+# Quick tests of each wing that need no other one. `wing_alone.py` imports all of a wing's modules before.
+TESTS = {
+    "adaptive": ["adaptive/test_bandit.py", "adaptive/test_goodput.py"],
+    "bench": ["bench/test_rows.py", "bench/test_machine.py"],
+    "exports": ["checkpoints/test_peagle.py"],
+    "features": ["features/test_guidance.py"],
+    "grammar": ["grammar/test_grammar.py"],
+    "hooks": ["hooks/test_attach.py"],
+    "media": [],
+    "named": ["named/test_named.py::test_names_are_known", "named/test_named.py::test_smollm2_has_a_head"],
+    "serve": ["serve/test_hosts.py", "serve/test_page_files.py"],
+    "speed": ["runners/test_threads.py", "runners/test_attention.py"],
+    "train": ["train/test_optim.py", "train/test_replies.py"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_alone(wing: str, tmp_path: Path) -> None:
+    """Guards against a wing that needs another one, also in a way that no import shows. No false alarms but those of
+    the tests that it runs."""
+    others = {folder for other, folders in WINGS.items() if other != wing for folder in folders}
+    (tmp_path / "eyas").mkdir()
+    for entry in EYAS.iterdir():
+        if entry.stem not in others | {"accelerate"}:
+            (tmp_path / "eyas" / entry.name).symlink_to(entry)
+    tests = Path(__file__).parent
+    files = [tests / "wing_alone.py", *(tests / file for file in TESTS[wing])]
+    paths = f"{tmp_path}:{tests}"
+    done = processes.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "not slow", "-p", "no:cacheprovider", *files],
+        env=processes.environment(PYTHONPATH=paths, EYAS_WING=wing),
+        cwd=tests.parent,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

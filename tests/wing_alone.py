@@ -1,0 +1,57 @@
+"""What `tests/test_wings.py` runs in a copy of eyas that holds one wing, before tests of that wing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import eyas
+import toy_tokenizer
+import zoo
+from eyas.core import sockets
+from test_architecture import WINGS
+
+WING = os.environ.get("EYAS_WING", "")
+
+
+def test_the_wing_is_alone() -> None:
+    """Import every module of the wing; nothing of another one is there, and its plugs are found."""
+    package = Path(eyas.__file__).parent
+    others = {folder for wing, folders in WINGS.items() if wing != WING for folder in folders}
+    assert not others & {entry.stem for entry in package.iterdir()}
+    for folder in sorted(WINGS[WING]):
+        home = importlib.import_module(f"eyas.{folder}")
+        for module in pkgutil.walk_packages(getattr(home, "__path__", []), f"eyas.{folder}."):
+            importlib.import_module(module.name)
+        for plug in (package / folder).glob("plug_*.py"):
+            socket = getattr(sockets, plug.stem.removeprefix("plug_").upper())
+            assert importlib.import_module(f"eyas.{folder}.{plug.stem}") in socket.plugs
+
+
+def tiny_llm() -> eyas.LLM:
+    """A model with random weights, without a policy."""
+    model = zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, eos_token_id=1)
+    return eyas.load(model, tokenizer=toy_tokenizer.byte_tokenizer(), tree="fixed")
+
+
+@pytest.mark.skipif(WING != "serve", reason="of the server")
+def test_the_server_answers() -> None:
+    """Guards the way from a body to an answer, which passes most modules of the server."""
+    from serving import running
+
+    llm = tiny_llm()
+    with running(llm) as server:
+        made = server.client().completions.create(model="tiny", prompt="Hello", max_tokens=8, temperature=0)
+    assert made.choices[0].text == llm.generate("Hello", max_new_tokens=8, raw=True).text
+
+
+@pytest.mark.skipif(WING != "media", reason="of messages with images")
+def test_a_model_without_images_is_refused() -> None:
+    """Guards what the wing says where there is nothing for it to do."""
+    content = [{"type": "text", "text": "What is this?"}, {"type": "image", "url": "no.png"}]
+    with pytest.raises(eyas.EyasError, match=r"text|processor"):
+        tiny_llm().generate([{"role": "user", "content": content}])

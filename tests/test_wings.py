@@ -23,6 +23,7 @@ TESTS = {
     "hooks": ["hooks/test_attach.py"],
     "media": [],
     "named": ["named/test_named.py::test_names_are_known", "named/test_named.py::test_smollm2_has_a_head"],
+    "recall": [],
     "serve": ["serve/test_hosts.py", "serve/test_page_files.py"],
     "speed": ["runners/test_threads.py", "runners/test_attention.py"],
     "train": ["train/test_optim.py", "train/test_replies.py"],

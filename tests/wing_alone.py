@@ -55,3 +55,16 @@ def test_a_model_without_images_is_refused() -> None:
     content = [{"type": "text", "text": "What is this?"}, {"type": "image", "url": "no.png"}]
     with pytest.raises(eyas.EyasError, match=r"text|processor"):
         tiny_llm().generate([{"role": "user", "content": content}])
+
+
+@pytest.mark.skipif(WING != "recall", reason="of texts of earlier requests")
+def test_an_earlier_text_is_drafted() -> None:
+    """Guards what the wing is for: fewer cycles for a text that came before."""
+    recall = importlib.import_module("eyas.recall")
+    llm, pool = tiny_llm(), recall.Pool()
+    prompt = llm.ids("Hello there", raw=True)
+    text = llm.generate(prompt, max_new_tokens=24)
+    pool.add([*prompt, *text.token_ids])
+    again = llm.generate(prompt, max_new_tokens=24, features=(recall.Recalled(pool),))
+    assert again.token_ids == text.token_ids
+    assert again.stats.cycles < text.stats.cycles

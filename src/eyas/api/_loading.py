@@ -224,31 +224,9 @@ def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target)
     method = drafter.parts[0] if drafter.parts else drafter  # the head belongs to the first of two methods
     if not isinstance(method, DraftMethod):
         return
-    if method.needs_weights and not target.head_is_exact:
-        warnings.warn(
-            f"the lm_head of {target.name} does something that eyas does not know: fewer drafts may be accepted",
-            stacklevel=4,
-        )
-    if not method.target_fingerprint and _knows_other_tokens(method, target):
-        warnings.warn(
-            f"the token embeddings in {draft} are not those of {target.name}: the head was made for another model, so little of "
-            "the text may be drafted; the text stays the same",
-            stacklevel=4,
-        )
     for plug in HEAD.plugs:
-        if doubt := plug.doubt(method, str(draft), target):
+        for doubt in plug.doubts(method, str(draft), target):
             warnings.warn(doubt, stacklevel=4)
-
-
-def _knows_other_tokens(method: DraftMethod, target: Target) -> bool:
-    """Return whether a head brings an embedding table of the target's width that is another model's. Training
-    and rounding leave most of a table's directions as they were; two models' tables are unrelated."""
-    table = getattr(method, "embed_tokens", None)
-    if table is None or table.shape[1] != target.hidden_size:
-        return False
-    ids = torch.arange(len(table), device=table.device)[:: max(1, len(table) // 4096)]
-    own, theirs = table[ids].float(), target.embed(ids).float()
-    return bool(torch.nn.functional.cosine_similarity(own, theirs, dim=-1).mean() < 0.5)
 
 
 LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))

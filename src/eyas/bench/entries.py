@@ -24,12 +24,13 @@ from transformers import PreTrainedModel
 from eyas import checkpoints, drafters, tiny
 from eyas.api import LLM, new_policy
 from eyas.arguments import MODES, mode_of
+from eyas.arguments.option_texts import list_options, parse_option
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.run import VANILLA, reason_of
 from eyas.bench.simulate import parse_rates, simulated
 from eyas.core.drafter import Drafter
 from eyas.core.engine import Request
-from eyas.core.options import build_options, list_options, option_defaults, parse_option
+from eyas.core.options import build_options, option_defaults
 from eyas.core.verify import verify
 from eyas.drafters import DraftMethod
 from eyas.errors import CheckpointError, EyasError, ModelError, OptionError, near

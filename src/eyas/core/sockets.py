@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib.metadata import entry_points
@@ -143,8 +143,8 @@ class MediaPlug(Protocol):
 class HeadPlug(Protocol):
     """Knows something about heads."""
 
-    def doubt(self, method: Any, draft: str, target: Target) -> str:
-        """Return why a head may draft little for a target, for a warning; "" if nothing is known.
+    def doubts(self, method: Any, draft: str, target: Target) -> Iterable[str]:
+        """Return reasons why a head may draft little for a target, for warnings.
 
         Args:
             method: a `drafters.DraftMethod` with the head's weights.

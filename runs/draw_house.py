@@ -23,9 +23,9 @@ EYAS = ROOT / "src" / "eyas"
 PICTURE = ROOT / "docs" / "pictures" / "house.svg"
 # From the inside out; a ring imports the rings inside it and nothing else. What is not named here is a wing.
 RINGS = {
-    "core: the loop": ("core", "errors", "formats", "threads", "timing"),
-    "methods, and the files of their heads": ("drafters", "checkpoints", "nn", "losses", "objectives"),
-    "api: load, generate, stream, chat": ("api", "arguments", "text", "targets", "files"),
+    "core: the loop": "core errors formats threads timing",
+    "methods, and the files of their heads": "drafters checkpoints nn losses objectives datastore tiny",
+    "api, and what wings share": "api arguments text targets files metrics locks passes hardware",
 }
 COLOURS = ("#cfe3f5", "#e3eef8", "#f1f6fb")
 WING = "#fbeed9"
@@ -80,20 +80,21 @@ def draw(figure: Figure) -> None:
     axes.set(xlim=(0, 20), ylim=(0, 12))
     axes.set_axis_off()
     known = parts()
-    inner = {name for names in RINGS.values() for name in names}
+    inner = {name for names in RINGS.values() for name in names.split()}
     for depth, (title, names) in reversed(list(enumerate(RINGS.items()))):
         margin = 1.75 * (len(RINGS) - 1 - depth)
         height = 11.6 - 2 * margin
         box(axes, 0.2 + 0.35 * margin, 0.2 + margin, 8.8 - 0.7 * margin, height, COLOURS[depth])
         top = 0.2 + margin + height
-        axes.text(4.6, top - 0.3, title, ha="center", va="top", fontsize=11, weight="bold")
-        words = [f"{name} {known[name].lines:,}" for name in names if name in known]
-        for line, chunk in enumerate((words[:3], words[3:])):
-            axes.text(4.6, top - 0.75 - 0.38 * line, "   ".join(chunk), ha="center", va="top", fontsize=9)
+        axes.text(4.6, top - 0.3, title, ha="center", va="top", fontsize=10, weight="bold")
+        words = [f"{name} {known[name].lines:,}" for name in names.split() if name in known]
+        for line, begin in enumerate(range(0, len(words), 3)):
+            chunk = "   ".join(words[begin : begin + 3])
+            axes.text(4.6, top - 0.7 - 0.33 * line, chunk, ha="center", va="top", fontsize=8)
     files = sorted((EYAS / "core").glob("[a-z]*.py"))
     for number, file in enumerate(files):
         x, y = 1.75 + 2.05 * (number % 3), 6.85 - 0.33 * (number // 3)
-        axes.text(x, y, f"{file.stem} {len(file.read_text(encoding='utf-8').splitlines())}", fontsize=8, va="top")
+        axes.text(x, y, f"{file.stem} {len(file.read_text(encoding='utf-8').splitlines())}", fontsize=7, va="top")
     wings = sorted(
         (part for part in known.values() if part.name not in inner), key=lambda part: (not part.sockets, -part.lines)
     )

@@ -147,7 +147,7 @@ def test_only_rows_that_count_are_worked_out(target: Target) -> None:
                 best = int(true[u - 1].argmax())
                 if not mark[u] or best % 2:
                     continue
-                normed = drafter.net.normed(every[i][t]).detach()
+                normed = drafter.net.head_input(every[i][t]).detach()
                 log_q, p = drafter.net.head(normed).detach().log_softmax(-1), true[u - 1, ::2].softmax(-1)
                 near = torch.nn.functional.smooth_l1_loss(normed, final[u - 1])
                 total += 0.8**i * float(-(p * log_q).sum() + 0.5 * near)

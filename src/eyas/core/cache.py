@@ -213,7 +213,7 @@ class KVCache(Cache):
         key, value = (self._stores[shape][entry, span] for shape, entry in self._entries_of_layer[layer])
         return key, value
 
-    def committed(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
+    def read_committed(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, W, h] of one layer in all rows: the first W = `width` slots, or
         all if there are fewer."""
         key, value = (self._stores[shape][entry, :, :, :width] for shape, entry in self._entries_of_layer[layer])

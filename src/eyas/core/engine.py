@@ -196,7 +196,7 @@ class Decoder:
         assert timer is not None
         row = Row.from_request(prompt.request_id, prompt.request, self.target)
         if isinstance(read, EyasError):
-            return row.failed(0, read, timer)
+            return row.fail(0, read, timer)
         self.rows[b], self._settings, self.prompts.texts[b] = row, None, row.tokens
         step_fields = {"cached_tokens": prompt.cached_tokens, "extra": prompt.report()}
         (step,) = self._emit(first_token_cycle(row, read, self.target), [b], timer, step_fields)

@@ -137,7 +137,7 @@ class Row:
         reports = (feature.report(cycle, number, tokens, path, self.finish) for feature in self.features)
         return {name: value for report in reports for name, value in report.items()}
 
-    def failed(self, b: int, error: EyasError, timer: StageTimer, **step_fields: Any) -> Step:
+    def fail(self, b: int, error: EyasError, timer: StageTimer, **step_fields: Any) -> Step:
         """Return the last Step of a request that fails."""
         self.finish = "error"
         return self.step(b, (), timer, error=error, **step_fields)

@@ -97,7 +97,7 @@ class Net(nn.Module):
         """Return the hidden that the next step reads."""
         return self.norm(hidden) if self.architecture.norm_output else hidden
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def head_input(self, hidden: Tensor) -> Tensor:
         """Return the input of the head, from the hidden that `forward` returned."""
         normed: Tensor = hidden if self.architecture.norm_output else self.norm(hidden)
         return normed

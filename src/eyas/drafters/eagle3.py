@@ -265,7 +265,7 @@ class Method(DynamicEagle):
 
     def head(self, hidden: Tensor) -> Tensor:
         net: Net = self.decoding_net
-        normed = net.normed(hidden)
+        normed = net.head_input(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
 
     def chain(self, depth: int) -> Self:
@@ -332,7 +332,7 @@ class Method(DynamicEagle):
         features_NF = batch.features_NF[:, : len(self.feature_layers) * self.target.hidden_size].to(self.dtype)
         assert self.net.head is not None, "train_feature_layers refuses such a head"
         hidden = self.hidden_by_step(batch, features_NF, rows_M, batch.documents, test.steps)
-        normed_KD = self.net.normed(torch.stack(hidden)[step_K, predictions.row_K])
+        normed_KD = self.net.head_input(torch.stack(hidden)[step_K, predictions.row_K])
         losses = draft_losses(
             normed_KD, self.net.head.weight, predictions.position_K, test.decay**step_K, len(predictions.before_U),
             predictions.target_logits(batch.features_NF, self.target), self.draft_ids_v, objective=test.objective,

@@ -118,7 +118,7 @@ class Method(DraftMethod):
         position_B1, device = cycle_input.position_B[:, None], cycle_input.position_B.device
         seen = {}
         for kind, layer in self.layers.items():
-            key_BHWw, value_BHWw = cycle_input.target_cache.committed(layer, max(1, cycle_input.max_position))
+            key_BHWw, value_BHWw = cycle_input.target_cache.read_committed(layer, max(1, cycle_input.max_position))
             slot_W = torch.arange(key_BHWw.shape[2], device=device)
             allowed_BW = slot_W < position_B1
             if kind == SLIDING:  # the newest token and `sliding_window` before it, as transformers' mask shows

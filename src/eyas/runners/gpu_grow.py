@@ -45,7 +45,7 @@ def tree_builder_of(target: Target, net: Any, own_table: Tensor | None, ids_v: T
     if hasattr(layer, "embed_norm"):  # EAGLE-3's
 
         def head(hidden: Tensor) -> Tensor:
-            normed = net.normed(hidden)
+            normed = net.head_input(hidden)
             return own_head(normed) if own_head is not None else target.head(normed.to(target.dtype))
 
     elif getattr(net, "inputs", "") == "shifted":  # EAGLE-1's

@@ -659,7 +659,7 @@ def test_layout_of_trees(open_page: Open, address: str) -> None:
 
 
 def test_live_view(open_page: Open, address: str, script: Script) -> None:
-    """The figures of /stats, polled; an error is shown and goes away again."""
+    """The figures of /stats, polled, and bars as long as they say; an error is shown and goes away again."""
     page = open_page(address + "/#live")
     live = page.locator("#live-view")
     live.get_by_text("1,235").wait_for()
@@ -676,6 +676,11 @@ def test_live_view(open_page: Open, address: str, script: Script) -> None:
     ):
         assert shown in text
     assert live.locator(".rows .used").count() == 3
+    shares = live.evaluate("""(live) => [...live.querySelectorAll(".card:last-child tbody td:nth-child(2)")].map((cell) => {
+        const [room, bar] = [cell.getBoundingClientRect(), cell.firstElementChild.getBoundingClientRect()];
+        return [bar.left - room.left < 2, bar.width / room.width];
+    })""")
+    assert shares == [[True, pytest.approx(share, abs=0.02)] for share in (0.6, 0.3, 0.1)], "begins at the left, length"
     assert live.get_by_label("Throughput, 1,235 tokens per second").count() == 1
     script.refusal = 503, "the server is shutting down"
     live.get_by_text("the server is shutting down").wait_for()
@@ -769,6 +774,7 @@ def test_narrow_screen(open_page: Open, address: str) -> None:
     page = open_page(address, width=360, height=740)
     assert fits(page)
     page.locator("#model").get_by_text(MODEL).wait_for()
+    assert page.evaluate("document.documentElement.scrollHeight") == 740, "an empty conversation fills the screen"
     page.get_by_text("Settings").click()
     assert fits(page)
     page.get_by_text("Settings").click()
@@ -783,6 +789,18 @@ def test_narrow_screen(open_page: Open, address: str) -> None:
     page.get_by_role("link", name="Live").click()
     page.get_by_text("tokens/s").wait_for()
     assert fits(page)
+
+
+def test_newest_answer_is_in_view_on_a_narrow_screen(open_page: Open, address: str, script: Script) -> None:
+    """The page scrolls as a whole there, and the composer lies over its end: a new turn stands above it."""
+    script.turns = 6 * [[FIRST, SECOND, THIRD]]
+    page = open_page(address, width=390, height=844)
+    for number in range(6):
+        ask(page)
+        page.locator(".figures").nth(number).wait_for()
+    answer, composer = page.locator(".turn").last.bounding_box(), page.locator(".composer").bounding_box()
+    assert page.evaluate("scrollY") > 0
+    assert answer["y"] + answer["height"] <= composer["y"]
 
 
 def test_colour_scheme_can_be_chosen(open_page: Open, address: str) -> None:

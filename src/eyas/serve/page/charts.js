@@ -32,7 +32,7 @@ export function bars(rows, most, heads) {
       "tr",
       {},
       el("th", { scope: "row" }, name),
-      el("td", { class: "bar" }, el("span", { class: kind, "--share": most ? value / most : 0 })),
+      el("td", { class: "length" }, el("span", { class: kind, "--share": most ? value / most : 0 })),
       el("td", { class: "value" }, shown),
     ),
   );

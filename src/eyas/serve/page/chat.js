@@ -131,7 +131,7 @@ export class Chat {
     if (replaced.some(({ answer }) => answer && answer === this.inspector.answer)) this.inspector.close();
     this.#draw();
     const turn = this.log.lastElementChild;
-    turn.scrollIntoView({ block: "nearest" });
+    this.#toEnd();
     const wide = matchMedia("(min-width: 60.01rem) and (prefers-reduced-motion: no-preference)").matches;
     this.#followed = wide && (this.inspector.answer === null || this.inspector.following) ? 0 : null;
     const failed = await this.#receive(message, turn);
@@ -208,10 +208,18 @@ export class Chat {
 
   /** Make the conversation longer; its end stays in view if it was. */
   #atEnd(grow) {
-    const scroller = getComputedStyle(this.log).overflowY === "auto" ? this.log : document.scrollingElement;
-    const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
+    const { scrollHeight, scrollTop, clientHeight } = this.#scroller;
     grow();
-    if (atEnd) scroller.scrollTop = scroller.scrollHeight;
+    if (scrollHeight - scrollTop - clientHeight < NEAR) this.#toEnd();
+  }
+
+  #toEnd() {
+    this.#scroller.scrollTop = this.#scroller.scrollHeight;
+  }
+
+  /** What scrolls: the conversation, or on narrow screens the page, whose lower edge lies under the composer. */
+  get #scroller() {
+    return getComputedStyle(this.log).overflowY === "auto" ? this.log : document.scrollingElement;
   }
 
   /** Show the newest cycle from time to time, until the reader chooses another one or closes the panel. */

@@ -23,7 +23,7 @@ PROMPTS = (
 )
 STORY = "Tell me a story about a young hawk."
 LOAD_SECONDS = 25  # before the picture of the live view
-CLIENTS = 12
+CLIENTS = 3
 
 
 def ask(page: Any, text: str) -> None:

@@ -205,6 +205,23 @@ def test_refusals(server: Running, change: dict[str, Any], words: str) -> None:
     assert words in body["error"]["message"]
 
 
+def test_errors_name_what_the_client_wrote(server: Running) -> None:
+    """Guards numbers that are one too large behind a system text, and more behind results of tools."""
+    results = [{"type": "tool_result", "tool_use_id": str(n), "content": "x"} for n in range(3)]
+    for system in (None, "Be brief."):
+        for wrong, words in (
+            ({"role": "x", "content": "a"}, "message 3 has the unknown role"),
+            ({"role": "user", "content": 5}, 'the "content" of message 3'),
+            ({"role": "user", "content": [{"type": "text"}]}, "part 1 of message 3"),
+            ({"role": "user", "content": [{"type": "tool_result", "content": 5}]}, "of the tool_result of message 3"),
+            ({"role": "assistant", "content": [{"type": "tool_use"}]}, "call 1 of message 3"),
+        ):
+            asked = [{"role": "user", "content": "a"}, {"role": "user", "content": results}, wrong]
+            assert words in post(server, **{**ASK, "messages": asked, "system": system}).json()["error"]["message"]
+    text = post(server, **{**ASK, "system": [{"type": "text"}]}).json()["error"]["message"]
+    assert "part 1 of the system text" in text
+
+
 @pytest.mark.slow
 def test_an_error_in_a_stream(server: Running) -> None:
     """The deadline of a stream is an event of Anthropic's form."""

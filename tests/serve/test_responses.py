@@ -218,13 +218,15 @@ def test_items_as_messages() -> None:
         {"type": "reasoning", "id": "r", "summary": []},
         call("h"),
     ]  # fmt: skip
-    messages = messages_of(items)
+    messages, places = messages_of(items)
     assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool", "assistant"]
     turn = messages[1]
     assert (turn["reasoning_content"], turn["content"]) == ("hm", [{"type": "text", "text": "b"}])
     assert [one["function"]["name"] for one in turn["tool_calls"]] == ["f", "g"]
     assert messages[3] == {"role": "tool", "tool_call_id": "g", "content": [{"type": "text", "text": "2"}]}
     assert [one["function"]["name"] for one in messages[4]["tool_calls"]] == ["h"]
+    assert places == [f"input item {number}" for number in (1, 5, 6, 7, 9)]
+    assert messages_of(items, before=6)[1] == [*["an earlier response"] * 3, "input item 1", "input item 3"]
 
 
 @pytest.mark.slow

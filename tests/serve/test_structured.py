@@ -264,3 +264,33 @@ def test_broken_calls_are_content() -> None:
     cut = CallReader()
     assert cut.read(Delta(0, '{"name": "f", "argum', finish="length")) == [{"content": '{"name": "f", "argum'}]
     assert not cut.called
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000], ids=["characters", "pieces", "whole"])
+@pytest.mark.parametrize(
+    ("written", "call"),
+    [
+        ('{"foo": 1}', None), ("[1]", None), ("5", None), ("null", None), ('"f"', None), ('{"name": 5, "arguments": {}}', None),
+        ('{"name": "f", "arguments": {"a": 1e999}}', None), ('{"name": "f", "arguments": {"a": NaN}}', None),
+        ('{"name": "f"}', ("f", "{}")), ('{"name": "f", "arguments": null}', ("f", "{}")),
+        ('{"name": "f", "arguments": "{}"}', ("f", "{}")), ('{"name": "f", "parameters": {"a": 1}}', ("f", '{"a": 1}')),
+        (r'{"name": "f", "arguments": {"a": "\ud800"}}', ("f", '{"a": "?"}')),
+    ],
+)  # fmt: skip
+def test_json_that_is_no_call(written: str, call: tuple[str, str] | None, step: int) -> None:
+    """Guards requests that failed with status 500 at what a weak model writes between the marks of a call: JSON
+    that is no call is content; a call without arguments is one."""
+    from transformers.utils.chat_parsing import ResponseParser
+
+    reader = ParsedReader(ResponseParser(TOOL_RESPONSE, prefix=""), None, parallel=True)
+    text = f"Before <tool_call>{written}</tool_call> and more"
+    pieces = [text[begin : begin + step] for begin in range(0, len(text), step)]
+    parts = [part for piece in pieces for part in reader.read(Delta(0, piece))] + reader.read(
+        Delta(0, "", finish="stop")
+    )
+    calls = [
+        (one["function"]["name"], one["function"]["arguments"]) for part in parts for one in part.get("tool_calls", ())
+    ]
+    assert "".join(part.get("content", "") for part in parts) == f"Before{'' if call else written} and more"
+    assert (calls, reader.called) == ([call] if call else [], call is not None)
+    json.dumps(parts, ensure_ascii=False, allow_nan=False).encode()  # what a response can hold

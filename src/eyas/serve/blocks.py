@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from eyas.serve.answers import Answer, Silence
 from eyas.serve.auth import owner_of
@@ -18,7 +17,7 @@ from eyas.serve.errors import ApiError
 from eyas.serve.records import Delta, Totals
 from eyas.serve.reply import whole
 from eyas.serve.service import Service
-from eyas.serve.stream import KEEP_ALIVE, EventStream
+from eyas.serve.stream import KEEP_ALIVE, EventStream, json_response
 
 __all__ = ["Block", "BlockWriter", "reply_in_blocks"]
 
@@ -134,7 +133,7 @@ async def reply_in_blocks(
         return EventStream(events, answer.close, b"", headers, writer.failed)
     (totals,) = await whole(request, answer)
     writer.set(totals)
-    return JSONResponse(writer.response(), headers=dict(headers))
+    return json_response(writer.response(), headers)
 
 
 async def _events(writer: BlockWriter, answer: Answer, keep_alive: float) -> AsyncIterator[bytes]:

@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from eyas.arguments import MediaIds
 from eyas.core.logprobs import TokenLogprobs
 from eyas.core.sockets import STRUCTURE
+from eyas.errors import InputError
 from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
@@ -80,7 +81,11 @@ def prompt_of(
         raise ApiError(
             400, "this model's chat template has no reasoning effort: leave it out", param="reasoning_effort"
         )
-    return service.render(messages, **fields.template(), **written_tools(service.tokenizer, tools))
+    listed = written_tools(service.tokenizer, tools)
+    try:
+        return service.render(messages, **fields.template(), **listed)
+    except InputError as error:
+        raise fields.in_its_places(error) from error
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:

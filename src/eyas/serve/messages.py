@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.errors import EyasError, InputError
 from eyas.serve.access import request_id
@@ -55,6 +55,47 @@ EMPTY: tuple[Any, ...] = (None, [], {})
 USUAL_EFFORT = "high"  # what Anthropic's models do unless told
 
 
+class Options(BaseModel):
+    """An object of a request; further fields change nothing."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Choice(Options):
+    """Whether a tool is called."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Form(Options):
+    """The form of the answer."""
+
+    type: str | None = None
+    schema_: Any = Field(None, alias="schema")
+
+
+class Output(Options):
+    """How the answer is made."""
+
+    effort: str | None = None
+    format: Form | None = None
+
+
+class Thinking(Options):
+    """Whether the model thinks first."""
+
+    type: str | None = None
+    budget_tokens: int | None = None
+
+
+class Context(Options):
+    """What is left out of a long conversation: nothing is, here."""
+
+    edits: list[dict[str, Any]] | None = None
+
+
 class CountBody(Body):
     """Read a conversation in Anthropic's form. Further fields mean what they mean in a chat: `seed`,
     `speculation`, `min_p`, ..."""
@@ -63,19 +104,19 @@ class CountBody(Body):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: Output | None = None
+    output_format: Form | None = None
     # fields of Anthropic's servers, accepted only if they are empty
     container: Any = None
     mcp_servers: Any = None
-    context_management: dict[str, Any] | None = None  # accepted if it keeps all
+    context_management: Context | None = None  # accepted if it keeps all
 
     def check(self) -> None:
         """See `Body.check`: here the chat does it."""
-        edits = (self.context_management or {}).get("edits") or ()
-        kept = all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits)
+        edits = (self.context_management.edits if self.context_management else None) or ()
+        kept = all(edit.get("keep") == "all" for edit in edits)
         for name in ("container", "mcp_servers", *(() if kept else ("context_management",))):
             if getattr(self, name) not in EMPTY:
                 raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
@@ -84,7 +125,7 @@ class CountBody(Body):
     def ignored(self) -> list[str]:
         """See `Body.ignored`."""
         others = [name for name in self.chat().ignored if name not in WITHOUT_EFFECT]
-        return sorted([*others, *(["thinking.budget_tokens"] if (self.thinking or {}).get("budget_tokens") else [])])
+        return sorted([*others, *(["thinking.budget_tokens"] if self.thinking and self.thinking.budget_tokens else [])])
 
     def chat(self) -> ChatBody:
         """Return the same request as a chat.
@@ -92,15 +133,18 @@ class CountBody(Body):
         Raises:
             ApiError: a field or a part of a message that is not served.
         """
-        messages = [*_system(self.system), *_messages(self.messages)]
-        choice, effort = self.tool_choice or {}, (self.output_config or {}).get("effort")
+        made = [*_system(self.system), *_messages(self.messages)]
+        messages = [message for message, _ in made]
+        if not messages:
+            raise InputError("the messages are empty: give at least one with content")
+        choice, output = self.tool_choice, self.output_config or Output()
         fields = {
             "messages": messages,
             "tools": [_tool(tool, number) for number, tool in enumerate(self.tools or (), start=1)] or None,
             "tool_choice": _choice(choice) if choice else None,
-            "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
-            "response_format": _form(self.output_format or (self.output_config or {}).get("format")),
-            "reasoning_effort": effort if effort != USUAL_EFFORT else None,
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            "response_format": _form(self.output_format or output.format),
+            "reasoning_effort": output.effort if output.effort != USUAL_EFFORT else None,
             "chat_template_kwargs": _thinking(self.thinking),
             # an assistant's message at the end is the beginning of the answer
             "continue_final_message": messages[-1]["role"] == "assistant" or None,
@@ -110,7 +154,7 @@ class CountBody(Body):
         except ValidationError as error:
             raise invalid_body(error) from None
         chat.check()
-        return chat
+        return chat.placed([place for _, place in made])
 
     def limits(self) -> dict[str, Any]:
         """Return the fields of a chat that say how the answer is sampled and where it ends."""
@@ -178,39 +222,46 @@ def _error(error: ApiError) -> dict[str, Any]:
 # --- from Anthropic's form to a chat's -------------------------------------------------------------
 
 
-def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+Placed = tuple[dict[str, Any], str]  # a message of a chat, and what it is of the request
+
+
+def _system(system: str | list[dict[str, Any]] | None) -> list[Placed]:
     if not system:
         return []
     content = system if isinstance(system, str) else [_part(block, "the system text") for block in system]
-    return [{"role": "system", "content": content}]
+    return [({"role": "system", "content": content}, "the system text")]
 
 
-def _messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _messages(messages: list[dict[str, Any]]) -> Iterator[Placed]:
     """Yield the messages of a chat: a result of a tool is one of its own."""
     for number, message in enumerate(messages, start=1):
-        role, content = message.get("role"), message.get("content")
+        role, content, place = message.get("role"), message.get("content"), f"message {number}"
         if not isinstance(content, list):
-            yield {"role": role, "content": content}
+            yield {"role": role, "content": content}, place
             continue
         blocks = [block if isinstance(block, dict) else {} for block in content]
         if role == "assistant":
-            yield _turn(blocks, number)
+            yield _turn(blocks, place), place
             continue
         for block in blocks:
             if block.get("type") == "tool_result":
-                result = block.get("content") or ""
-                named = f"the tool_result of message {number}"
-                text = result if isinstance(result, str) else [_part(part, named) for part in result]
-                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
-        if parts := [_part(block, f"message {number}") for block in blocks if block.get("type") != "tool_result"]:
-            yield {"role": role, "content": parts}
+                yield _result(block, f"the tool_result of {place}"), f"the tool_result of {place}"
+        if parts := [_part(block, place) for block in blocks if block.get("type") != "tool_result"]:
+            yield {"role": role, "content": parts}, place
 
 
-def _turn(blocks: list[dict[str, Any]], number: int) -> dict[str, Any]:
+def _result(block: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a result of a tool as a message."""
+    result = block.get("content") or ""
+    text = [_part(part, place) for part in result] if isinstance(result, list) else result
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+
+
+def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
     """A turn of the assistant's: its thinking, its text and its calls."""
     of = {kind: [block for block in blocks if block.get("type") == kind] for kind in ("thinking", "tool_use")}
     others = [block for block in blocks if block.get("type") not in (*of, "redacted_thinking")]
-    turn: dict[str, Any] = {"role": "assistant", "content": [_part(one, f"message {number}") for one in others] or ""}
+    turn: dict[str, Any] = {"role": "assistant", "content": [_part(one, place) for one in others] or ""}
     if thinking := "\n".join(str(block.get("thinking") or "") for block in of["thinking"]):
         turn["reasoning_content"] = thinking
     if of["tool_use"]:
@@ -221,8 +272,9 @@ def _turn(blocks: list[dict[str, Any]], number: int) -> dict[str, Any]:
     return turn
 
 
-def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
+def _part(given: Any, place: str) -> dict[str, Any]:
     """A text or an image as a part of a chat's message."""
+    block = given if isinstance(given, dict) else {}
     source = block.get("source")
     if block.get("type") == "text":
         return {"type": "text", "text": block.get("text")}
@@ -245,23 +297,19 @@ def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _choice(choice: dict[str, Any]) -> Any:
-    if choice.get("type") == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") not in CHOICES:
-        raise ApiError(400, f"tool_choice must be of type {', '.join(CHOICES)} or tool", param="tool_choice")
-    return CHOICES[choice["type"]]
+def _choice(choice: Choice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return CHOICES[choice.type]
 
 
-def _form(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    if form is None:
-        return None
-    return {"type": form.get("type"), "json_schema": {"name": "answer", "schema": form.get("schema")}}
+def _form(form: Form | None) -> dict[str, Any] | None:
+    return form and {"type": form.type, "json_schema": {"name": "answer", "schema": form.schema_}}
 
 
-def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any] | None:
+def _thinking(thinking: Thinking | None) -> dict[str, Any] | None:
     """Return the template's variable of models that can think and need not; others do not know it."""
-    kind = (thinking or {}).get("type")
+    kind = thinking and thinking.type
     return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else None
 
 

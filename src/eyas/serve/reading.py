@@ -111,12 +111,11 @@ class CallReader:
         self._text += delta.text
         if delta.finish is None:
             return []
-        try:
-            call = json.loads(self._text)
-        except ValueError:
+        call = _function(_parsed(self._text))
+        if call is None:
             return [{"content": self._text}] if self._text else []
         self.called = True
-        return [_call(0, call["name"], call["arguments"])]
+        return [_call(0, call)]
 
 
 class ParsedReader:
@@ -136,6 +135,7 @@ class ParsedReader:
         self._calls = 0
         self._broken = False
         self._unread = ""  # text of the region that is being read, which is content if the parser fails
+        self._region = ""  # text of the call that is being read, which is content if it is none
 
     def read(self, delta: Delta) -> list[dict[str, Any]]:
         """See `MessageReader.read`."""
@@ -147,7 +147,7 @@ class ParsedReader:
             events = self._parser.feed(text)
             if delta.finish is not None:
                 events += self._parser.finalize()[1]
-        except ValueError:  # the model wrote a call that is none
+        except (ValueError, RecursionError):  # the model wrote a call that is no JSON
             self._broken = True
             return [{"content": self._unread}]
         return list(self._parts(events))
@@ -156,16 +156,27 @@ class ParsedReader:
         backend = self._tokenizer.backend_tokenizer
         return "".join(self._stream.step(backend, token) or "" for token in token_ids)
 
+    def _called(self, value: Any) -> Iterator[dict[str, Any]]:
+        """Yield a call; what the model wrote in its place, where it is none, as content."""
+        function = _function(value.get("function") if isinstance(value, Mapping) else None)
+        if function is None:
+            yield {"content": self._region}
+        elif self._parallel or not self._calls:
+            self.called, number = True, self._calls
+            self._calls += 1
+            yield _call(number, function)
+
     def _parts(self, events: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for event in events:
             field = event.get("field")
-            if event["type"] == "region_close":
+            if event["type"] == "region_open":
+                self._region = ""
+            elif event["type"] == "region_close":
                 self._unread = ""
-                if field == "tool_calls" and (self._parallel or not self._calls):
-                    function = event["value"]["function"]
-                    self.called, number = True, self._calls
-                    self._calls += 1
-                    yield _call(number, function["name"], function["arguments"])
+                if field == "tool_calls":
+                    yield from self._called(event["value"])
+            elif field == "tool_calls":
+                self._region += event.get("text") or ""
             elif event["type"] == "region_chunk" and not event.get("dirty") and event["text"]:
                 self._unread = ""
                 if field == "content":
@@ -174,13 +185,30 @@ class ParsedReader:
                     yield {"reasoning_content": event["text"]}
 
 
-def _call(number: int, name: str, arguments: Any) -> dict[str, Any]:
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text, or None."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _function(call: Any) -> dict[str, str] | None:
+    """Return the name and the arguments of a call that the model wrote, the arguments as text; None where it is
+    no call. A call without arguments has none."""
+    name = call.get("name") if isinstance(call, Mapping) else None
+    if not isinstance(name, str) or not name:
+        return None
+    given = call.get("arguments", call.get("parameters"))  # Llama writes parameters
+    arguments = {} if given is None else given
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # 1e999, which is no number of JSON once it is read
+        return None
+    return {"name": name, "arguments": text.encode("utf-8", "replace").decode()}
+
+
+def _call(number: int, function: Mapping[str, str]) -> dict[str, Any]:
     """A whole call, as a part of a delta."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    call = {
-        "index": number,
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": text},
-    }
+    call = {"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": dict(function)}
     return {"tool_calls": [call]}

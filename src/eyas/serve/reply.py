@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from eyas.serve.answers import Answer, Silence
 from eyas.serve.auth import owner_of
 from eyas.serve.protocol.fields import GenerationBody, StreamOptions
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.service import Service
-from eyas.serve.stream import KEEP_ALIVE, EventStream, event, unless_gone
+from eyas.serve.stream import KEEP_ALIVE, EventStream, event, json_response, unless_gone
 
 __all__ = ["Dialect", "reply", "usage_of", "whole"]
 
@@ -67,7 +66,7 @@ async def reply(service: Service, request: Request, body: GenerationBody, dialec
     totals = await whole(request, answer)
     response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
     content = {**response, **dialect.extra(totals), **_figures(dialect.job, totals)}
-    return JSONResponse(content, headers=body.response_headers)
+    return json_response(content, body.response_headers)
 
 
 async def whole(request: Request, answer: Answer) -> list[Totals]:

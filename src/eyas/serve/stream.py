@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from eyas.serve.errors import ApiError, error_of
 
-__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "event", "unless_gone"]
+__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "event", "json_response", "unless_gone"]
 
 T = TypeVar("T")
 
@@ -24,10 +24,20 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies ar
 log = logging.getLogger(__name__)
 
 
+def written(data: Any) -> bytes:
+    """Return data as JSON. Half a surrogate pair becomes a question mark, for it has no bytes."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def json_response(data: Any, headers: Mapping[str, str]) -> Response:
+    """Return a whole answer. It may hold what the client sent, so it must not fail at any value."""
+    return Response(written(data), headers=dict(headers), media_type="application/json")
+
+
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """One event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")
+    return head.encode() + b"data: " + written(data) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:

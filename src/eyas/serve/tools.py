@@ -60,7 +60,7 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     ApiError where they are wrong."""
     listed = tuple(_check(tool, number) for number, tool in enumerate(tools or (), start=1))
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        listed, choice = _allow(listed, choice.get("allowed_tools") or choice)
+        listed, choice = _allow(listed, choice.get("allowed_tools", choice))
     names = [tool["function"]["name"] for tool in listed]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
@@ -83,13 +83,12 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     return Tools(listed, (str(name),), parallel is not False)
 
 
-def _allow(
-    listed: tuple[Mapping[str, Any], ...], choice: Mapping[str, Any]
-) -> tuple[tuple[Mapping[str, Any], ...], str]:
+def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Mapping[str, Any], ...], str]:
     """Return the tools that OpenAI's `allowed_tools` leaves, and whether one of them must be called."""
-    wanted = [tool.get("function", tool).get("name") for tool in choice.get("tools") or () if isinstance(tool, Mapping)]
+    given = choice if isinstance(choice, Mapping) else {}
+    tools, mode = given.get("tools"), given.get("mode", "auto")
+    wanted = [_name(tool) for tool in tools] if isinstance(tools, list) else []
     known = [tool["function"]["name"] for tool in listed]
-    mode = choice.get("mode", "auto")
     if not wanted or mode not in ("auto", "required"):
         raise ApiError(
             400, 'tool_choice allowed_tools has a "mode", auto or required, and some "tools"', param="tool_choice"
@@ -99,6 +98,12 @@ def _allow(
             400, f"tool_choice allows the function {missing[0]!r}, which is not among the tools", param="tool_choice"
         )
     return tuple(tool for tool in listed if tool["function"]["name"] in wanted), mode
+
+
+def _name(tool: Any) -> Any:
+    """Return the name of a function in one of OpenAI's two forms; None where it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return inner.get("name") if isinstance(inner, Mapping) else None
 
 
 def _check(tool: Any, number: int) -> Mapping[str, Any]:

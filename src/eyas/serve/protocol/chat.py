@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from eyas.errors import InputError
 from eyas.serve.protocol.fields import MOST_LOGPROBS, Body, GenerationBody
 
 __all__ = ["ChatBody", "Prediction", "TemplateFields"]
@@ -44,6 +47,22 @@ class TemplateFields(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+
+    _places: tuple[str, ...] = PrivateAttr(())
+
+    def placed(self, places: Sequence[str]) -> Self:
+        """Keep what a client of another dialect calls each message, for errors; returns the body itself."""
+        self._places = tuple(places)
+        return self
+
+    def in_its_places(self, error: InputError) -> InputError:
+        """Return an error about the messages in the words of the client's dialect."""
+
+        def name(found: re.Match[str]) -> str:
+            number = int(found[1])
+            return self._places[number - 1] if 1 <= number <= len(self._places) else found[0]
+
+        return InputError(re.sub(r"\bmessage (\d+)", name, str(error)))
 
     def template(self) -> dict[str, Any]:
         """Return the keywords of `text.render` that these fields mean."""

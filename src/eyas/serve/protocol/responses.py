@@ -76,17 +76,19 @@ class ResponsesBody(GenerationBody):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
-        """Return the same request as a chat, with these items as its conversation.
+        """Return the same request as a chat, with these items as its conversation; the last of them are those of
+        `items()`.
 
         Raises:
             InputError: an item that cannot be read.
             ApiError: a tool that is not a function.
         """
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages, places = messages_of(items, len(items) - len(self.items()))
         asked = self.max_output_tokens if self.max_output_tokens is not None else self.max_tokens
         fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
         own = {
-            "messages": [*head, *messages_of(items)],
+            "messages": [*head, *messages],
             "max_tokens": asked,
             "response_format": self.response_form(),
             "tools": None if self.tools is None else [_nest(tool, n) for n, tool in enumerate(self.tools, start=1)],
@@ -95,7 +97,7 @@ class ResponsesBody(GenerationBody):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return ChatBody.model_construct(**{**fields, **own})
+        return ChatBody.model_construct(**{**fields, **own}).placed([*(["the instructions"] if head else []), *places])
 
     def response_form(self) -> dict[str, Any] | None:
         """`text.format` as the `response_format` of a chat."""
@@ -105,44 +107,55 @@ class ResponsesBody(GenerationBody):
         return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
-def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as the messages of a chat. Reasoning, a text and calls in a row are one turn of the
-    assistant's.
+def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return items as the messages of a chat, and the place of each in the input. Reasoning, a text and calls in a
+    row are one turn of the assistant's, whose place is that of its last item.
+
+    Args:
+        before: items at the beginning that are those of earlier responses.
 
     Raises:
         InputError: an item that cannot be read.
     """
     messages: list[dict[str, Any]] = []
-    for number, item in enumerate(items, start=1):
-        message = _message(item, number)
-        last = messages[-1] if messages else {}
-        if message and last.get("role") == message["role"] == "assistant" and _goes_on(last, message):
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            messages[-1] = {
-                **last,
-                **{k: v for k, v in message.items() if v},
-                **({"tool_calls": calls} if calls else {}),
-            }
+    places: list[str] = []
+    for number, item in enumerate(items, start=1 - before):
+        place = f"input item {number}" if number > 0 else "an earlier response"
+        message = _message(item, place)
+        if message and messages and _goes_on(messages[-1], message):
+            messages[-1] = _joined(messages[-1], message)
+            places[-1] = place
         elif message:
             messages.append(message)
-    return messages
+            places.append(place)
+    return messages, places
+
+
+def _joined(turn: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn of the assistant's with what goes on in it."""
+    calls = [*turn.get("tool_calls", ()), *message.get("tool_calls", ())]
+    new = {key: value for key, value in message.items() if value}
+    return {**turn, **new, **({"tool_calls": calls} if calls else {})}
 
 
 def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
-    """Return whether a message of the assistant's belongs to the turn that the last one began."""
+    """Return whether a message belongs to the assistant's turn that the last one began."""
+    if not last["role"] == message["role"] == "assistant":
+        return False
     if "tool_calls" in message:
         return True
     return not last.get("content") and "tool_calls" not in last and "reasoning_content" not in message
 
 
-def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
+def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
     """An item as a message; {} for reasoning that is empty. Keys that a message does not have are
     from earlier responses."""
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"))}
     if kind == "reasoning":
-        parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+        lists = [part for part in (item.get("content"), item.get("summary")) if isinstance(part, list)]
+        parts = [part for one in lists for part in one]
         text = "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
         return {"role": "assistant", "content": "", "reasoning_content": text} if text else {}
     if kind == "function_call" and isinstance(item.get("name"), str):
@@ -151,7 +164,7 @@ def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
-    raise InputError(f"input item {number} is of type {kind!r}: {READ}")
+    raise InputError(f"{place} is of type {kind!r}: {READ}")
 
 
 def _content(content: Any) -> Any:

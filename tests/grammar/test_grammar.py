@@ -357,6 +357,14 @@ def test_expressions_that_would_explode(expression: str) -> None:
         pass
 
 
+def test_the_library_gives_up() -> None:
+    """Guards advice that is false: the library's own limit is no matter of the request's other options."""
+    made = constraint(regex="a{100000}")
+    made.forced(5)
+    with pytest.raises(InputError, match="too many expressions"):
+        made.accept(tiny.tokenizer().encode("a", add_special_tokens=False))
+
+
 def test_compiled_structures_are_kept_for_a_while() -> None:
     """Guards memory: the oldest structure is compiled again after many others."""
     made_by = Grammars(byte_tokenizer(), 262)

@@ -116,7 +116,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         ("regex", "(a"), ("speculation", "nothing"), ("max_tokens", 10**6), ("return_token_ids", True), ("mirostat", 2),
         ("allowed_token_ids", [1]), ("prompt", 5), ("echo", "x"), ("logprobs", "x"), ("chat_template", "{{ 1 }}"),
         ("tools", {}), ("tool_choice", 5), ("messages", [5]), ("messages", [{"role": "user"}]), ("chat_template_kwargs", 1),
-        ("chat_template_kwargs", {"tokenize": False}), ("thinking_token_budget", 5), ("include_reasoning", False),
+        ("chat_template_kwargs", {"tokenize": False}), ("chat_template_kwargs", {"messages": []}),
+        ("thinking_token_budget", 5), ("include_reasoning", False),
     ],
 )  # fmt: skip
 def test_a_refusal_names_its_field(server: Running, field: str, value: Any) -> None:

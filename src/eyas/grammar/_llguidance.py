@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.errors import EyasError, InputError
+from eyas.errors import InputError
 from eyas.grammar._structure import Structure, json_rule
 from eyas.grammar._vocabulary import Vocabulary
 
@@ -124,8 +124,14 @@ class LLMatcher:
                 matcher.rollback(1)
 
     def accept(self, token: int) -> bool:
-        """Go on after this token; False where the grammar forbids it."""
-        return bool(self._matcher.try_consume_tokens([token]) == 1)
+        """Go on after this token; False where the grammar forbids it.
+
+        Raises:
+            InputError: the library has given up.
+        """
+        accepted = bool(self._matcher.try_consume_tokens([token]) == 1)
+        self._check()
+        return accepted
 
     def forced(self) -> bytes:
         """Return the text that must come next, as far as the library knows it. It may begin and end
@@ -138,7 +144,7 @@ class LLMatcher:
             reason = _reason(self._matcher.get_error())
             if reason == NO_TOKEN:
                 raise InputError("the tokenizer has no token for the text that the constraint asks for next")
-            raise EyasError(f"the constraint ended with an error: {reason}")
+            raise InputError(f"the constraint is too much for the grammar library: {reason}")
 
 
 def _reason(message: str) -> str:

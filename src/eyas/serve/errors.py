@@ -51,6 +51,7 @@ MEANT_BY = {
     "variable": ("chat_template_kwargs",),
     "schema": ("response_format", "structured_outputs", "guided_json", "text"),
     "expression": ("regex", "structured_outputs", "guided_regex"),
+    "constraint": ("response_format", "regex", "grammar", "choice", "structured_outputs", "tool_choice", "text"),
     "grammar": ("grammar", "structured_outputs", "guided_grammar"),
     "choice": ("choice", "structured_outputs", "guided_choice"),
 }

@@ -304,7 +304,9 @@ def _choice(choice: Choice) -> Any:
 
 
 def _form(form: Form | None) -> dict[str, Any] | None:
-    return form and {"type": form.type, "json_schema": {"name": "answer", "schema": form.schema_}}
+    if form is None:
+        return None
+    return {"type": form.type, "json_schema": {"name": "answer", "schema": form.schema_}}
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
 ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
+RESERVED = ("conversations", "messages", "self")  # names that transformers and the template's language need themselves
 QUESTION = [{"role": "user", "content": "?"}]
 
 
@@ -94,8 +95,8 @@ def write_chat(
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
     own = inspect.signature(tokenizer.apply_chat_template).parameters if chat_template_kwargs else {}
-    if reserved := sorted(own.keys() & dict(chat_template_kwargs or {}).keys()):
-        raise InputError(f"{reserved[0]} is not a variable of a chat template")
+    if reserved := sorted({*own, *RESERVED} & dict(chat_template_kwargs or {}).keys()):
+        raise InputError(f"chat_template_kwargs: {reserved[0]} is not a variable of a chat template")
     listed: Any = [dict(tool) for tool in tools] if tools else None
     names: dict[str, Any] = {
         "add_generation_prompt": add_generation_prompt and not continue_final_message,

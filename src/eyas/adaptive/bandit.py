@@ -188,7 +188,7 @@ class Bandit:
         return self._left <= 0 and bool(self.arms[self.baseline].kinds)
 
     def choose(self) -> None:
-        """Return the arm of the next block of cycles."""
+        """Choose the arm of the next block of cycles, `playing`."""
         self.best = max(self.arms, key=self.rate)
         for name, arm in self.arms.items():
             arm.break_even = max(1.0, (self.seconds(name) or 0.0) * self.rate(self.best))

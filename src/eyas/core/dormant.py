@@ -53,8 +53,8 @@ class Decision:
 
     tree_size: TreeSize | None = None  # size of a dynamic tree; None: the drafter's options decide
     plain: frozenset[int] = frozenset()  # rows without a draft
-    # name of the choice, for `Policy.observe`: a bandit arm ("plain", "fallback", "draft"), or
-    # "explore"
+    # name of the choice, for `Policy.observe`: an arm of its bandit, such as "base" or "draft", or
+    # another name, such as "explore"
     arm: str = ""
     fallback: Drafter | None = None  # a method that drafts from the text alone, in the method's place
     chooser: NodeChooser | None = None  # for a method that `chooses_nodes`; None: all of its nodes are verified

@@ -111,7 +111,7 @@ class CycleInput:
     # the target's keys and values; slot s < `position_B` of a row holds those of its token s
     target_cache: KVCache | None = None
     tree_size: TreeSize | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide
-    chooser: NodeChooser | None = None  # for methods that `choose_nodes`; None: all nodes are verified
+    chooser: NodeChooser | None = None  # for a method that `chooses_nodes`; None: all nodes are verified
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Load a target with a drafter; generate, stream, chat. Each of them adds up the Steps of the engine.
+"""Load a target with a drafter (_loading.py); generate, stream, chat (_llm.py). They add up the engine's Steps.
 
     llm = eyas.load("meta-llama/Llama-3.1-8B-Instruct", draft="path/or/hub-id")
     llm.generate("Why is the sky blue?").text

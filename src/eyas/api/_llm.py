@@ -198,7 +198,8 @@ class LLM:
                 of them. None: none, or for a PeftModel the one that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
-            features: what else a request may ask for, such as `eyas.recall.Recalled`.
+            features: a list of what else the request asks for: each a `core.requests.RequestFeature`, such
+                as `eyas.recall.Recalled` or one of your own.
             ignore_eos: go on to max_new_tokens.
             raw: take a string as it is, without the chat template.
             tools: functions that the model may call, in OpenAI's form, for the chat template.

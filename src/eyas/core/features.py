@@ -1,13 +1,13 @@
-"""The socket of request features: what a request may ask for beyond its sampling, its length and its end.
+"""The interface of request features: what a request may ask for beyond its sampling, its length and its end.
 
-A `RequestFeature` stands in `Request.features`; it says what is asked for. Its `open` makes the
-`RowFeature` that follows one text. The loop knows these two classes and none of their subclasses,
-which are in `eyas.features`:
+A `RequestFeature` (core/requests.py) stands in `Request.features`; it says what is asked for. Its `open`
+makes the `RowFeature` that follows one text. The loop knows these two classes and none of their subclasses,
+which are in `eyas.features`, or yours:
 
     when                         the loop calls                what it is for
     the request is added         RequestFeature.check          refuse what cannot be served
     its prompt is read           prompt_logits, then open      see the logits after every token of the prompt
-    a cycle drafts               continuations, mask           draft text that is likely, or must come; guide the growth of trees
+    a cycle drafts               continuations, guesses, mask  draft text that is likely, or must come; guide the growth of trees
     a cycle verifies             scores                        change the target's distribution at a node
     a token is emitted           accept                        follow the text, and end it
     a cycle's result is read     report                        what goes into `Step.extra`
@@ -178,8 +178,8 @@ class RowFeature:
     Attributes:
         guides: the row's draft may hold `continuations`. Its tree is then verified as a deterministic
             one, so its ids are those of plain decoding whatever is drafted.
-        masks: `mask` says which tokens may follow.
-        has_scores: `scores` computes the distributions of the row. At most one feature of a row does.
+        masks: `mask` says which tokens a net may draft. It forbids nothing in the text: `scores` must, too.
+        has_scores: `scores` computes the row's distributions. Of several such features only the last counts.
         reads_cycle: `report` reads the scores or logits of every node, so cycles are not recorded.
         top_tokens: `Cycle.logprobs_BPX` has the log-probabilities of at least so many most probable tokens;
             None: they are not wanted.

@@ -7,9 +7,9 @@ of these parts; it asks a socket.
     feature      makes what one request may ask for beyond sampling         features    such a request is refused
     structure    makes constraints of a schema, a grammar, an expression    grammar     such a request is refused
     media        reads messages with images, sounds or videos               media       such messages are refused
-    head         knows for which target a head was trained              targets     no warning if it was another one
+    head         knows for which target a head was trained                  targets     no warning if it was another one
     files        finds the broken file when a target cannot be loaded       targets     the library's own message
-    adapter      makes the target of a model with adapters              targets     adapters are refused
+    adapter      makes the target of a model with adapters                  targets     adapters are refused
     target       knows targets that are neither a folder nor a hub id,      named,      folders, hub ids, and models that
                  and heads for targets                                      targets     the caller has loaded
 

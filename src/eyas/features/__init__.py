@@ -5,7 +5,8 @@
     logprobs.py      log-probabilities of the answer's tokens, and of the prompt's
     traces.py        the trees of all cycles for display, and raw logits
 
-Each is a `core.features.RequestFeature` in `Request.features`. The loop imports none of them.
+Each is a `core.requests.RequestFeature` in `Request.features`, and makes a `core.features.RowFeature`. The loop
+imports none of them. A feature may be anywhere: `LLM.generate(features=[...])` takes it.
 """
 
 from eyas.features.guidance import Guidance

@@ -4,7 +4,7 @@
     constraint = grammars.constraint(structure_of({"regex": "[0-9]+"}), eos)
 
 llguidance reads the structures and computes the masks. This package knows no model and no tree
-policy; it implements `core.constraints.Constraint`.
+policy; it implements `core.features.Constraint`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ __all__ = ["GrammarConstraint"]
 
 
 class GrammarConstraint:
-    """The texts of one request (`core.constraints.Constraint`).
+    """The texts of one request (`core.features.Constraint`).
 
     The request is finished at the token that completes its text: an end-of-sequence token that would have
     to follow is not waited for.

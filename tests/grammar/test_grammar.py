@@ -357,10 +357,22 @@ def test_expressions_that_would_explode(expression: str) -> None:
         pass
 
 
+def test_a_long_forced_text_is_read_as_far_as_it_is_drafted() -> None:
+    """Bug: reading a forced text to its end takes the library past its limits, so drafts fail where plain decoding
+    does not; and a choice of 60,000 characters takes seconds."""
+    letter = tiny.tokenizer().encode("a", add_special_tokens=False)
+    for structure in ({"regex": "a{100000}"}, {"choice": ["a" * 60_000, "b"]}):
+        made = constraint(**structure)
+        for _ in range(20):
+            made.forced(5)
+            made.accept(letter)
+        assert 0 < len(made.forced(5)) <= 5
+
+
 def test_the_library_gives_up() -> None:
     """Guards advice that is false: the library's own limit is no matter of the request's other options."""
     made = constraint(regex="a{100000}")
-    made.forced(5)
+    made._matcher._matcher.compute_ff_bytes()
     with pytest.raises(InputError, match="too many expressions"):
         made.accept(tiny.tokenizer().encode("a", add_special_tokens=False))
 

@@ -22,6 +22,7 @@ from eyas.arguments import (
     generate_keywords,
     has_media,
     plain_number,
+    request_features,
     whole_number,
     with_generate_keywords,
 )
@@ -363,13 +364,14 @@ class LLM:
 
     def _features(self, params: Mapping[str, Any], eos: Collection[int]) -> tuple[RequestFeature, ...]:
         """Return what the keywords ask for beyond sampling."""
+        given = request_features(params["features"])
         asked = [name for name in FEATURE_KEYWORDS if params[name] is not None]
         if not asked:
-            return tuple(params["features"])
+            return given
         processors = tuple(as_processors(params["logits_processor"]))
         constraint, prediction = self._constraint(params, eos), self._prediction(params["prediction"])
         made = FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
-        return (*made, *params["features"])
+        return (*made, *given)
 
     def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
         """Return the constraint that the keywords ask for; None where the text is free."""

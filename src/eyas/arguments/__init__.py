@@ -44,6 +44,7 @@ __all__ = [
     "on_or_off",
     "placement_of",
     "plain_number",
+    "request_features",
     "whole_number",
     "with_generate_keywords",
 ]
@@ -359,6 +360,14 @@ def as_processors(given: Any) -> list[Any]:
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return list(given)
     return [given]
+
+
+def request_features(given: Any) -> tuple[RequestFeature, ...]:
+    """Request features as a tuple: a single one, or several."""
+    listed = tuple(given) if isinstance(given, Iterable) else (given,)
+    if wrong := [each for each in listed if not isinstance(each, RequestFeature)]:
+        raise OptionError(f"features are objects of subclasses of eyas.core.requests.RequestFeature, got {wrong[0]!r}")
+    return listed
 
 
 def as_stop_token_ids(given: Any) -> tuple[int, ...]:

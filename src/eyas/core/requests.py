@@ -26,6 +26,8 @@ class DecisionLabel(Protocol):
 class RequestFeature:
     """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
 
+    has_scores: bool = False  # as of the `RowFeature` that it opens; at most one feature of a request has scores
+
     @property
     def runs_per_node(self) -> tuple[str, ...]:
         """Names of what runs once for each node of a tree, which is slow."""
@@ -132,6 +134,8 @@ def check_request(request: Request, vocab: int) -> None:
         raise InputError(
             f"min_tokens must be from 0 to max_new_tokens ({request.max_new_tokens}), got {request.min_tokens}"
         )
+    if len(scoring := [type(f).__name__ for f in request.features if f.has_scores]) > 1:
+        raise InputError(f"{' and '.join(scoring)} both compute the distribution: ask for one of them")
     for feature in request.features:
         feature.check(request, vocab)
 

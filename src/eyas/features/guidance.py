@@ -76,6 +76,10 @@ class Guidance(RequestFeature):
     constraint: Constraint | None = None
 
     @property
+    def has_scores(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
     def runs_per_node(self) -> tuple[str, ...]:
         return tuple(type(processor).__name__ for processor in self.processors)
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eyas.errors import InputError
@@ -49,7 +50,7 @@ class LLGuidance:
         matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _unusable(structure, matcher.get_error())
-        return LLMatcher(matcher, self._vocabulary.words)
+        return LLMatcher(matcher, self._vocabulary)
 
 
 def _as_lark(structure: Structure) -> str:
@@ -94,13 +95,13 @@ class _Tokens:
 class LLMatcher:
     """A matcher of llguidance, at the end of an accepted text."""
 
-    def __init__(self, matcher: Any, words: int) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
-        self._words = words
+        self._vocabulary = vocabulary
 
     def copy(self) -> LLMatcher:
         """A matcher of its own at the same place."""
-        return LLMatcher(self._matcher.deep_copy(), self._words)
+        return LLMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:
         """Write the mask of every node that the text can reach into its row of `bits_NW`; the other
@@ -110,7 +111,7 @@ class LLMatcher:
     def _visit(
         self, node: int, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor, address: int
     ) -> None:
-        matcher, row_bytes = self._matcher, 4 * self._words
+        matcher, row_bytes = self._matcher, 4 * self._vocabulary.words
         matcher.unsafe_compute_mask_ptr(address + node * row_bytes, row_bytes)
         self._check()
         if not children[node] or matcher.is_stopped():
@@ -133,10 +134,20 @@ class LLMatcher:
         self._check()
         return accepted
 
-    def forced(self) -> bytes:
-        """Return the text that must come next, as far as the library knows it. It may begin and end
-        within a character."""
-        text: bytes = self._matcher.compute_ff_bytes()
+    def forced(self, limit: int) -> bytes:
+        """Return the text that must come next, as far as `limit` tokens reach; it may begin and end within a
+        character. The library's own function reads a forced text to its end, which can be the whole answer."""
+        text, bits_1W = b"", torch.full((1, self._vocabulary.words), -1, dtype=torch.int32)
+        accepted = 0
+        while accepted < limit and not self._matcher.is_stopped():
+            self.walk([[]], [0], bits_1W)
+            more, token = self._vocabulary.forced(bits_1W)
+            text += more
+            if token is None:
+                break
+            self._matcher.consume_token(token)
+            accepted += 1
+        self._matcher.rollback(accepted)
         return text
 
     def _check(self) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Vocabulary"]
 
+MAX_FORCED = 1000  # of more tokens that may follow, no text is common to all
+
 
 class Vocabulary:
     """The bytes of `size` tokens.
@@ -59,6 +61,26 @@ class Vocabulary:
         bytes_NX = bits_NW.view(torch.uint8).numpy()
         bool_NV = torch.from_numpy(np.unpackbits(bytes_NX, axis=-1, bitorder="little")).view(torch.bool)
         return bool_NV[:, : self.size], bool_NV[:, self.end]
+
+    def forced(self, bits_1W: Tensor) -> tuple[bytes, int | None]:
+        """Return the text that all allowed tokens begin with, as far as they are not parts of it; and the token that
+        is this text, if it is allowed. (b"", None) where the text may end.
+
+        Args:
+            bits_1W: as for `allowed`.
+        """
+        allowed_1V, ends_1 = self.allowed(bits_1W)
+        tokens = allowed_1V[0].nonzero()[:, 0].tolist()
+        if bool(ends_1[0]) or not 0 < len(tokens) <= MAX_FORCED:
+            return b"", None
+        by_text = {self.texts[token] or b"": token for token in tokens}
+        texts = sorted(by_text)
+        # a text that begins another one comes right before one that it begins
+        whole = [text for text, after in zip(texts, [*texts[1:], b""], strict=True) if not after.startswith(text)]
+        first, last = whole[0], whole[-1]
+        differ = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+        forced = first[: next(differ, min(len(first), len(last)))]
+        return forced, by_text.get(forced)
 
     def split(self, text: bytes) -> list[int]:
         """Return the tokens of a text in the middle of another one; none if the tokenizer has none

@@ -99,7 +99,7 @@ class GrammarConstraint:
         longer one then."""
         if limit < 1 or self.finished:
             return []
-        text = self._matcher.forced()
+        text = self._matcher.forced(limit + 1)
         return self._vocabulary.split(text)[:-1][:limit] if text else []
 
     def _next(self) -> tuple[Tensor, bool]:

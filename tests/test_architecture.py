@@ -32,7 +32,7 @@ LAYERS = {
     **dict.fromkeys(["runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     **dict.fromkeys(["api", "media"], 6),
-    **dict.fromkeys(["accelerate", "bench", "hooks", "recall", "serve"], 7),
+    **dict.fromkeys(["accelerate", "audit", "bench", "hooks", "recall", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line
 }

@@ -107,13 +107,13 @@ def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
-@pytest.mark.quick("best_of-*", "return_token_ids-*", "top_p-*", "messages-value23")
+@pytest.mark.quick("best_of-*", "return_tokens_as_token_ids-*", "top_p-*", "messages-value23")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("suffix", "b"), ("best_of", 4), ("bad_words", ["a"]), ("top_p", 1.5), ("typical_p", 0.9), ("temperature", "hot"),
         ("n", 0), ("stop", [""]), ("stop_token_ids", ["a"]), ("logit_bias", {"a": 1}), ("response_format", {"type": "x"}),
-        ("regex", "(a"), ("speculation", "nothing"), ("max_tokens", 10**6), ("return_token_ids", True), ("mirostat", 2),
+        ("regex", "(a"), ("speculation", "nothing"), ("max_tokens", 10**6), ("return_tokens_as_token_ids", True), ("mirostat", 2),
         ("allowed_token_ids", [1]), ("prompt", 5), ("echo", "x"), ("logprobs", "x"), ("chat_template", "{{ 1 }}"),
         ("tools", {}), ("tool_choice", 5), ("messages", [5]), ("messages", [{"role": "user"}]), ("chat_template_kwargs", 1),
         ("chat_template_kwargs", {"tokenize": False}), ("chat_template_kwargs", {"messages": []}),
@@ -133,6 +133,20 @@ def test_a_refusal_names_its_field(server: Running, field: str, value: Any) -> N
         where = {"max_tokens": ("max_tokens", "prompt", "messages")}.get(field, (field,))
         assert (response.status_code, error["param"] in where) == (400, True), error
         assert not any(words in error["message"] for words in ("Input should", "valid", "Field required", "Extra"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_of_a_completion(server: Running, stream: bool) -> None:
+    """Guards `return_token_ids`, by which an audit reads what was drawn: every token once, those without text too."""
+    body = {"prompt": PROMPTS[3], "max_tokens": 9, "temperature": 0, "stream": stream}
+    plain = post(server, "/v1/completions", body)
+    asked = post(server, "/v1/completions", {**body, "return_token_ids": True})
+    assert "token_ids" not in plain.text
+    lines = [line.removeprefix("data: ") for line in asked.text.splitlines() if "choices" in line]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    assert len(ids) == 9
+    assert server.service.decode(ids) == "".join(choice["text"] for choice in choices)
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         echoes=echoes,
         hides_answer=body.max_tokens == 0,
         prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
     )
     return await reply(service, request, body, dialect)
 
@@ -89,6 +90,7 @@ class Completion(Dialect):
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
     hides_answer: bool = False
     prompt_logprobs: bool = False  # in the form of vLLM, in addition to OpenAI's
+    token_ids: bool = False  # likewise
     _offsets: dict[int, TextOffsets] = field(default_factory=dict)  # in the answer of each sequence
 
     prefix = "cmpl"
@@ -109,7 +111,8 @@ class Completion(Dialect):
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         begins = delta.prefill and bool(self.echoes)
-        if not (delta.text or delta.finish or begins or delta.cycle or (self.logprobs and delta.token_ids)):
+        wants_tokens = self.logprobs or self.token_ids
+        if not (delta.text or delta.finish or begins or delta.cycle or (wants_tokens and delta.token_ids)):
             return []
         text = "" if self.hides_answer else delta.text
         choice = {
@@ -119,6 +122,8 @@ class Completion(Dialect):
             "finish_reason": "length" if delta.finish and self.hides_answer else delta.finish,
             "stop_reason": delta.stop_reason,
         }
+        if self.token_ids:
+            choice["token_ids"] = [] if self.hides_answer else list(delta.token_ids)
         if delta.prompt_logprobs and self.prompt_logprobs:
             choice["prompt_logprobs"] = self.texts.prompt(delta.prompt_logprobs)
         return [choice]

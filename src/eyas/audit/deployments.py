@@ -1,0 +1,169 @@
+"""Deployments: whatever turns a prompt into tokens, and can be asked again.
+
+    Deployment    the protocol: implement `generate`, and your engine can be audited
+    EyasDeployment           eyas in this process
+    TransformersDeployment   `model.generate` of transformers, with an assistant or without
+
+`audit.server` has servers. None of these knows what the audit does with the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from eyas.api import LLM
+from eyas.core.dormant import with_policy
+from eyas.core.engine import Decoder
+from eyas.core.params import Sampling
+from eyas.core.requests import Request, Step, check_steps
+from eyas.core.verify import verify
+
+__all__ = ["Answer", "Ask", "Deployment", "EyasDeployment", "TransformersDeployment", "answer_all"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The new tokens of one request.
+
+    Attributes:
+        cycles: how many tokens each cycle emitted, where that is known.
+        logprobs: log-probabilities of the tokens, from the raw logits, where they are known.
+    """
+
+    ids: tuple[int, ...]
+    cycles: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Answer:
+        """Return the answer of a record."""
+        lists = (record[name] for name in ("ids", "cycles", "logprobs"))
+        return cls(*(None if values is None else tuple(values) for values in lists))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: what `Deployment.generate` is called with."""
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords of `Deployment.generate`."""
+        s = self.sampling
+        sampled = {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "seed": s.seed}
+        return {"max_new_tokens": self.max_new_tokens, **sampled}
+
+
+class Deployment(Protocol):
+    """What is audited. A class with `generate` alone is enough; `generate_together` is optional.
+
+    Attributes:
+        name: for the report.
+    """
+
+    name: str
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+    ) -> Answer:
+        """Answer one request, alone. It ends after an end token, which is part of the answer, or at
+        max_new_tokens. temperature 0: greedy; top_k 0 and top_p 1: off."""
+
+
+def answer_all(deployment: Deployment, asks: Sequence[Ask], together: bool) -> list[Answer]:
+    """Return the answers to all requests, at the same time if `together` and if the deployment can do that."""
+    side_by_side = getattr(deployment, "generate_together", None)
+    if together and side_by_side is not None:
+        return list(side_by_side(asks))
+    return [deployment.generate(ask.prompt_ids, **ask.keywords()) for ask in asks]
+
+
+class EyasDeployment:
+    """eyas in this process.
+
+    Args:
+        rows: requests that are decoded at a time when several are asked together.
+        verify: the verification rule; another one than eyas' own is a bias put in on purpose.
+    """
+
+    def __init__(self, llm: LLM, name: str = "", rows: int = 4, verify: Any = verify) -> None:
+        self.llm, self.rows, self.verify = llm, rows, verify
+        self.name = name or f"eyas, {llm.method}"
+
+    def generate(self, prompt_ids: Sequence[int], **keywords: Any) -> Answer:
+        """Answer one request in a Decoder of its own."""
+        return self._decoded([self._request(prompt_ids, keywords)], 1)[0]
+
+    def generate_together(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Answer several requests, `rows` of them at a time."""
+        return self._decoded([self._request(ask.prompt_ids, ask.keywords()) for ask in asks], self.rows)
+
+    def _request(self, prompt_ids: Sequence[int], keywords: Mapping[str, Any]) -> Request:
+        return self.llm.request(list(prompt_ids), logprobs=0, **keywords)[0]
+
+    def _decoded(self, requests: Sequence[Request], rows: int) -> list[Answer]:
+        llm = self.llm
+        decoder = Decoder(llm.target, with_policy(llm.drafter, llm.policy), rows, verify=self.verify)
+        numbers = [decoder.add(request) for request in requests]
+        steps: dict[int, list[Step]] = {number: [] for number in numbers}
+        while not decoder.finished:
+            for step in check_steps(decoder.step()):
+                steps[step.request_id].append(step)
+        return [_answer(steps[number]) for number in numbers]
+
+
+def _answer(steps: Sequence[Step]) -> Answer:
+    logprobs = tuple(entry.logprob for step in steps for entry in step.extra.get("logprobs", ()))
+    cycles = tuple(len(step.tokens) for step in steps if step.tokens)
+    return Answer(tuple(token for step in steps for token in step.tokens), cycles, logprobs or None)
+
+
+class TransformersDeployment:
+    """`generate` of transformers.
+
+    Args:
+        options: further keywords of `generate`, such as `assistant_model` or `prompt_lookup_num_tokens`.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, eos: Sequence[int], **options: Any) -> None:
+        self.model, self.name, self.eos, self.options = model, name, sorted(eos), options
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+    ) -> Answer:
+        """Answer one request; the seed is that of torch's own generator."""
+        torch.manual_seed(seed)
+        ids = torch.tensor([list(prompt_ids)], device=self.model.device)
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        made = self.model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self.eos or None,
+            pad_token_id=self.eos[0] if self.eos else 0,
+            **(sampled if temperature else {"do_sample": False}),
+            **self.options,
+        )
+        return Answer(tuple(made[0, len(prompt_ids) :].tolist()))

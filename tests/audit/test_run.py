@@ -208,6 +208,7 @@ class Interrupting:
         return Answer(tuple(np.random.default_rng(seed).integers(zoo.VOCAB, size=max_new_tokens).tolist()))
 
 
+@pytest.mark.slow
 def test_an_interrupted_audit_goes_on(referee: Referee, tmp_path: Path) -> None:
     """Guards the records: nothing that is done is asked again, the report is the same, and other settings are refused."""
     plan = Plan(PROMPTS, (Sampling(1.0),), tokens=200, max_new_tokens=6, error=0.01)

@@ -47,6 +47,7 @@ print(status, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
 def test_the_commands_are_the_files(run: Run) -> None:
     assert set(names()) == {
         "accelerate",
+        "audit",
         "bench",
         "chat",
         "datastore",

@@ -174,14 +174,16 @@ def test_the_law_of_short_answers(referee: Referee) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_arm_in_the_real_loop(plain: eyas.LLM, drafting: eyas.LLM, referee: Referee, arm: str) -> None:
+def test_each_arm_in_the_real_loop(
+    plain: eyas.LLM, drafting: eyas.LLM, referee: Referee, arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the audit as a whole: with a bias put into eyas' verification it fails, without one it passes. False
-    alarm: 1e-3 for the plain arm, seeded; the power is stated by the audit itself, and must be enough."""
-    plan = Plan(PROMPTS, (Sampling(1.0),), tokens=6000, max_new_tokens=40)
+    alarm: 1e-3 for the plain arm, seeded. Power: above 0.95 for each of the others."""
+    monkeypatch.setattr("eyas.audit.run.power", lambda *arguments: 1.0)  # its simulation has tests of its own
+    plan = Plan(PROMPTS, (Sampling(0.5),), tokens=6000, max_new_tokens=40)
     report = audit(EyasDeployment(drafting, arm, 8, rule(arm)), EyasDeployment(plain, rows=8), referee, plan)
     assert report["verdict"] == ("passed" if arm == "plain" else "failed"), report["reasons"]
-    assert report["power"][0]["plain"] == 0.0
-    assert sampled_rows(report)[0][0] == "T = 1"
+    assert sampled_rows(report)[0][0] == "T = 0.5"
     assert report["greedy"]["errors"] == []  # these biases change nothing in greedy decoding
 
 

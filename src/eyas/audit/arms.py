@@ -6,7 +6,7 @@ stated before an audit runs; and verification rules for eyas' own loop (`eyas au
     temperature_10   by 10 %
     relaxed          a draft is accepted with min(1, 2 p / q)
     wrong_q          drafts come from q, and are tested against another q: q^0.7, normalised
-    read_twice       the noise of a draw is read again at the next one (in the loop: by every token of a cycle)
+    read_twice       two neighbouring positions read the same noise
 
 For the power, q is the target's p with errors of the size that good drafts have (acceptance about 0.75), without any
 direction that all positions share; a draft that errs in one direction is found sooner.
@@ -160,7 +160,7 @@ def _biased_answers(law: Mapping[tuple[int, ...], float], arm: str) -> dict[tupl
     for prefix in mass:
         if prefix:
             children.setdefault(prefix[:-1], []).append(prefix)
-    biased = {(): 1.0}
+    biased: dict[tuple[int, ...], float] = {(): 1.0}
     for number, (prefix, longer) in enumerate(sorted(children.items(), key=lambda item: len(item[0]))):
         p_1K = np.array([[mass[child] / mass[prefix] for child in longer]])
         # each prefix has errors of its own: the row of this number
@@ -183,8 +183,7 @@ class _Noise(GumbelNoise):
         return super().accepts(self.factor * chance, *rest, **options)
 
     def gumbel(self, position_BN: Tensor, *rest: Any, **options: Any) -> Tensor:
-        first_BN = position_BN[:, :1].expand_as(position_BN)
-        return super().gumbel(first_BN if self.twice else position_BN, *rest, **options)
+        return super().gumbel(position_BN // 2 * 2 if self.twice else position_BN, *rest, **options)
 
 
 def rule(arm: str) -> Any:
@@ -193,6 +192,8 @@ def rule(arm: str) -> Any:
     def biased(draft: Any, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Any = None) -> Any:
         if arm in FACTORS:
             return verify(draft, scores_BNV / FACTORS[arm], position_B, noise, ops)
+        if draft.q_BNV is None:  # greedy rows
+            return verify(draft, scores_BNV, position_B, noise, ops)
         if arm == "relaxed":
             return verify(draft, scores_BNV, position_B, _Noise(noise, RELAXED))
         if arm == "wrong_q":

@@ -102,6 +102,7 @@ class Referee:
         self.model, self.eos, self.dtype, self.seed = model, frozenset(eos), dtype, seed
         config = model.config.get_text_config()
         self.layers, self.width = int(config.num_hidden_layers), int(config.hidden_size)
+        self.vocab = int(config.vocab_size)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
@@ -109,7 +110,7 @@ class Referee:
         """Return the raw logits, float32 [N + 1, V], of each token of an answer and of the one that
         would follow it."""
         ids = torch.tensor([[*prompt, *answer]], device=self.model.device)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self.model.get_input_embeddings().weight.shape[0]:  # type: ignore[union-attr]
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
             raise InputError("an answer has token ids that the target does not have: it comes from another model")
         keep = {"logits_to_keep": len(answer) + 1} if self._keeps else {}
         logits_NV: Tensor = self.model(ids, use_cache=False, **keep).logits[0, -len(answer) - 1 :]
@@ -205,7 +206,8 @@ class Referee:
 
     def law(self, prompt: Sequence[int], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
         """Return the probability of every answer of so many tokens, or that ends before; for a small top-k."""
-        open_answers, law = {(): 1.0}, dict[tuple[int, ...], float]()
+        open_answers: dict[tuple[int, ...], float] = {(): 1.0}
+        law: dict[tuple[int, ...], float] = {}
         for _ in range(length):
             longer = dict[tuple[int, ...], float]()
             logits_NV = self._last_logits([(*prompt, *answer) for answer in open_answers])
@@ -222,4 +224,6 @@ class Referee:
     def _last_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits after texts of one length, float32 [N, V]."""
         ids = torch.tensor([list(text) for text in texts], device=self.model.device)
-        return torch.cat([self.model(some, use_cache=False).logits[:, -1].float().cpu() for some in ids.split(16)])
+        return torch.cat(
+            [self.model(some, use_cache=False).logits[:, -1].float().cpu() for some in torch.split(ids, 16)]
+        )

@@ -53,7 +53,7 @@ def greedy_lines(greedy: Mapping[str, Any]) -> list[str]:
 
 def sampled_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each sampling: tokens, tokens that cannot be drawn, the smallest p-value and its test."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one in [*report["sampled"], {"sampling": "short answers"}]:
         tests = [test for test in report["tests"] if (test["name"] == "sequences") == ("tokens" not in one)]
         tests = [test for test in tests if test["name"] == "sequences" or test["sampling"] == one["sampling"]]

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +118,15 @@ class _Run:
     # --- greedy ---
 
     def greedy(self) -> dict[str, Any]:
-        plan, texts = self.plan, {}
+        plan, texts = self.plan, dict[str, list[Answer]]()
         asks = [Ask(prompt, plan.max_new_tokens, Sampling()) for prompt in plan.prompts]
-        order = (("plain 1", self.plain), ("alone 1", self.deployment), ("alone 2", self.deployment))
-        order += (("plain 2", self.plain), ("together", self.deployment))
-        for done, (name, asked) in enumerate(order):
+        order = {"plain 1": self.plain, "alone 1": self.deployment, "alone 2": self.deployment, "plain 2": self.plain}
+        order["together"] = self.deployment
+        for done, (name, asked) in enumerate(order.items()):
             self.on_progress(done, len(order), f"greedy, {name}")
             part = f"greedy-{name.replace(' ', '-')}"
-            texts[name] = self.records.answers(part, lambda a=asked, n=name: answer_all(a, asks, n == "together"))
-        flips, errors, judged = [], [], 0
+            texts[name] = self.records.answers(part, partial(answer_all, asked, asks, name == "together"))
+        flips, errors, judged = list[dict[str, Any]](), list[dict[str, Any]](), 0
         for mode in ("alone 1", "together"):
             for number, answer in enumerate(texts[mode]):
                 judged += len(answer.ids)
@@ -252,7 +252,7 @@ class _Run:
             asks = [
                 Ask(self.plan.prompts[number], SEQUENCE_LENGTH, replace(SEQUENCE, seed=10**5 + seed)) for seed in seeds
             ]
-            answers = self.records.answers(f"sequences-{first}", lambda a=asks: answer_all(self.deployment, a, True))
+            answers = self.records.answers(f"sequences-{first}", partial(answer_all, self.deployment, asks, True))
             seen.update(answer.ids for answer in answers if answer.ids)
         return sequence_test(dict(seen), law)
 
@@ -269,7 +269,7 @@ class _Run:
                 Ask(plan.prompts[p], plan.max_new_tokens, replace(sampling, seed=seed))
                 for p, seed in zip(prompts, seeds, strict=True)
             ]
-            answers = self.records.answers(f"{part}-{number}", lambda a=asks: answer_all(asked, a, True))
+            answers = self.records.answers(f"{part}-{number}", partial(answer_all, asked, asks, True))
             found += [(p, answer) for p, answer in zip(prompts, answers, strict=True) if answer.ids]
             have = sum(len(answer.ids) for _, answer in found)
             if have >= tokens:

@@ -184,10 +184,10 @@ def _deployment(
     if job.url:
         return _server(job.url, job, plain, extra)
     if job.assistant:
-        from transformers import AutoModelForCausalLM
+        from eyas.targets.pretrained import read_model
 
         with quiet(model.verbose):
-            assistant = AutoModelForCausalLM.from_pretrained(job.assistant, dtype=plain.target.dtype).eval()
+            assistant = read_model(job.assistant, plain.target.dtype, model.trust_remote_code, "assistant")
         name = f"generate of transformers with the assistant {job.assistant}"
         return TransformersDeployment(plain.target.model, name, sorted(plain.eos), assistant_model=assistant)
     return EyasDeployment(_drafting(model, draft, options), rows=job.concurrency)
@@ -204,8 +204,11 @@ def _server(url: str, job: AuditOptions, llm: LLM, extra: Mapping[str, Any]) -> 
 
     need_tokenizer(llm)
 
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+
     def encode(text: str) -> list[int]:
-        return list(encode_part(llm.tokenizer, text, "an answer")) if text else []
+        return encode_part(tokenizer, text, "an answer") if text else []
 
     key = os.environ.get("OPENAI_API_KEY", "")
     server = ServerDeployment(url, encode, sorted(llm.eos), model=job.model, rows=job.concurrency, extra=extra, key=key)

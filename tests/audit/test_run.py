@@ -17,7 +17,7 @@ from eyas.audit import Answer, EyasDeployment, Plan, Referee, TransformersDeploy
 from eyas.audit.arms import ARMS, rule
 from eyas.audit.referee import DTYPES, tolerance
 from eyas.audit.report import html_page, sampled_rows, write_report
-from eyas.audit.run import describe, judged
+from eyas.audit.run import describe, judge
 from eyas.audit.statistics import Finding
 from eyas.core.params import Sampling
 from eyas.errors import InputError, OptionError
@@ -242,7 +242,7 @@ def test_verdicts() -> None:
         tests = [Finding("level", p_value, 100, "too rare"), Finding("lag", 0.5, 100, "")]
         plan = {"tokens": 100}
         report = {"greedy": greedy, "sampled": [{**sampled, "tests": tests}], "plan": plan}
-        return judged({**report, "power": [{"sampling": "T = 1", **dict.fromkeys(ARMS, power)}]}, 0.01)
+        return judge({**report, "power": [{"sampling": "T = 1", **dict.fromkeys(ARMS, power)}]}, 0.01)
 
     assert verdict(0.004, 1.0)["verdict"] == verdict(0.004, 0.1)["verdict"] == "failed"
     assert verdict(0.006, 1.0)["verdict"] == "passed"  # 0.01 / 2 by Holm

@@ -189,7 +189,9 @@ class _Noise(GumbelNoise):
 def rule(arm: str) -> Any:
     """Return the verification rule of eyas with this bias, for `EyasDeployment`; for drafts that are sampled from q."""
 
-    def biased(draft: Any, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Any = None) -> Any:
+    def verify_with_bias(
+        draft: Any, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise, ops: Any = None
+    ) -> Any:
         if arm in FACTORS:
             return verify(draft, scores_BNV / FACTORS[arm], position_B, noise, ops)
         if draft.q_BNV is None:  # greedy rows
@@ -203,4 +205,4 @@ def rule(arm: str) -> Any:
         chosen = replace(draft, q_BNV=None)  # the same tree, along the target's own draws
         return verify(chosen, scores_BNV, position_B, _Noise(noise, twice=True))
 
-    return verify if arm == "plain" else biased
+    return verify if arm == "plain" else verify_with_bias

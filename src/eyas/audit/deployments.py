@@ -106,16 +106,16 @@ class EyasDeployment:
 
     def generate(self, prompt_ids: Sequence[int], **keywords: Any) -> Answer:
         """Answer one request in a Decoder of its own."""
-        return self._decoded([self._request(prompt_ids, keywords)], 1)[0]
+        return self._decode([self._request(prompt_ids, keywords)], 1)[0]
 
     def generate_together(self, asks: Sequence[Ask]) -> list[Answer]:
         """Answer several requests, `rows` of them at a time."""
-        return self._decoded([self._request(ask.prompt_ids, ask.keywords()) for ask in asks], self.rows)
+        return self._decode([self._request(ask.prompt_ids, ask.keywords()) for ask in asks], self.rows)
 
     def _request(self, prompt_ids: Sequence[int], keywords: Mapping[str, Any]) -> Request:
         return self.llm.request(list(prompt_ids), logprobs=0, **keywords)[0]
 
-    def _decoded(self, requests: Sequence[Request], rows: int) -> list[Answer]:
+    def _decode(self, requests: Sequence[Request], rows: int) -> list[Answer]:
         llm = self.llm
         decoder = Decoder(llm.target, with_policy(llm.drafter, llm.policy), rows, verify=self.verify)
         numbers = [decoder.add(request) for request in requests]
@@ -153,7 +153,7 @@ class TransformersDeployment:
         top_p: float,
         seed: int,
     ) -> Answer:
-        """Answer one request; the seed is that of torch's own generator."""
+        """Answer one request; torch's own generator gets the seed."""
         torch.manual_seed(seed)
         ids = torch.tensor([list(prompt_ids)], device=self.model.device)
         sampled = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -82,10 +82,10 @@ def html_page(report: Mapping[str, Any]) -> str:
     parts = [
         f"<h1>Is this deployment lossless? {escape(report['deployment'])}</h1>",
         f"<p class=verdict style='background:{COLORS[verdict]}'><b>{verdict}</b>. {SAYS[verdict]}</p>",
-        _listed(report["reasons"]),
+        _list(report["reasons"]),
         f"<p>Compared with: {escape(report['plain'])}. The deployment states {report['dtype']}.</p>",
         "<h2>Greedy</h2>",
-        _listed(greedy_lines(greedy)),
+        _list(greedy_lines(greedy)),
         _departures("Errors", greedy["errors"]),
         _departures("Flips at near ties", greedy["flips"]),
         "<p>A margin is the distance of the referee's logits of its own token and the deployment's, given the same text. "
@@ -124,7 +124,7 @@ def _departures(title: str, found: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _listed(lines: Iterable[str]) -> str:
+def _list(lines: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 

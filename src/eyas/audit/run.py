@@ -191,7 +191,7 @@ class _Run:
         for i, sampling in enumerate(self.plan.samplings):
             self.on_progress(i, len(self.plan.samplings), "pilot")
             tokens = min(PILOT_TOKENS, self.plan.tokens)
-            answers = self._collected(f"pilot-{i}", self.plain, sampling, tokens, 10**7 * (i + 1) + 5 * 10**6)
+            answers = self._collect(f"pilot-{i}", self.plain, sampling, tokens, 10**7 * (i + 1) + 5 * 10**6)
             p_NV = torch.cat([self._p(self.plan.prompts[prompt], answer, sampling) for prompt, answer in answers])
             lengths = [len(answer.ids) for _, answer in answers]
             places = np.concatenate([np.arange(length) for length in lengths])
@@ -214,11 +214,11 @@ class _Run:
         chosen = int(np.argmax(entropies))
         return chosen, laws[chosen]
 
-    def sampled(self) -> list[dict[str, Any]]:
+    def sample(self) -> list[dict[str, Any]]:
         """Return the tests of each sampling."""
         plan, found = self.plan, []
         for i, sampling in enumerate(plan.samplings):
-            answers = self._collected(f"sampled-{i}", self.deployment, sampling, plan.tokens, 10**7 * (i + 1))
+            answers = self._collect(f"sampled-{i}", self.deployment, sampling, plan.tokens, 10**7 * (i + 1))
             evidence, outside, edge = [], [], 0
             for number, (prompt, answer) in enumerate(answers):
                 self.on_progress(number, len(answers), "the referee reads")
@@ -256,7 +256,7 @@ class _Run:
             seen.update(answer.ids for answer in answers if answer.ids)
         return sequence_test(dict(seen), law)
 
-    def _collected(
+    def _collect(
         self, part: str, asked: Deployment, sampling: Sampling, tokens: int, first_seed: int
     ) -> list[tuple[int, Answer]]:
         """Return (number of the prompt, answer), until so many tokens are there; prompts by turns."""
@@ -304,11 +304,11 @@ def audit(
     if plan.tokens and plan.samplings:
         report["power"] = run.pilot()
         on_power(report["power"])
-        report["sampled"], report["sequences"] = run.sampled(), run.sequences()
-    return judged(report, plan.error)
+        report["sampled"], report["sequences"] = run.sample(), run.sequences()
+    return judge(report, plan.error)
 
 
-def judged(report: dict[str, Any], error: float) -> dict[str, Any]:
+def judge(report: dict[str, Any], error: float) -> dict[str, Any]:
     """Return the report with its verdict and the reasons."""
     tests: list[tuple[str, Finding]] = [(one["sampling"], test) for one in report["sampled"] for test in one["tests"]]
     if (sequences := report.get("sequences")) is not None:

@@ -80,7 +80,7 @@ class ServerDeployment:
         for fields in FIELDS:
             self.fields = fields
             try:
-                choice = self._completed(self._body(prompt_ids, 4, temperature=0.0))["choices"][0]
+                choice = self._complete(self._body(prompt_ids, 4, temperature=0.0))["choices"][0]
             except InputError as error:
                 if fields == FIELDS[-1] or "answers HTTP 4" not in str(error):
                     raise
@@ -94,7 +94,7 @@ class ServerDeployment:
         """Answer one request."""
         if not self.ids_from:
             self.probe(prompt_ids)
-        response = self._completed(self._body(prompt_ids, max_new_tokens, **sampling))
+        response = self._complete(self._body(prompt_ids, max_new_tokens, **sampling))
         choice = response["choices"][0]
         ids, logprobs = self._ids(choice), _logprobs(choice)
         counted = (response.get("usage") or {}).get("completion_tokens", len(ids))
@@ -124,19 +124,19 @@ class ServerDeployment:
         return list(self.encode(choice.get("text") or ""))
 
     def _first_model(self) -> str:
-        listed = self._asked("/models", None)
+        listed = self._send("/models", None)
         try:
             return str(listed["data"][0]["id"])
         except (LookupError, TypeError):
             raise InputError(f"{self.url}/models lists no model: is this the base URL of the interface?") from None
 
-    def _completed(self, body: Mapping[str, Any]) -> Any:
-        response = self._asked("/completions", body)
+    def _complete(self, body: Mapping[str, Any]) -> Any:
+        response = self._send("/completions", body)
         if not isinstance(response, dict) or not response.get("choices"):
             raise InputError(f"{self.url}/completions has answered without choices: {one_line(response, 120)}")
         return response
 
-    def _asked(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)

@@ -188,7 +188,7 @@ def _uniform(name: str, rows_N: np.ndarray, u_N: np.ndarray, cells: int, words: 
 
 
 def sequence_test(seen: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> Finding | None:
-    """Test whether whole answers have their exact probabilities; those of small probability are one cell.
+    """Test whether whole answers have their exact probabilities; improbable answers share a cell.
 
     Args:
         seen: how often each answer was given.

@@ -103,7 +103,7 @@ def command(*, job: AuditOptions, draft: DraftOptions, model: TargetOptions, opt
         deployment = _deployment(job, model, draft, options, plain, extra)
         compared = _server(job.plain_url, job, plain, extra) if job.plain_url else _plain(plain, job)
         settings = {**asdict(model), **asdict(draft), **dict(options), **asdict(job)}
-        report = _audited(deployment, compared, _referee(plain, job), plan, folder, settings)
+        report = _run_audit(deployment, compared, _referee(plain, job), plan, folder, settings)
     return _shown(report, folder, job.as_json)
 
 
@@ -220,7 +220,7 @@ def _server(url: str, job: AuditOptions, llm: LLM, extra: Mapping[str, Any]) -> 
     return server
 
 
-def _audited(
+def _run_audit(
     deployment: Deployment,
     plain: Deployment,
     referee: Referee,
@@ -295,7 +295,7 @@ def _self_test(
     for arm, what in ARMS.items():
         deployment = EyasDeployment(llm, what, job.concurrency, rule(arm))
         settings = {**asdict(model), **asdict(chosen), **dict(options), **asdict(job), "arm": arm}
-        report = _audited(deployment, _plain(plain, job), _referee(plain, job), plan, folder / arm, settings)
+        report = _run_audit(deployment, _plain(plain, job), _referee(plain, job), plan, folder / arm, settings)
         expected = "passed" if arm == "plain" else "failed"
         wrong += report["verdict"] != expected
         rows.append((what, expected, report["verdict"], "; ".join(report["reasons"][:1])))

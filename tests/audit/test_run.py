@@ -88,6 +88,7 @@ def test_an_error_and_a_flip_at_a_near_tie(plain: eyas.LLM, referee: Referee, mo
     assert lenient["greedy"]["flips"]
 
 
+@pytest.mark.slow
 def test_wrong_logprobs_fail(plain: eyas.LLM, referee: Referee) -> None:
     """Guards the comparison of log-probabilities, NaN among them."""
     for shift in (0.01, float("nan")):
@@ -99,6 +100,7 @@ def test_wrong_logprobs_fail(plain: eyas.LLM, referee: Referee) -> None:
         assert report["reasons"] == ["36 log-probabilities are not the target's"]
 
 
+@pytest.mark.slow
 def test_an_empty_deployment_is_not_enough(plain: eyas.LLM, referee: Referee) -> None:
     """Guards against a pass for nothing."""
     report = audit(Wrong(plain, lambda answer: Answer(())), EyasDeployment(plain), referee, greedy_plan())

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from eyas.cli._errors import UsageError, interruptible, note
-from eyas.cli._files import InvalidLine, read_tasks
 from eyas.cli._load import load, need_tokenizer, quiet
 from eyas.cli._options import AS_JSON, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import print_table, progress_bar
@@ -149,6 +148,8 @@ def _prompts(job: AuditOptions, llm: LLM) -> tuple[tuple[int, ...], ...]:
     if job.prompts is None:
         need_tokenizer(llm)
         return tuple(llm.ids(prompt) for prompt in PROMPTS)
+    from eyas.cli._files import InvalidLine, read_tasks
+
     found = []
     for task in read_tasks(job.prompts):
         if isinstance(task, InvalidLine):

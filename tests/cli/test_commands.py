@@ -16,10 +16,10 @@ import pytest
 import eyas
 import processes
 from eyas import drafters, tiny
-from eyas.arguments.option_texts import list_options
 from eyas.bench import machine
 from eyas.cli import demo, doctor
 from eyas.cli._app import names
+from eyas.option_texts import list_options
 
 Run = Callable[..., Any]
 HERE = tiny.FOLDER.is_dir()  # looked up before any fixture puts something else there

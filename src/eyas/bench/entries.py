@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from eyas import checkpoints, drafters, tiny
 from eyas.api import LLM, new_policy
 from eyas.arguments import MODES, mode_of
-from eyas.arguments.option_texts import list_options, parse_option
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas.bench.run import VANILLA, reason_of
 from eyas.bench.simulate import parse_rates, simulated
@@ -34,6 +33,7 @@ from eyas.core.options import build_options, option_defaults
 from eyas.core.verify import verify
 from eyas.drafters import DraftMethod
 from eyas.errors import CheckpointError, EyasError, ModelError, OptionError, near
+from eyas.option_texts import list_options, parse_option
 
 __all__ = ["HEADS", "Entrants", "contestants"]
 

@@ -119,7 +119,7 @@ def load_target(model: TargetOptions, device: str | None = None) -> LLM:
 def _owners(option: str) -> list[str]:
     """Return the methods that have an option."""
     from eyas import drafters
-    from eyas.arguments.option_texts import list_options
+    from eyas.option_texts import list_options
 
     return [m for m in drafters.names() if any(o.name == option for o in list_options(drafters.find(m).Options))]
 

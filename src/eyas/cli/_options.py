@@ -24,9 +24,9 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ar
 from cyclopts import Group, Parameter, Token
 from rich.markup import escape
 
-from eyas.arguments.option_texts import Option, field_docstrings, list_options, parse_option, plain_type
 from eyas.core.params import Sampling
 from eyas.errors import OptionError
+from eyas.option_texts import Option, field_docstrings, list_options, parse_option, plain_type
 
 Options = TypeVar("Options")
 

@@ -55,7 +55,7 @@ def _describe(name: str) -> dict[str, Any]:
 def _text(method: dict[str, Any], in_full: bool) -> str:
     """A method as a paragraph that fits the terminal."""
     from eyas import drafters
-    from eyas.arguments.option_texts import list_options
+    from eyas.option_texts import list_options
 
     kind = "needs a draft head" if method["needs_head"] else "no draft head"
     trainable = "; trainable" if method["trainable"] else ""

@@ -2,7 +2,7 @@
 
 A field's help is the docstring below it. `Annotated[int, TRAINING]` marks an option that has no
 effect unless a head is trained, `Annotated[int, NEW_HEADS]` one that describes a head that is yet
-to be made. `arguments.option_texts` reads help and marks for people.
+to be made. `option_texts` reads help and marks for people.
 """
 
 from __future__ import annotations

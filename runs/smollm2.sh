@@ -74,7 +74,7 @@ bench)
   *) echo "the weights are float32, int8 and int4" >&2 && exit 2 ;;
   esac
   "$PYTHON" -m eyas bench --target smollm2-q4_1 --tasks "eagle:$DATA/eval/eagle" --limit "${LIMIT:-6}" --max-new-tokens 64 --probe 0 \
-    --methods "${METHODS:-suffix,prompt_lookup,eagle3,eagle3:draft_with=suffix}" --temperature 0 --temperature 1 \
+    --methods "${METHODS:-prompt_lookup:tree=auto,eagle3}" --temperature 0 --temperature 1 \
     --output "$OUT/bench_$2" "${rounded[@]}" ${HEAD:+--draft "eagle3=$HEAD"}
   ;;
 ship)

@@ -16,6 +16,7 @@ from test_architecture import EYAS, WINGS
 # Quick tests of each wing that need no other one. `wing_alone.py` imports all of a wing's modules before.
 TESTS = {
     "adaptive": ["adaptive/test_bandit.py", "adaptive/test_goodput.py"],
+    "audit": ["audit/test_statistics.py"],
     "bench": ["bench/test_rows.py", "bench/test_machine.py"],
     "exports": ["checkpoints/test_peagle.py"],
     "features": ["features/test_guidance.py"],

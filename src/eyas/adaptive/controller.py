@@ -71,7 +71,7 @@ class BatchState:
     """The bandit for one range of numbers of rows (1, 2 to 3, 4 to 7, ...), and the tree of its drafts."""
 
     bandit: Bandit
-    method: Arm  # the method's cycles alone, without those of the text's guesses; the bandit does not know it
+    method: Arm  # estimates the cycles that the method itself drafts; the bandit does not choose it
     size: TreeSize | None = None  # None: the method has no dynamic trees
     drafted: int = 0  # cycles since the method drafts again
     explore_debt: float = 0.0  # extra time of larger trees, in cycles; positive: no larger tree yet
@@ -299,13 +299,11 @@ class AdaptiveController:
         medians = state.bandit.medians
         measured = (method.kinds and method.seconds(medians)) or current.seconds
         mean, seconds = 1 + plan.accepted, measured / current.seconds * plan.seconds
-        # guesses from the text yield what they did
-        other_tokens, other_seconds = (
-            arm.mean - method.mean,
-            ((arm.kinds and arm.seconds(medians)) or measured) - measured,
-        )
+        # guesses from the text add as much as they did with the tree before
+        text_tokens = arm.mean - method.mean
+        text_seconds = ((arm.kinds and arm.seconds(medians)) or measured) - measured
         state.size = plan.size
-        arm.replace(mean + other_tokens, max(arm.variance, PLAN_VARIANCE), seconds + other_seconds)
+        arm.replace(mean + text_tokens, max(arm.variance, PLAN_VARIANCE), seconds + text_seconds)
         method.replace(mean, max(method.variance, PLAN_VARIANCE), seconds)
 
     def _seconds_by_size(self, rows: int) -> Array:

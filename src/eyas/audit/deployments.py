@@ -62,7 +62,7 @@ class Ask:
 
 
 class Deployment(Protocol):
-    """What is audited. A class with `generate` alone is enough; `generate_together` is optional.
+    """Interface of a deployment that can be audited. It needs `generate`; `generate_together` is optional.
 
     Attributes:
         name: for the report.

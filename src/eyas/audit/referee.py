@@ -1,7 +1,7 @@
 """The referee: the target's own forward, by transformers' code, over texts that a deployment has written.
 
 It reads each answer in one forward and says for every token what its probability was, how far it is
-from the most probable one, and what `audit.statistics` needs. Temperature, top-k and top-p are those of transformers'
+from the most probable one, and what `audit.statistics` needs. Temperature, top-k and top-p are applied by transformers'
 own processors. So no line of eyas' decoding is part of the judgement.
 
 **When is another token a near tie?** Take a stored number to be off by a relative error of root mean square e:
@@ -59,7 +59,7 @@ def tolerance(dtype: str, layers: int, width: int, spread: Any) -> Any:
 
 @dataclass(frozen=True)
 class GreedyJudgement:
-    """What the referee says about a greedy answer; arrays of N tokens.
+    """Compare each of the N tokens of a greedy answer with the referee's choice.
 
     Attributes:
         best: the referee's token, given the answer's own text before it.
@@ -76,7 +76,7 @@ class GreedyJudgement:
 
 @dataclass(frozen=True)
 class SampledJudgement:
-    """What the referee says about a sampled answer.
+    """Rate the tokens of a sampled answer by the referee's probabilities.
 
     Attributes:
         evidence: of the tokens inside the support.

@@ -45,7 +45,7 @@ TESTS = 14  # for one sampling, at most, so that the threshold is known beforeha
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked.
+    """Settings of an audit.
 
     Attributes:
         prompts: token ids.

@@ -28,7 +28,7 @@ from eyas.errors import InputError, one_line
 __all__ = ["ServerDeployment"]
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
-# What is asked for beyond OpenAI's fields; the first that the server does not refuse is used.
+# Fields beyond OpenAI's that return token ids or log-probabilities; the audit uses the first set that the server accepts.
 FIELDS: tuple[dict[str, Any], ...] = (
     {"return_token_ids": True, "logprobs": 0},
     {"return_tokens_as_token_ids": True, "logprobs": 1},

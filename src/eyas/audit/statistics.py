@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass
 class Evidence:
-    """What the referee says about tokens, in the order in which they were emitted; arrays of N.
+    """Numbers of N emitted tokens, in their order, which the tests read.
 
     Attributes:
         answer, place: the number of the token's answer, and its place there.

@@ -51,7 +51,7 @@ NOTES = (
 
 @option_group
 class AuditOptions:
-    """What is audited, and how thoroughly."""
+    """Which deployment to audit, and how thoroughly."""
 
     url: Annotated[str | None, "Server", "URL"] = None
     """A server of OpenAI's interface: http://127.0.0.1:8000/v1."""
@@ -61,7 +61,7 @@ class AuditOptions:
     model: Annotated[str, "Server", "NAME"] = ""
     """The model's name there. Default: the first one that the server lists."""
     server_dtype: Annotated[Literal["float32", "bfloat16", "float16", "int8"], "Server"] = "float32"
-    """What the deployment computes in: what rounding may explain follows from it."""
+    """The dtype that the deployment computes in. It decides how large a difference rounding may explain."""
     extra_body: Annotated[str | None, "Server", "JSON"] = None
     """Further fields of each request, as a JSON object."""
     assistant: Annotated[str | None, "Model", "PATH|HUB"] = None

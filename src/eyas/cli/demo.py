@@ -65,6 +65,7 @@ LEAST_GAIN = 1.03  # of drafts over plain decoding in the probe; less is nothing
 FRAME_SECONDS = 1 / 15
 BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
 DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
+TREE_LIMITS = {"nodes": "nodes", "depth": "levels", "branch": "children a node"}  # of `describe`, as people read them
 EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 98 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas
@@ -292,13 +293,15 @@ class Demo:
         size = self.sides[-1].drafter.describe()
         tree = ", ".join(f"{key} {value}" for key, value in size.items() if key != "kind")
         if tree and self.sides[-1].policy is not None:
-            tree = f"as large as pays on this machine, at most {tree}"
+            limits = ", ".join(f"{size[key]} {word}" for key, word in TREE_LIMITS.items() if key in size)
+            tree = f"as large as pays on this machine, at most {limits or tree}"
         drafts = "plain decoding" if method == "vanilla" else f"{method}{f' with tree {tree}' if tree else ''}"
         setup = f"{target.name}, {drafts}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")
         warnings = [load_of_others] if load_of_others else []
         if left_out:
-            warnings.append(f"{left_out} prompts were left out: this machine is slow or busy.")
+            prompts = "1 prompt was" if left_out == 1 else f"{left_out} prompts were"
+            warnings.append(f"{prompts} left out: this machine is slow or busy.")
         warnings += [f"prompt {n}: {r.difference}" for n, r in enumerate(rounds, start=1) if r.difference]
         if rates.get(method, rates["plain"]) < rates["plain"]:
             warnings.append(f"{method} was slower than plain decoding in this run.")

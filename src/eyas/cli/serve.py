@@ -64,8 +64,8 @@ class ServeOptions:
     """Responses whose conversation is kept in memory, for clients that go on by the id of a response or an item;
     0: none."""
     recall: Annotated[PositiveInt | None, "Speed", "MIB"] = None
-    """Draft also from earlier answers, and from texts sent to /v1/corpora: so much memory for those of each key.
-    Texts stay the same."""
+    """Draft also from earlier answers and from texts sent to /v1/corpora. Each key has so much memory for them.
+    Answers stay the same."""
     recall_minutes: Annotated[PositiveFloat | None, "Speed", "N"] = None
     """Forget texts that were not used for N minutes."""
     recall_shared: Annotated[bool, "Speed"] = False

@@ -94,7 +94,7 @@ class CycleInput:
     tokens_B: Tensor  # int64; the roots: each row's newest token, emitted and not yet in any cache; 0 in empty rows
     position_B: Tensor  # int64; the roots' absolute positions = numbers of committed tokens
     active_B: Tensor  # bool; False: the row is empty, and its results are ignored
-    sampling: tuple[Sampling, ...]  # the Sampling of each row; empty rows have that of an active one
+    sampling: tuple[Sampling, ...]  # the Sampling of each row; an empty row has the Sampling of an active one
     noise: GumbelNoise
     max_position: int  # upper bound of `position_B`, known to the host
     # [B, ...], adjustments by the texts up to the roots; None if no row's distribution depends on them
@@ -108,7 +108,7 @@ class CycleInput:
     # most acceptable nodes below each row's root; None: no limit; () if no row has one
     draft_limits: tuple[int | None, ...] = ()
     top_tokens: int | None = None  # most probable tokens whose log-probabilities are wanted; None: no log-probabilities
-    # the target's keys and values; slot s < `position_B` of a row holds those of its token s
+    # the target's keys and values; slot s < `position_B` of a row belongs to its token s
     target_cache: KVCache | None = None
     tree_size: TreeSize | None = None  # size of a dynamic tree in this cycle; None: the drafter's options decide
     chooser: NodeChooser | None = None  # for a method that `chooses_nodes`; None: all nodes are verified

@@ -106,9 +106,7 @@ LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, se
 @pytest.mark.slow
 @pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("name", ["suffix", "prompt_lookup", "rest", "eagle2", "lookahead"])
-def test_text_stays_the_same_whatever_is_chosen(
-    name: str, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_stays_the_same_whatever_is_chosen(name: str, with_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: rows of a pass have unequal trees, and one reads another's node; what a guess is worth moves a token.
     Greedy and sampled rows, batches that shrink; nodes that cost little, so that many are chosen."""
     monkeypatch.setattr(PassSeconds, "observe", lambda *_: None)  # a busy machine must not make nodes dear

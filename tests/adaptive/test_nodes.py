@@ -14,7 +14,15 @@ import zoo
 from curves import curve
 from eyas import drafters, kernels
 from eyas.adaptive import AdaptiveController
-from eyas.adaptive.nodes import CORRECTED_FROM, FORGOTTEN_AFTER, MIN_GAIN, PADDED, NodeChoice, PassSeconds
+from eyas.adaptive.nodes import (
+    CORRECT_EVERY,
+    CORRECTED_FROM,
+    FORGOTTEN_AFTER,
+    MIN_GAIN,
+    PADDED,
+    NodeChoice,
+    PassSeconds,
+)
 from eyas.core.dormant import with_policy
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
@@ -90,7 +98,7 @@ def test_passes_are_corrected_by_what_cycles_take() -> None:
     for _ in range(1 + CORRECTED_FROM):
         seconds.observe(16, 20.0)
     assert at(16) == 20.0
-    for _ in range(1 + FORGOTTEN_AFTER):
+    for _ in range(CORRECT_EVERY + FORGOTTEN_AFTER):
         seconds.observe(4, 3.0)
     assert at(16) == 6.0
 

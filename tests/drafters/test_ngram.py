@@ -280,7 +280,7 @@ def test_a_tree_is_no_larger_than_its_guesses_need(counts: tuple[int, int], node
     """Guards the price of a cycle that has little to propose: few sizes of trees, one node when
     there is nothing."""
     guesses = [[Guess(0, 5 + i, 0.0) for i in range(count)] for count in counts]
-    draft = TextSession(2, lambda: None, 7, 3, scored=True)._tree([1, 2], guesses, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    draft = TextSession(2, lambda: None, 7, 3, scored=True)._draft([1, 2], guesses, torch.tensor([1, 2]))  # type: ignore[arg-type,return-value]
     assert draft.tree.nodes == nodes
     assert draft.tree.acceptable_BN.sum(1).tolist() == [1 + count for count in counts]
     assert draft.tokens_BN[:, 0].tolist() == [1, 2]

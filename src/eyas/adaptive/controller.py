@@ -192,7 +192,7 @@ class AdaptiveController:
         rows, sampling = cycle_input.active_rows, cycle_input.sampling
         # scores that are not the logits themselves are computed for padding too
         is_padded = cycle_input.adjustments is not None or any(not sampling[b].greedy for b in rows)
-        return NodeChoice(self._passes, len(rows), is_padded or not self.skips_padding, rival)
+        return self._passes.choice(len(rows), is_padded or not self.skips_padding, rival)
 
     def observe(self, steps: Sequence[Step]) -> None:
         """Learn from one cycle: its Steps, one of each active row."""

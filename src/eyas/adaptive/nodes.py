@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -30,6 +31,7 @@ MIN_GAIN = 1.02  # the expected rate with drafts over that of plain decoding, fr
 MOST_NODES = 256  # most nodes below the roots, of all rows together
 PADDED = (0, 1, 2, 4, 8, 16, 32, 64)  # nodes below the root of a row, where rows are padded (`core.tree.padded_nodes`)
 CORRECTIONS = 9  # cycles whose median corrects a measured pass
+CORRECT_EVERY = 8  # cycles from one correction to the next
 CORRECTED_FROM = 3  # cycles from which on a size has a correction of its own
 FORGOTTEN_AFTER = 256  # cycles without a pass of that size, after which the correction is forgotten
 FAR = 64  # times the largest measured pass: up to there its slope goes on
@@ -39,6 +41,8 @@ Array = np.ndarray[Any, Any]
 
 class PassSeconds:
     """Seconds of a cycle by the tokens of its pass.
+
+    A cycle takes milliseconds, so it only notes what it took; corrections are made from the notes now and then.
 
     Args:
         tokens: the sizes of passes that were measured, ascending.
@@ -53,6 +57,8 @@ class PassSeconds:
         self._ratios = [deque[float](maxlen=CORRECTIONS) for _ in self._tokens_G]
         self._seen_at = [0] * len(self._ratios)  # number of the last cycle of each size
         self._cycles = 0
+        self._places = dict[int, tuple[int, float]]()  # by tokens: the next measured size, and the seconds by the costs
+        self._choices = dict[tuple[int, bool, float], NodeChoice]()  # made since the last correction
 
     def __call__(self, tokens_K: Array) -> Array:
         """Return the seconds of passes over these numbers of tokens."""
@@ -63,14 +69,29 @@ class PassSeconds:
         """What such passes take at present over what was measured."""
         return float(self(np.array(tokens)) / np.interp(tokens, self._tokens_G, self._measured_G))
 
+    def choice(self, rows: int, padded: bool, rival: float = 0.0) -> NodeChoice:
+        """Return a `NodeChoice` with these arguments, made anew only after a correction."""
+        key = rows, padded, rival
+        if key not in self._choices:
+            self._choices[key] = NodeChoice(self, rows, padded, rival)
+        return self._choices[key]
+
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from a cycle whose pass had so many tokens; not from the first of a size, which includes one-off
         work, such as measuring the costs."""
-        place = int(np.searchsorted(self._tokens_G, tokens))
+        if tokens not in self._places:
+            place = int(np.searchsorted(self._tokens_G, tokens))
+            self._places[tokens] = place, float(np.interp(tokens, self._tokens_G, self._measured_G))
+        place, measured = self._places[tokens]
         self._cycles += 1
+        ratios = self._ratios[place]
         if self._seen_at[place]:
-            self._ratios[place].append(seconds / float(np.interp(tokens, self._tokens_G, self._measured_G)))
+            ratios.append(seconds / measured)
         self._seen_at[place] = self._cycles
+        if len(ratios) == CORRECTED_FROM or self._cycles % CORRECT_EVERY == 0:
+            self._correct()
+
+    def _correct(self) -> None:
         correction, corrections = 1.0, list[float]()
         for ratios, seen_at in zip(self._ratios, self._seen_at, strict=True):
             if self._cycles - seen_at > FORGOTTEN_AFTER:
@@ -79,6 +100,7 @@ class PassSeconds:
             correction = median(ratios) if len(ratios) >= CORRECTED_FROM else correction
             corrections.append(correction)
         self._seconds_G = np.maximum.accumulate(self._measured_G * corrections)
+        self._choices.clear()
 
 
 class NodeChoice:
@@ -93,32 +115,30 @@ class NodeChoice:
     def __init__(self, seconds: PassSeconds, rows: int, padded: bool, rival: float = 0.0) -> None:
         self.rows, self.padded = rows, padded
         # nodes below all roots, padding included
-        self._nodes_K = np.array(PADDED) * rows if padded else np.arange(MOST_NODES + 1)
-        self._seconds_K = seconds(rows + self._nodes_K)
+        nodes_K = np.array(PADDED) * rows if padded else np.arange(MOST_NODES + 1)
+        seconds_K = seconds(rows + nodes_K)
         # expected tokens that make up for the time of so many nodes
-        self._break_even_K = self._seconds_K * max(rows / self._seconds_K[0], rival) * MIN_GAIN - rows
-
-    @property
-    def least(self) -> float:
-        """See `NodeChooser`."""
-        return float((self._break_even_K[1:] / self._nodes_K[1:]).min())
+        break_even_K = seconds_K * max(rows / seconds_K[0], rival) * MIN_GAIN - rows
+        self.least = float((break_even_K[1:] / nodes_K[1:]).min())  # see `NodeChooser`
+        self._seconds: list[float] = seconds_K.tolist()
+        self._break_even: list[float] = break_even_K.tolist()
 
     def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """See `NodeChooser`."""
         if self.padded:
-            accepted_K = np.array([sum(sum(row[:count]) for row in chances) for count in PADDED])
-            count = PADDED[self._best(accepted_K)]
+            accepted = [sum(sum(row[:count]) for row in chances) for count in PADDED]
+            count = PADDED[self._best(accepted)]
             return [min(len(row), count) for row in chances]
-        row_N = np.repeat(np.arange(len(chances)), [len(row) for row in chances])
-        chance_N = np.array([chance for row in chances for chance in row])
-        order_N = np.argsort(-chance_N, kind="stable")  # nodes of a row stay in their order
-        accepted_K = np.concatenate([[0.0], chance_N[order_N].cumsum()])[: len(self._nodes_K)]
-        counts: list[int] = np.bincount(row_N[order_N[: self._best(accepted_K)]], minlength=len(chances)).tolist()
+        # stable: nodes of a row stay in their order
+        ranked = sorted(((chance, row) for row, each in enumerate(chances) for chance in each), key=lambda n: -n[0])
+        accepted = list(accumulate((chance for chance, _ in ranked[:MOST_NODES]), initial=0.0))
+        counts = [0] * len(chances)
+        for _, row in ranked[: self._best(accepted)]:
+            counts[row] += 1
         return counts
 
-    def _best(self, accepted_K: Array) -> int:
+    def _best(self, accepted: Sequence[float]) -> int:
         """Return the place of the highest rate; 0: no nodes."""
-        count = len(accepted_K)
-        rate_K = (self.rows + accepted_K) / self._seconds_K[:count]
-        best = int(rate_K.argmax())
-        return best if accepted_K[best] > self._break_even_K[best] else 0
+        rates = [(self.rows + tokens) / seconds for tokens, seconds in zip(accepted, self._seconds, strict=False)]
+        best = rates.index(max(rates))
+        return best if accepted[best] > self._break_even[best] else 0

@@ -49,12 +49,12 @@ class Adjustments:
         def stacked(name: str) -> Tensor | None:
             parts = [None if text is None else getattr(text, name) for text in texts]
             like = next((part for part in parts if part is not None), None)
-            return (
-                None
-                if like is None
-                else torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
-            )
+            if like is None:
+                return None
+            return torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
 
+        if all(text is None for text in texts):
+            return None
         batch = {field.name: stacked(field.name) for field in fields(cls)}
         return cls(**batch) if any(x is not None for x in batch.values()) else None
 

@@ -299,8 +299,6 @@ class DormantSession(DraftSession):
     def draft(self, cycle_input: CycleInput) -> Draft:
         decision = self._decide(cycle_input)
         plain, fallback = decision.plain, decision.fallback
-        if decision is not FIXED:
-            cycle_input = replace(cycle_input, tree_size=decision.tree_size, chooser=decision.chooser)
         all_plain = bool(plain) and plain.issuperset(cycle_input.active_rows)
         self.dormant_input = cycle_input if all_plain or fallback is not None else None
         if all_plain:
@@ -309,6 +307,8 @@ class DormantSession(DraftSession):
             return Draft(self.root_tree, root_tokens_B[:, None])
         if fallback is None:
             self._wake(cycle_input)
+            if decision is not FIXED:
+                cycle_input = replace(cycle_input, tree_size=decision.tree_size, chooser=decision.chooser)
             draft = self.session.draft(cycle_input)
         else:
             draft = self.fallback_draft or self._draft_fallback(decision, cycle_input)

@@ -71,11 +71,7 @@ class NodeChooser(Protocol):
     """Decides which nodes that could be drafted are worth the time that they take in the target's pass."""
 
     padded: bool  # whether every row takes the time of the largest tree's nodes
-
-    @property
-    def least(self) -> float:
-        """Nodes with a smaller chance to be accepted are not worth their time."""
-        ...
+    least: float  # nodes with a smaller chance to be accepted are not worth their time
 
     def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many nodes of each row to verify, all rows weighed together.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -100,7 +101,6 @@ class TextSession(DraftSession):
         self.scored = scored
         self.indexes = [index() for _ in range(rows)]
         self.active = [False] * rows  # in the cycle under way
-        self.root_tree: Tree | None = None  # the tree of cycles without a guess, made at the first one
 
     def truncate(self, row: int, length: int) -> int:
         self.indexes[row].cut(length)
@@ -142,11 +142,7 @@ class TextSession(DraftSession):
             ordered = [_best_first(row, limit) for row, limit in zip(guesses, limits, strict=True)]
             counts = chooser.choose([chances for _, chances in ordered])
             guesses = [row[:count] for (row, _), count in zip(ordered, counts, strict=True)]
-        if not any(guesses):
-            root_tokens_B = cycle_input.tokens_B
-            self.root_tree = self.root_tree or Tree.chain(len(root_tokens_B), 1, root_tokens_B.device)
-            return Draft(self.root_tree, root_tokens_B[:, None])
-        return self._tree(roots, guesses, cycle_input.tokens_B.device)
+        return self._draft(roots, guesses, cycle_input.tokens_B)
 
     def _guesses(self, row: int, cycle_input: CycleInput, least: float) -> list[Guess]:
         """Return the guesses of one row, with those of its request's features."""
@@ -155,26 +151,35 @@ class TextSession(DraftSession):
             guesses = feature.guesses(guesses, self.depth, least)
         return own if guesses is own else _best_first(guesses, self.nodes - 1)[0]
 
-    def _tree(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], device: torch.device) -> Draft:
-        nodes = min(padded_nodes(max(map(len, guesses))), self.nodes)
+    def _draft(self, roots: Sequence[int], guesses: Sequence[Sequence[Guess]], tokens_B: Tensor) -> Draft:
+        tree = _tree(tuple(tuple(g.parent for g in row) for row in guesses), self.nodes, self.depth, tokens_B.device)
+        if tree.nodes == 1:
+            return Draft(tree, tokens_B[:, None])
 
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
             """[B, N]: the entry of the root, the entries of the guesses, padding."""
             pairs = zip(roots, guesses, strict=True)
-            rows = [[root(t), *map(column, row), *[padding] * (nodes - 1 - len(row))] for t, row in pairs]
-            return torch.tensor(rows, device=device)
+            rows = [[root(t), *map(column, row), *[padding] * (tree.nodes - 1 - len(row))] for t, row in pairs]
+            return torch.tensor(rows, device=tokens_B.device)
 
-        parents_BN = table(lambda _: -1, lambda guess: guess.parent, 0)
-        acceptable_BN = table(lambda _: True, lambda _: True, False)
         scores_BN = table(lambda _: 0.0, lambda guess: guess.logp, -math.inf) if self.scored else None
-        tokens_BN = table(lambda root: root, lambda guess: guess.token, 0)
-        counts = tuple(1 + len(row) for row in guesses)
-        return Draft(Tree.build(parents_BN, self.depth, acceptable_BN, counts), tokens_BN, scores_BN)
+        return Draft(tree, table(lambda root: root, lambda guess: guess.token, 0), scores_BN)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         rows = zip(verdict.tokens_BP.tolist(), verdict.length_B.tolist(), self.active, strict=True)
         for row, (tokens, length, active) in enumerate(rows):
             self._learn(row, tokens[1:length] if active else [])
+
+
+@lru_cache(256)
+def _tree(parents: tuple[tuple[int, ...], ...], max_nodes: int, max_depth: int, device: torch.device) -> Tree:
+    """Return the tree whose nodes below the root have these parents; most cycles have one of a few trees."""
+    counts = tuple(1 + len(row) for row in parents)
+    nodes = min(padded_nodes(max(counts) - 1), max_nodes)
+    table = [[-1, *row, *[0] * (nodes - 1 - len(row))] for row in parents]
+    acceptable_BN = torch.arange(nodes, device=device) < torch.tensor(counts, device=device)[:, None]
+    depth = min(max_depth, max(counts) - 1)
+    return Tree.build(torch.tensor(table, device=device), depth, acceptable_BN, counts)
 
 
 def _best_first(guesses: Sequence[Guess], limit: int | None) -> tuple[list[Guess], list[float]]:

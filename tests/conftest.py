@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 
 try:
     from eyas import kernels
@@ -20,6 +21,9 @@ except ImportError:  # `make wings` tests each wing without the others
 
 COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "tests"
 (COMPILED / "eyas" / "kernels" / "failure.json").unlink(missing_ok=True)  # there may be a compiler now
+# threads that wait for each other on a busy machine make a test of seconds one of minutes
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # torch's code for AMX dies on some virtual machines
 os.environ["XDG_CACHE_HOME"] = str(COMPILED)  # while tests are collected: some of them ask for the kernels then
 CPU_SECONDS = 300  # of the test's own process; `timeout` in pyproject.toml ends a test that hangs

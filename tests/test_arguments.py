@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eyas import tiny
-from eyas.arguments import GenerateKeywords, generate_keywords
-from eyas.errors import EyasError
+from eyas.arguments import GenerateKeywords, as_logit_bias, generate_keywords
+from eyas.errors import EyasError, OptionError
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,11 @@ def test_the_page_runs() -> None:
     exec(compile("\n".join(lines), "docs/names.md", "exec"), names)
     first, last = (value for name, value in names.items() if re.fullmatch(r"r\d+", name))
     assert first.token_ids == last.token_ids
+
+
+@pytest.mark.parametrize("key", ["5_0", " 5", "+5", "\u0665", "5.0", 5.7, True, None])
+def test_keys_of_a_logit_bias_are_token_ids(key: object) -> None:
+    """Bug: what `int` reads as a number of its own kind moves another token than was meant."""
+    assert as_logit_bias({"50": 1, 7: 2}) == ((7, 2.0), (50, 1.0))
+    with pytest.raises(OptionError, match="logit_bias maps token ids to numbers"):
+        as_logit_bias({key: 1})

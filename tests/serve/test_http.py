@@ -78,6 +78,7 @@ def test_figures_of_speculation(server: Running) -> None:
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "JSON"),
         (b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}", 400, ""),
         (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+        (b'{"prompt": "x", "metadata": {"a": [NaN]}}', 400, "NaN"),
         (b'{"prompt": [1, 99999999]}', 400, "99999999"),
         (b'{"prompt": []}', 400, "prompt"),
         (b'{"prompt": ""}', 400, "empty"),
@@ -102,6 +103,12 @@ def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int
     assert error.keys() == {"message", "type", "param", "code"}
     assert words in error["message"] + str(error["param"])
     assert "\n" not in error["message"]
+
+
+def test_a_text_about_nan(server: Running) -> None:
+    """Bug: the word is taken for the number."""
+    body = {"prompt": "NaN, Infinity", "metadata": {"NaN": "-Infinity"}, "max_tokens": 1}
+    assert httpx2.post(f"{server.v1}/completions", json=body, timeout=120).status_code == 200
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}

@@ -397,9 +397,17 @@ def as_logit_bias(given: Any) -> tuple[tuple[int, float], ...]:
     """A logit bias as sorted pairs; its keys may be strings of digits, as in JSON."""
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
-        return tuple(sorted((int(plain_number(token)), float(plain_number(bias))) for token, bias in pairs))
+        return tuple(sorted((_token_id(token), float(plain_number(bias))) for token, bias in pairs))
     except (TypeError, ValueError):
         raise OptionError(f"logit_bias maps token ids to numbers, for example {{50256: -100}}, got {given!r}") from None
+
+
+def _token_id(given: Any) -> int:
+    """Return a token id that is a whole number or a string of digits. `int` would read "5_0" as 50, and 5.7 as 5."""
+    number = plain_number(given)
+    if _is_whole(number) or (isinstance(number, str) and number.isascii() and number.isdigit()):
+        return int(number)
+    raise ValueError(given)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -214,9 +214,11 @@ def recorded_target(record: Mapping[str, Any]) -> str:
 
 
 def _token_and_number(text: str) -> tuple[int, float]:
+    from eyas.arguments import as_logit_bias
+
     token, _, number = text.partition(":")
     try:
-        return int(token), float(number)
+        return as_logit_bias({token: float(number)})[0]
     except ValueError:
         raise OptionError(f"--logit-bias takes a token id and a number, as in 50256:-100; got {text!r}") from None
 

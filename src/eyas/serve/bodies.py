@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from eyas.serve.errors import ApiError, invalid_body
@@ -49,4 +50,16 @@ async def read_body(request: Request, kind: type[Kind]) -> Kind:
         raise invalid_body(error) from None
     request.state.fields = body.model_fields_set  # for the errors of what comes later
     body.check()
+    _check_numbers(content)
     return body
+
+
+def _check_numbers(content: bytes) -> None:
+    """Raise ApiError where a body that was read holds NaN or Infinity: JSON has neither, and what is sent back, such
+    as `metadata`, would be no JSON either."""
+    if b"NaN" not in content and b"Infinity" not in content:
+        return
+    try:
+        from_json(content, allow_inf_nan=False)
+    except ValueError:
+        raise ApiError(400, "the body holds NaN or Infinity, which JSON does not have") from None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from eyas.serve.errors import ApiError, invalid_body
@@ -59,7 +59,8 @@ def _check_numbers(content: bytes) -> None:
     as `metadata`, would be no JSON either."""
     if b"NaN" not in content and b"Infinity" not in content:
         return
-    try:
-        from_json(content, allow_inf_nan=False)
-    except ValueError:
-        raise ApiError(400, "the body holds NaN or Infinity, which JSON does not have") from None
+    for name, value in json.loads(content).items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ApiError(400, f"{name} holds NaN or Infinity, which JSON does not have", param=name) from None

@@ -26,7 +26,9 @@ LAYERS = {
     **dict.fromkeys(["files", "formats"], -2),
     **dict.fromkeys(["gpu", "hardware", "kernels", "locks", "objectives", "threads", "timing"], -1),
     "core": 0,
-    **dict.fromkeys(["features", "nn", "option_texts", "losses", "passes", "targets", "text", "tiny", "datastore"], 1),
+    **dict.fromkeys(
+        ["features", "nn", "option_texts", "losses", "passes", "speedup", "targets", "text", "tiny", "datastore"], 1
+    ),
     "checkpoints": 2,
     **dict.fromkeys(["drafters", "exports", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["runners", "train"], 4),

@@ -1,4 +1,4 @@
-"""Seconds of passes of the target on this machine, measured.
+"""Seconds of passes of the target and of drafts on this machine, measured.
 
 `eyas tune`, benches and forecasts measure by it. This module knows no method and no acceptance.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from eyas.core.drafter import CycleInput, Drafter, TreeSize
+from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
-from eyas.core.tree import Tree
+from eyas.core.tree import TargetOutput, Tree, Verdict
 
 __all__ = [
     "CONTEXT",
@@ -26,6 +30,7 @@ __all__ = [
     "repeated_token",
     "seconds_of",
     "spread_of",
+    "time_drafts",
     "time_jobs",
     "time_passes",
     "verify_cost",
@@ -111,6 +116,49 @@ def time_passes(
         if n >= MIN_LARGEST and jobs[n]() > max_seconds:
             break
     return time_jobs(jobs)
+
+
+@torch.inference_mode()
+def time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> Timings:
+    """Time a draft of each size after `context` tokens, one row. Nothing is accepted."""
+    target, session = drafter.target, drafter.open(1)
+    context = max(1, min(context, target.context - (REPEATS + 2) * len(sizes) - 64))
+    session.begin(0, 0, context)
+    opened = target.open(1, drafter.feature_layers)
+    opened.prefill(0, repeated_token(target, context), lambda *chunk: session.prefill(0, *chunk))
+    position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
+
+    def cycle(size: TreeSize) -> float:
+        nonlocal position
+        noise, at_1 = GumbelNoise.from_sampling(sampling, target.device), position * one_1
+        tokens_1 = TOKEN_ID % target.vocab_size * one_1
+        cycle_input = CycleInput(
+            tokens_1,
+            at_1,
+            one_1 > 0,
+            sampling,
+            noise,
+            position,
+            active_rows=(0,),
+            target_cache=opened.cache,
+            tree_size=size,
+        )
+        drafts = []
+        took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
+        (draft,) = drafts
+        position += 1
+        N, path_1P = draft.tree.nodes, torch.full((1, draft.tree.max_depth + 1), -1, device=target.device)
+        path_1P[0, 0] = 0
+        width = target.hidden_size * len(drafter.feature_layers)
+        output = TargetOutput(_zeros(target, N, target.vocab_size), _zeros(target, N, width))
+        session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + tokens_1, one_1, tokens_1), output)
+        return took
+
+    return time_jobs({size: partial(cycle, size) for size in sizes})
+
+
+def _zeros(target: Target, nodes: int, width: int) -> Tensor:
+    return torch.zeros(1, nodes, width, dtype=target.dtype, device=target.device)
 
 
 def repeated_token(target: Target, length: int) -> list[int]:

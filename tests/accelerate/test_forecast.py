@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from eyas.accelerate.curve import Acceptance, acceptance_of
-from eyas.accelerate.forecast import Forecast, _accepted, forecast, outcome
+from eyas.accelerate.forecast import Forecast, forecast
 from eyas.adaptive.cost import Costs
 from eyas.core.drafter import TreeSize
+from eyas.speedup import best_outcome, tau_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 LIMIT = TreeSize(26, 5, 4)
@@ -28,14 +29,12 @@ def costs(node: float, draft: float = 0.0) -> Costs:
 
 def test_a_chain_emits_the_sum_of_powers() -> None:
     """Bug: the root or the bonus token is counted twice."""
-    sizes, accepted_S = _accepted(LIMIT, 0.6)
-    chain = float(accepted_S[sizes.index(TreeSize(4, 3, 1))])
-    assert chain == pytest.approx(0.6 + 0.6**2 + 0.6**3, abs=1e-3)
+    assert tau_of(TreeSize(4, 3, 1), [0.6]) == pytest.approx(1 + 0.6 + 0.6**2 + 0.6**3)
 
 
 def test_free_nodes_are_all_drafted_and_dear_ones_not_at_all() -> None:
     """Bug: the costs do not reach the choice of the tree."""
-    free, dear = outcome(costs(0.0), LIMIT, 0.6), outcome(costs(1.0), LIMIT, 0.6)
+    free, dear = best_outcome(costs(0.0), LIMIT, [0.6]), best_outcome(costs(1.0), LIMIT, [0.6])
     assert free.tree.nodes > 20
     assert free.speedup == pytest.approx(free.tau)
     assert dear.drafted < 1
@@ -44,9 +43,9 @@ def test_free_nodes_are_all_drafted_and_dear_ones_not_at_all() -> None:
 
 def test_a_better_head_and_a_cheaper_draft_are_faster() -> None:
     """Bug: a sign."""
-    speedups = [outcome(costs(0.1, 0.1), LIMIT, a).speedup for a in (0.2, 0.4, 0.6, 0.8)]
+    speedups = [best_outcome(costs(0.1, 0.1), LIMIT, [a]).speedup for a in (0.2, 0.4, 0.6, 0.8)]
     assert speedups == sorted(speedups)
-    assert outcome(costs(0.1, 0.3), LIMIT, 0.6).speedup < outcome(costs(0.1, 0.1), LIMIT, 0.6).speedup
+    assert best_outcome(costs(0.1, 0.3), LIMIT, [0.6]).speedup < best_outcome(costs(0.1, 0.1), LIMIT, [0.6]).speedup
 
 
 def test_the_interval_holds_the_value_and_grows_with_doubt() -> None:
@@ -73,9 +72,9 @@ def test_tau_of_trees_follows_from_the_chain() -> None:
     six measured heads within 7 % (root mean square)."""
     misses = []
     for _, taus in _heads():
-        sizes, accepted_S = _accepted(LIMIT, round(acceptance_of(taus["4/3/1"], 3), 3))
+        acceptance = acceptance_of(taus["4/3/1"], 3)
         for tree in ("8/4/2", "26/5/4"):
-            expected = 1 + accepted_S[sizes.index(TreeSize(*map(int, tree.split("/"))))]
+            expected = tau_of(TreeSize(*map(int, tree.split("/"))), [acceptance])
             misses.append(expected / taus[tree] - 1)
     assert float(np.sqrt(np.mean(np.square(misses)))) < 0.07
 
@@ -84,4 +83,4 @@ def test_noise_in_the_costs_makes_no_draft_cheaper_than_none() -> None:
     """Bug: on a busy machine a cycle with a draft was measured shorter than a plain one, and a head that
     accepts little was expected to double the speed."""
     noisy = Costs(256, (1, 8), (1.0, 1.0), (1, 10), (0.0, 0.0), (0.0, 0.0), 0.5, 0.0)
-    assert outcome(noisy, LIMIT, 0.3).cost >= 1
+    assert best_outcome(noisy, LIMIT, [0.3]).cost >= 1

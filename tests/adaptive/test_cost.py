@@ -86,7 +86,7 @@ def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPa
     """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every
     tree looks dear."""
     monkeypatch.setattr(passes, "REPEATS", 1)
-    monkeypatch.setattr(cost, "_time_drafts", lambda *given: pytest.fail("timed alone"))
+    monkeypatch.setattr(cost, "time_drafts", lambda *given: pytest.fail("timed alone"))
     found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, captured_without_gpu))))
     assert found.nodes == passes.NODES
     assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0

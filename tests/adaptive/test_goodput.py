@@ -11,12 +11,13 @@ import torch
 import zoo
 from curves import LIMIT, curve, drafted
 from eyas.adaptive.cost import Costs
-from eyas.adaptive.goodput import MEMORY, Acceptance, best, sizes
+from eyas.adaptive.goodput import MEMORY, Acceptance, best
 from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters import CycleInput, TreeSize, find
+from eyas.speedup import sizes
 
 
 def worth(parents: list[int], values: list[float], shape: TreeSize) -> float:

@@ -28,26 +28,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eyas import passes
 from eyas.core.dormant import AdaptiveDrafter, Decision, Policy
 from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
-from eyas.core.sampling import GumbelNoise, Sampling
-from eyas.core.target import Target
-from eyas.core.tree import TargetOutput, Verdict
 from eyas.files import parse_json, user_cache, write_atomically
 from eyas.hardware import cpu_name, versions
-from eyas.passes import CONTEXT, NODES, TOKEN_ID, Timings, repeated_token, seconds_of, time_jobs, time_passes
+from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
@@ -56,7 +51,6 @@ __all__ = [
     "Costs",
     "cost_key",
     "cost_path",
-    "draft_cost",
     "load_costs",
     "measure",
 ]
@@ -162,54 +156,6 @@ def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
 # --- measuring -------------------------------------------------------------------------------------------------------------------------
 
 
-def draft_cost(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> dict[TreeSize, float]:
-    """Median seconds of a draft of each size after `context` tokens, one row. Nothing is
-    accepted."""
-    return _time_drafts(drafter, sizes, context).medians
-
-
-@torch.inference_mode()
-def _time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> Timings:
-    target, session = drafter.target, drafter.open(1)
-    context = max(1, min(context, target.context - (passes.REPEATS + 2) * len(sizes) - 64))
-    session.begin(0, 0, context)
-    opened = target.open(1, drafter.feature_layers)
-    opened.prefill(0, repeated_token(target, context), lambda *chunk: session.prefill(0, *chunk))
-    position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
-
-    def cycle(size: TreeSize) -> float:
-        nonlocal position
-        noise, at_1 = GumbelNoise.from_sampling(sampling, target.device), position * one_1
-        tokens_1 = TOKEN_ID % target.vocab_size * one_1
-        cycle_input = CycleInput(
-            tokens_1,
-            at_1,
-            one_1 > 0,
-            sampling,
-            noise,
-            position,
-            active_rows=(0,),
-            target_cache=opened.cache,
-            tree_size=size,
-        )
-        drafts = []
-        took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
-        (draft,) = drafts
-        position += 1
-        N, path_1P = draft.tree.nodes, torch.full((1, draft.tree.max_depth + 1), -1, device=target.device)
-        path_1P[0, 0] = 0
-        width = target.hidden_size * len(drafter.feature_layers)
-        output = TargetOutput(_zeros(target, N, target.vocab_size), _zeros(target, N, width))
-        session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + tokens_1, one_1, tokens_1), output)
-        return took
-
-    return time_jobs({size: partial(cycle, size) for size in sizes})
-
-
-def _zeros(target: Target, nodes: int, width: int) -> Tensor:
-    return torch.zeros(1, nodes, width, dtype=target.dtype, device=target.device)
-
-
 class _Alternating(Policy):
     """Cycles with a tree of one size and plain ones by turns. None: the size that the options give."""
 
@@ -280,7 +226,7 @@ def measure(drafter: Drafter) -> Costs:
     if target.runner.records_cycles:
         drafts = Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in sizes}, 0.0)
     else:
-        drafts = _time_drafts(drafter, sizes)
+        drafts = time_drafts(drafter, sizes)
     first, last = (
         _rising([drafts.medians[TreeSize(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels)
     )

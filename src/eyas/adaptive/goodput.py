@@ -31,11 +31,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eyas.core.drafter import TreeSize
+from eyas.speedup import sizes
 
-__all__ = ["Acceptance", "Array", "Plan", "best", "sizes"]
+__all__ = ["Acceptance", "Array", "Plan", "best"]
 
-GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # numbers of nodes that are compared
-BRANCHES = (1, 2, 3, 4, 6, 8, 10)  # branches that are compared
 MEMORY = 64  # number of trees in an average; the weight of earlier ones decays exponentially
 PRIOR = 3  # weight of the assumed tree, in trees
 PRIOR_CHANCE = 0.7  # confidence of the first child in the assumed tree
@@ -65,22 +64,6 @@ class _Tree(NamedTuple):
     size: TreeSize
     accepted: int
     drafted: tuple[Sequence[int], Sequence[float]] | None
-
-
-@cache
-def sizes(limit: TreeSize) -> tuple[TreeSize, ...]:
-    """Return the sizes that are compared: those within `limit` whose trees can reach their depth and their
-    number of nodes."""
-    nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
-    branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
-    reachable = {
-        TreeSize(n, d, b)
-        for n in nodes
-        for d in range(1, limit.depth + 1)
-        for b in branches
-        if d < n <= 1 + b + (d - 1) * b * b and (b < n or b == 1)
-    }
-    return tuple(sorted(reachable)) or (TreeSize(1, 1, 1),)
 
 
 def best(all_sizes: Sequence[TreeSize], accepted_S: Array, seconds_S: Array) -> Plan:

@@ -25,7 +25,7 @@ PICTURE = ROOT / "docs" / "pictures" / "house.svg"
 RINGS = {
     "core: the loop": "core errors formats threads timing",
     "methods, and the files of their heads": "drafters checkpoints nn losses objectives datastore tiny",
-    "api, and what wings share": "api arguments text targets files metrics locks passes hardware",
+    "api, and what wings share": "api arguments text targets files metrics locks passes speedup hardware",
 }
 COLOURS = ("#cfe3f5", "#e3eef8", "#f1f6fb")
 WING = "#fbeed9"

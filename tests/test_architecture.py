@@ -34,7 +34,7 @@ LAYERS = {
     **dict.fromkeys(["runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     **dict.fromkeys(["api", "media"], 6),
-    **dict.fromkeys(["accelerate", "audit", "bench", "hooks", "recall", "serve"], 7),
+    **dict.fromkeys(["accelerate", "audit", "bench", "hooks", "predict", "recall", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line
 }
@@ -56,6 +56,7 @@ WINGS = {
     "hooks": {"hooks"},
     "media": {"media"},
     "named": {"named"},
+    "predict": {"predict"},
     "recall": {"recall"},
     "serve": {"serve"},
     "speed": {"runners", "kernels", "gpu"},  # runners choose among the kernels that the other two are

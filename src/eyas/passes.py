@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median, quantiles
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,10 +57,11 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 class Timings(NamedTuple):
-    """Median seconds by job, and their typical spread."""
+    """Seconds by job: medians and their typical spread, and the fastest, which other processes disturb least."""
 
     medians: dict[Any, float]
     spread: float
+    fastest: Mapping[Any, float] = MappingProxyType({})
 
 
 def time_jobs(jobs: dict[Any, Callable[[], float]]) -> Timings:
@@ -73,7 +75,9 @@ def time_jobs(jobs: dict[Any, Callable[[], float]]) -> Timings:
         for name, job in jobs.items():
             seconds[name].append(job())
     return Timings(
-        {name: median(values[1:]) for name, values in seconds.items()}, median(map(spread_of, seconds.values()))
+        {name: median(values[1:]) for name, values in seconds.items()},
+        median(map(spread_of, seconds.values())),
+        {name: min(values[1:]) for name, values in seconds.items()},
     )
 
 

@@ -57,6 +57,7 @@ def test_the_commands_are_the_files(run: Run) -> None:
         "features",
         "generate",
         "methods",
+        "predict",
         "push",
         "regenerate",
         "serve",

@@ -105,6 +105,13 @@ def test_expected_times_are_those_of_the_page(command: Any) -> None:
     assert command("gpu_estimate").table() in page, "run: python runs/gpu_estimate.py"
 
 
+def test_predictions_are_those_of_the_record(command: Any) -> None:
+    """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/predict.md keeps its old figures."""
+    check = command("predict_check")
+    record = json.loads((RUNS.parent / "docs" / "results" / "predict.json").read_text(encoding="utf-8"))
+    assert check.tables(record) in check.PAGE.read_text(encoding="utf-8"), "run: python runs/predict_check.py --tables"
+
+
 def test_several_gpus_on_paper(command: Any) -> None:
     """Guards the plan for several GPUs: the page has the table; the split is that of transformers;
     no GPU gets a part of a head; each further GPU is faster, and none by more than its share."""

@@ -414,18 +414,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_generate_keywords(function: F) -> F:
-    """Let `help` and `inspect.signature` show the keywords of GenerateKeywords, with their
-    defaults, instead of `**keywords`.
-    """
+    """Let `help` and `inspect.signature` show the keywords of GenerateKeywords, with their defaults, instead
+    of `**keywords`."""
     signature, types = inspect.signature(function), GenerateKeywords.__annotations__
     kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = [name for name in DEFAULTS if name not in signature.parameters]
     shared = [
         inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=DEFAULTS[name],
-            annotation=types[name].__forward_arg__,
+            name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=types[name].__forward_arg__
         )
         for name in names
     ]

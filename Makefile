@@ -68,7 +68,7 @@ test-fast: $(STAMP) ## the tests that take a minute together, for the inner loop
 
 wings: $(STAMP) ## each optional part without the others: their folders are gone, and it imports, and its tests run (a minute or two)
 	@echo "==> pytest: tests/test_wings.py in $(JOBS) processes"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_wings.py -n $(JOBS) -q $(ARGS)
+	@EYAS_WINGS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_wings.py -n $(JOBS) -q $(ARGS)
 
 arm: $(STAMP) ## the kernels' code for ARM in an emulator (Debian: g++-aarch64-linux-gnu, qemu-user-static; minutes; `make test` has it too)
 	@echo "==> pytest: tests/test_kernels_arm.py in $(JOBS) processes"

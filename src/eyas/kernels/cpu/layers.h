@@ -7,8 +7,8 @@
 static inline void apply_rotary(float* x, const float* cosine, const float* sine, int64_t h) {
     for (int64_t i = 0; i < h / 2; i++) {
         float a = x[i], b = x[i + h / 2];
-        x[i] = a * cosine[i] - b * sine[i];
-        x[i + h / 2] = b * cosine[i + h / 2] + a * sine[i + h / 2];
+        x[i] = fma(a, cosine[i], -(b * sine[i]));
+        x[i + h / 2] = fma(b, cosine[i + h / 2], a * sine[i + h / 2]);
     }
 }
 

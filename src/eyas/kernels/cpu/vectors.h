@@ -40,6 +40,17 @@ static inline FloatVec load(const float* p) {
 }
 static inline void store(float* p, FloatVec v) { std::memcpy(p, &v, sizeof v); }
 
+// a * b + c of single numbers, rounded as often as in vectors. Left to themselves, compilers may
+// contract a * b + c or not wherever a function is inlined, and bits would depend on the shape of a
+// pass.
+static inline float fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 static inline float horizontal_sum(FloatVec v) {
     for (int step = LANES / 2; step; step /= 2)
         for (int i = 0; i < step; i++) v[i] += v[i + step];

@@ -1,0 +1,105 @@
+"""Count how many logits and answers of other passes have the bits of plain decoding: by instruction set, format of weights
+and activations, and kind of pass.
+
+    python runs/exact_bits.py --output docs/results/exact_bits.json                  all instruction sets of this machine
+    python runs/exact_bits.py --isas native --effort 0.1 --output out/bits.json      fewer cases
+
+The comparisons are those of tests/exact.py, which says what plain decoding and the kinds of passes are. Each model has
+random weights and nearly tied tokens; the embedded model is one of them. The kernels are compiled for each instruction
+set as EYAS_KERNELS_ISA does; "VNNI emulated" replaces AVX-VNNI's one instruction by what it computes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from _common import machine, parser, run, words, write
+
+import eyas
+from eyas.core.target import Target
+from eyas.errors import InputError, near
+from eyas.formats import WeightFormat
+from eyas.kernels import _build
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import exact
+from exact import MODELS, MODES, PASSES, Counts, Referee, by_kernels
+
+EMULATED = "x86-64-v3, VNNI emulated"
+IDS = "answers"
+
+
+def compile_for(isa: str) -> None:
+    """Let the kernels be compiled for this instruction set from now on."""
+    os.environ["EYAS_KERNELS_ISA"] = isa.partition(",")[0]
+    flags = tuple(flag for flag in _build.FLAGS if not flag.startswith("-D"))
+    _build.FLAGS = (*flags, "-DEYAS_EMULATE_AVX_VNNI") if isa == EMULATED else flags  # type: ignore[assignment]
+    _build.outcome.cache_clear()
+    _build.library()
+
+
+def counts_of(target: Target, mode: WeightFormat, threads: int, effort: float, answers: bool) -> dict[str, Counts]:
+    """Compare every kind of pass of one target, and answers if they are asked for."""
+    plain, other = by_kernels(target, mode), by_kernels(target, mode, threads)
+    referee = Referee(plain)
+    found = {
+        name: exact.compare(referee, passes(other, random.Random(threads), effort)) for name, passes in PASSES.items()
+    }
+    if answers:
+        found[IDS] = exact.compare_ids(plain, other, effort)
+    return found
+
+
+def main() -> None:
+    sets = [*_build.runnable_isas(), *([EMULATED] if "x86-64-v3" in _build.runnable_isas() else [])]
+    args = parser(
+        __doc__,
+        effort=(0.3, "share of the cases that are tried, at random"),
+        isas=("", "instruction sets, separated by commas; default: all that this machine has"),
+    ).parse_args()
+    chosen = words(args.isas) or sets
+    for isa in chosen:
+        if isa not in sets:
+            raise InputError(f"unknown instruction set {isa!r}; {near(isa, sets)}")
+    before = machine()
+    targets = {name: exact.model(name) for name in MODELS}
+    targets["embedded"] = eyas.load("embedded", method="vanilla", kernels="off", dtype="float32").target
+    totals: dict[tuple[str, WeightFormat, str], Counts] = defaultdict(Counts)
+    for isa in chosen:
+        compile_for(isa)
+        for turn, mode in enumerate(mode for mode in MODES if exact.runnable(mode)):
+            for number, (name, target) in enumerate(targets.items()):
+                threads = (turn + number) % 2 + 1
+                found = counts_of(target, mode, threads, args.effort, answers=name in MODELS)
+                for kind, counts in found.items():
+                    totals[isa, mode, kind] += counts
+                print(isa, mode, name, threads, sum(found.values(), Counts()), file=sys.stderr, flush=True)
+    rows = [
+        {
+            "instruction set": isa,
+            "weights": mode.weights,
+            "activations": mode.activations,
+            "pass": kind,
+            "compared": counts.compared,
+            "different": counts.different,
+        }
+        for (isa, mode, kind), counts in totals.items()
+    ]
+    sums: dict[str, Any] = {
+        what: {
+            key: sum(row[key] for row in rows if (row["pass"] == IDS) == (what == IDS))
+            for key in ("compared", "different")
+        }
+        for what in ("logits", IDS)
+    }
+    write(args.output, {"effort": args.effort, "models": [*targets], "sums": sums, "rows": rows}, before, quiet=True)
+    print(sums)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,98 @@
+"""The guarantee of the CPU kernels: in every format of weights and activations, logits have the bits of plain decoding and
+ids are equal, whatever else is in a pass.
+
+As in test_kernels.py, every test runs for each instruction set that this machine has. `runs/exact_bits.py` makes the same
+comparisons with more cases.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import exact
+import zoo
+from exact import MODELS, MODES, PASSES, Referee, by_kernels, model, runnable
+from eyas import runners
+from eyas.core.sampling import Sampling, apply_sampling
+from eyas.core.target import Target
+from eyas.errors import OptionError
+from eyas.formats import WeightFormat
+from eyas.runners.cpu import FAMILIES, CpuRunner
+from test_kernels import _kernels, needs  # noqa: F401
+
+EFFORT = 0.1  # the share of the cases that are tried
+
+
+def by_turns(number: int) -> tuple[str, int]:
+    """Return a model and a number of threads. Both come with every mode and with every kind of pass."""
+    return list(MODELS)[number % len(MODELS)], number % 3 + 1
+
+
+@needs
+@pytest.mark.quick("native-trees-int8-int16", "native-prompts in chunks-int4-exact")
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")
+@pytest.mark.parametrize("name", PASSES)
+def test_logits_have_the_bits_of_plain_decoding(name: str, mode: WeightFormat) -> None:
+    """Guards every place where the order of a sum, a scale or a choice of kernels could depend on what else is in the
+    pass: tiles, blocks of rows, weights that are widened once, groups of queries, windows, copies of keys, threads."""
+    if not runnable(mode):
+        pytest.skip("this instruction set lacks the instructions")
+    family, threads = by_turns(list(PASSES).index(name) + MODES.index(mode))
+    found = PASSES[name](by_kernels(model(family), mode, threads), random.Random(0), EFFORT)
+    counts = exact.compare(Referee(by_kernels(model(family), mode)), found)
+    assert counts.compared > 50
+    assert not counts.different, f"{family}, {threads} threads: {counts}"
+
+
+@needs
+@pytest.mark.quick("native-int4-int8")
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")
+def test_ids_equal_plain_decoding_at_near_ties(mode: WeightFormat) -> None:
+    """Guards the whole loop. Each token of these models has a twin whose logit is about 10^-6 away, so that bits which
+    differ become ids which differ."""
+    if not runnable(mode):
+        pytest.skip("this instruction set lacks the instructions")
+    family, _ = by_turns(MODES.index(mode))
+    counts = exact.compare_ids(by_kernels(model(family), mode), by_kernels(model(family), mode), EFFORT)
+    assert counts.compared >= 16
+    assert not counts.different, f"{family}: {counts}"
+
+
+@needs
+def test_rotary_tables_do_not_depend_on_their_length() -> None:
+    """Guards positions: the table of cosines grows with the text, so its numbers must not depend on how many are
+    computed at once."""
+    whole, grown = CpuRunner(model("llama")), CpuRunner(model("llama"))
+    whole._extend(exact.CONTEXT)
+    for positions in (1, 255, 257, 700):
+        grown._extend(positions)
+        count = len(grown._cosine)
+        assert torch.equal(whole._cosine[:count], grown._cosine)
+        assert torch.equal(whole._sine[:count], grown._sine)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7, top_k=20, top_p=0.9), Sampling(1.3, min_p=0.05), Sampling(0.6, top_p=0.5)], ids=str
+)
+def test_scores_do_not_depend_on_other_nodes(sampling: Sampling) -> None:
+    """Guards sampling: the filters of a node's logits give the same bits alone and among others, ties included, so the
+    same random numbers draw the same token."""
+    logits_NV = torch.randn(70, 1001, generator=torch.Generator().manual_seed(0))
+    logits_NV[:, 500:1000] = logits_NV[:, :500]
+    alone_NV = torch.cat([apply_sampling(logits_NV[n : n + 1], sampling) for n in range(70)])
+    for count in (2, 7, 16, 33, 70):
+        assert torch.equal(apply_sampling(logits_NV[:count], sampling), alone_NV[:count])
+
+
+@needs
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "phi3", "qwen3_next"])
+def test_no_other_model_is_rounded(family: str) -> None:
+    """Guards the edge of the guarantee: models without kernels run by torch's products, whose sums depend on the
+    shape of a pass, and rounding is refused there."""
+    assert family not in FAMILIES
+    made = (zoo.FAMILIES | zoo.HYBRIDS)[family]()
+    with pytest.raises(OptionError, match="there are none for this model"):
+        runners.with_fastest_runner(Target(made), weights="int8")

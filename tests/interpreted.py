@@ -48,7 +48,8 @@ def interpreted(kernels: str) -> ModuleType:
 
 def _mend_products(interpreter: Any) -> None:
     """The interpreter keeps bfloat16 as 16-bit words and multiplies these as whole numbers; the
-    product takes their values here."""
+    product takes their values here. And NumPy's product of matrices rounds a row by its place in
+    the matrix, which matrix units do not: each row is multiplied on its own."""
     builder, bfloat16 = interpreter.InterpreterBuilder, interpreter.tl.bfloat16
     product = builder.create_dot
 
@@ -57,7 +58,11 @@ def _mend_products(interpreter: Any) -> None:
             return x
         return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32)
 
-    def create_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
-        return product(self, values(a), values(b), *more)
+    def create_dot(self: Any, a: Any, b: Any, total: Any, *more: Any) -> Any:
+        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+            return product(self, a, b, total, *more)
+        rows, matrix = (values(x).data.astype(total.data.dtype) for x in (a, b))
+        products = np.stack([row @ matrix for row in rows])
+        return interpreter.TensorHandle(products + total.data, total.dtype.scalar)
 
     builder.create_dot = create_dot

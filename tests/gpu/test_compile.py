@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 STRIDES = "q_r q_n q_h k_r k_k k_s v_r v_k v_s"
+WITH_PRODUCTS = ("_attention_kernels", "_order_kernels")
 FLOATS = ("scale", "eps", "sharpness", "log_stop", "temperature", "rest", "min_p")
 MOST_SHARED = 99 * 1024  # bytes that a block may have on the smallest of these GPUs
 
@@ -67,6 +68,19 @@ KERNELS = {
     "parts": Kernel(
         "_attention_kernels", "_combine_kernel", {"parts": "*fp32", "lse": "*fp32", "out": BF16}, "queries splits",
         {"WIDTH": 128, "BLOCK_S": 64, "BLOCK_H": 128},
+    ),
+    "a product in one order": Kernel(
+        "_order_kernels", "_product_kernel", dict.fromkeys(["x", "weight", "bias", "out"], BF16), "M outputs inputs x_m w_o",
+        {"BIAS": True, "BLOCK_M": 64, "BLOCK_O": 64, "BLOCK_I": 64}, 4, 3,
+    ),
+    "attention in one order": Kernel(
+        "_order_kernels", "_parts_kernel",
+        {"q": BF16, "key": BF16, "value": BF16} | dict.fromkeys(["length", "path", "depth"], I64) | dict.fromkeys(["out", "lse"], F32),
+        f"Q T window {STRIDES} p_r p_q",
+        {"GROUP": 4, "HEADS": 32, "WIDTH": 128, "PART": 512, "WINDOWED": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_H": 128}, 4, 2,
+    ),
+    "parts in one order": Kernel(
+        "_order_kernels", "_combine_kernel", {"parts": F32, "lse": F32, "out": BF16}, "queries count", {"WIDTH": 128, "BLOCK_H": 128},
     ),
     "norm": Kernel(
         "_layer_kernels", "_add_norm_kernel", dict.fromkeys(["x", "residual", "weight", "summed", "normed"], BF16), "D x_m r_m",
@@ -159,7 +173,7 @@ TARGETS = [
     (name, capability)
     for turn, (name, kernel) in enumerate(KERNELS.items())
     for capability in (
-        (80, 90) if kernel.module == "_attention_kernels" else (90,) if name == "rounding" else ((80, 90)[turn % 2],)
+        (80, 90) if kernel.module in WITH_PRODUCTS else (90,) if name == "rounding" else ((80, 90)[turn % 2],)
     )
 ]
 
@@ -184,7 +198,8 @@ def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch
         | dict.fromkeys(kernel.scalars.split(), "i32")
         | dict.fromkeys(kernel.constants, "constexpr")
     )
-    aligned = [*kernel.pointers, *(name for name in kernel.scalars.split() if name in STRIDES.split())]
+    strides = (*STRIDES.split(), "x_m", "w_o") if kernel.name == "_product_kernel" else STRIDES.split()
+    aligned = [*kernel.pointers, *(name for name in kernel.scalars.split() if name in strides)]
     source = ASTSource(
         function,
         {name: types[name] for name in names},

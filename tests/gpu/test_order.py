@@ -29,7 +29,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def by_kernels(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, path: Tensor, depth: Tensor, window: int = 0, slots: int = SLOTS
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: Tensor,
+    path: Tensor,
+    depth: Tensor,
+    window: int = 0,
+    slots: int = SLOTS,
 ) -> Tensor:
     """Return the attention of the nodes, with as many parts as the slots need."""
     parts = torch.full((-(-slots // PART_KEYS), *q.shape), math.nan)
@@ -48,21 +55,21 @@ def tree_of(nodes: int, rng: random.Random) -> Tree:
     return Tree.build(torch.tensor([parents]), nodes)
 
 
-@pytest.mark.quick("0-61-9")
-@pytest.mark.parametrize("nodes", [9, 40])
-@pytest.mark.parametrize("length", [0, 1, 31, 61, 64, 100])
+@pytest.mark.quick("0-61")
+@pytest.mark.parametrize("length", [0, 31, 61, 64, 100])
 @pytest.mark.parametrize("window", [0, 20])
-def test_a_node_attends_by_the_bits_of_plain_decoding(window: int, length: int, nodes: int) -> None:
+def test_a_node_attends_by_the_bits_of_plain_decoding(window: int, length: int) -> None:
     """Guards the order of keys: each node of a tree, whose ancestors lie among other nodes and on both sides of the
     borders of blocks and parts, has the bits that it has when its path is committed and it comes alone. Slots that are
     not in use hold NaN."""
+    nodes = 36
     tree = tree_of(nodes, random.Random(length))
     q, fresh = randn(1, nodes, HEADS, WIDTH), randn(2, 1, KV_HEADS, length + nodes, WIDTH, seed=1)
     store = torch.full((2, 1, KV_HEADS, SLOTS, WIDTH), math.nan)
     store[:, :, :, : length + nodes] = fresh
     lengths = torch.tensor([length])
     together = by_kernels(q, *store, lengths, paths(tree.mask_BNN, tree.depth_BN), tree.depth_BN, window)
-    for node in range(nodes):
+    for node in (0, 1, 3, 6, 17, 34, 35):
         path = tree.mask_BNN[0, node].nonzero()[:, 0]
         plain = torch.full_like(store, math.nan)
         plain[:, :, :, :length] = store[:, :, :, :length]

@@ -13,6 +13,7 @@ from eyas import drafters, kernels, runners
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
+from eyas.errors import OptionError
 from eyas.runners import graphs
 from eyas.runners._fp8 import TorchOps
 from eyas.runners.fused import GpuModelLayers
@@ -107,3 +108,22 @@ def test_hybrids_run_by_their_own_forward() -> None:
     assert runners._with_graphs(target, "auto", own=True) is target
     with pytest.warns(UserWarning, match="no CUDA graphs"):
         assert runners._with_graphs(target, "on", own=True) is target
+
+
+def test_a_fixed_order_or_an_error() -> None:
+    """Guards `kernels="fixed"`: fused layers of one order within graphs; what has none is an error, never another
+    forward."""
+    target = runners._with_fixed_order(Target(zoo.FAMILIES["llama"]()), own=True)
+    assert isinstance(target.runner, GraphRunner)
+    assert target.runner.fused is not None
+    assert target.runner.fused.fixed_order
+    for made, reason in ((zoo.llama_dynamic(), "no CUDA graphs"), (zoo.HYBRIDS["lfm2"](), "no CUDA graphs")):
+        with pytest.raises(OptionError, match=f"none whose sums have one order: .*{reason}"):
+            runners._with_fixed_order(Target(made), own=True)
+
+
+def test_no_fixed_order_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the same where a kernel fails, or the layers have another shape."""
+    monkeypatch.setattr(runners, "fused_layers", lambda target, own, fixed_order: None)
+    with pytest.raises(OptionError, match="no GPU kernels for its layers"):
+        runners._with_fixed_order(Target(zoo.FAMILIES["llama"]()), own=True)

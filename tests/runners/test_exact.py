@@ -96,3 +96,13 @@ def test_no_other_model_is_rounded(family: str) -> None:
     made = (zoo.FAMILIES | zoo.HYBRIDS)[family]()
     with pytest.raises(OptionError, match="there are none for this model"):
         runners.with_fastest_runner(Target(made), weights="int8")
+    with pytest.raises(OptionError, match="none whose sums have one order: the kernels do not know the family"):
+        runners.with_fastest_runner(Target(made), "fixed")
+
+
+@needs
+def test_fixed_kernels_are_the_kernels() -> None:
+    """Guards `kernels="fixed"` on a CPU, rounded and not: the same kernels, also for a model that the caller loaded."""
+    for weights in ("exact", "int8"):
+        made = runners.with_fastest_runner(model("llama"), "fixed", own=False, weights=weights)
+        assert made.runner.name == "kernels"

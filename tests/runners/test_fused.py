@@ -38,8 +38,56 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "available", lambda: False)
 
 
+FIXED = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def prompt(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+
+
+@pytest.mark.quick("llama-eagle3")
+@pytest.mark.parametrize("name", ["vanilla", "eagle3"])
+@pytest.mark.parametrize("family", FIXED)
+def test_layers_of_one_order_are_lossless(family: str, name: str) -> None:
+    """Guards `fixed_order`: keys by position, windows, rows of unlike length, every product by the kernel, in graphs
+    and prompts. The bits are tests/gpu/test_order.py's."""
+    model = zoo.FAMILIES[family]()
+    target, kind = Target(model), drafters.find(name)
+    layers = GpuModelLayers(target, join_weights=False, fixed_order=True)
+    check(layers)
+    target = target.run_with(GraphRunner(target, captured_without_gpu, fused=layers))
+    drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
+    requests = [Request(prompt(n), 12, s) for n, s in ((7, Sampling()), (BUCKET - 5, Sampling(0.8, seed=3)))]
+    tokens, _ = run(Decoder(drafter.target, drafter, 2), requests)
+    assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
+
+
+def test_every_product_of_a_pass_has_one_order() -> None:
+    """Guards against a product by torch, which would choose its order by the number of tokens: without eyas' own
+    operators a pass multiplies nothing. Experts, whose products are theirs, are refused."""
+    target = Target(zoo.FAMILIES["qwen2"]())
+    session = target.run_with(FusedRunner(GpuModelLayers(target, join_weights=True, fixed_order=True))).open(1)
+    session.prefill(0, prompt(5))
+    with Products() as found:
+        session.forward(torch.tensor([prompt(3)]), Tree.chain(1, 3))
+    assert set(found.names) == {"eyas::fixed_product"}
+    assert len(found.names) == 4 * zoo.LAYERS + 1
+    with pytest.raises(UnsuitedError, match="experts"):
+        GpuModelLayers(Target(zoo.FAMILIES["mixtral"]()), join_weights=False, fixed_order=True)
+
+
+class Products(TorchDispatchMode):
+    """Notes the products of matrices, but for those that stand in for a kernel on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::baddbmm", "eyas::fixed_product"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow

@@ -80,11 +80,11 @@ def load(
             may be on several devices; weights that wait in memory or on disk are fetched for each
             forward. Needs the extra `offload`.
         offload_folder: for weights that the map puts on "disk", where the checkpoint is not safetensors.
-        kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA
-            graphs on a GPU once they have given the model's own numbers there, the model's own
-            forward elsewhere. "on": the same, also for a model that you loaded, and with a warning
-            where they are not used. "compile": as "on", with torch.compile for layers that have no
-            kernels (on a GPU). "off": the model's own forward.
+        kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA graphs on a GPU once
+            they have given the model's own numbers there, the model's own forward elsewhere. "on": the same, also for
+            a model that you loaded, and with a warning where they are not used. "fixed": as "on", by kernels whose
+            sums have one order, so that ids equal plain decoding's in every dtype; or an error. "compile": as "on",
+            with torch.compile for layers that have no kernels (on a GPU). "off": the model's own forward.
         weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster; the output
             is then the rounded model's, not the original's.
         activations: inputs of linear layers: "exact", or rounded by the kernels to "bfloat16" (for

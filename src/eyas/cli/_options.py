@@ -120,10 +120,11 @@ class TargetOptions:
     transformers takes it."""
     offload_folder: Annotated[str | None, "Machine", "FOLDER"] = None
     """For weights that the device map puts on disk, where the checkpoint is not safetensors."""
-    kernels: Annotated[Literal["auto", "on", "compile", "off"], "Machine"] = "auto"
+    kernels: Annotated[Literal["auto", "on", "fixed", "compile", "off"], "Machine"] = "auto"
     """Compiled kernels on a CPU, CUDA graphs and Triton kernels on a GPU: where they suit the model
-    (auto), with a note where they do not (on), or never (off). compile: torch.compile for layers
-    that have no kernels, on a GPU."""
+    (auto), with a note where they do not (on), or never (off). fixed: kernels whose sums have one order,
+    so that drafts change no bit, or an error. compile: torch.compile for layers that have no kernels,
+    on a GPU."""
     weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], "Machine"] = "exact"
     """Round the target's weights: fewer bytes to read, but the text is that of the rounded model.
     Needs the compiled kernels."""

@@ -26,7 +26,13 @@ __all__ = [
     "keep_best",
 ]
 
-KERNELS = {"draw": 2, "choose": 2, "best_children": 2, "keep_best": 2, "fixed_attention": 2}  # operators of more than one kernel
+KERNELS = {
+    "draw": 2,
+    "choose": 2,
+    "best_children": 2,
+    "keep_best": 2,
+    "fixed_attention": 2,
+}  # operators of more than one kernel
 
 
 def cycle_kernels() -> ModuleType:

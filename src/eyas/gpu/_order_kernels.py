@@ -66,7 +66,10 @@ def _parts_kernel(
     KV_HEADS: tl.constexpr = HEADS // GROUP
     row, head, part = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
     first = tl.program_id(0) * BLOCK_M
-    node_M, query_head_M = (first + tl.arange(0, BLOCK_M)) // GROUP, head * GROUP + (first + tl.arange(0, BLOCK_M)) % GROUP
+    node_M, query_head_M = (
+        (first + tl.arange(0, BLOCK_M)) // GROUP,
+        head * GROUP + (first + tl.arange(0, BLOCK_M)) % GROUP,
+    )
     there_M = node_M < Q
     h, wide = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_H) < WIDTH
     q_at = q + row * q_r + node_M[:, None] * q_n + query_head_M[:, None] * q_h + h[None, :]
@@ -146,7 +149,9 @@ def parts(
 ) -> None:  # fmt: skip
     """Fill `out` and `lse` (base 2) for S parts of `part_keys` positions each: see `_order_ops.fixed_attention`."""
     (R, Q, H, h), K = q_RQHh.shape, key_RKSh.shape[1]
-    assert q_RQHh.stride(3) == key_RKSh.stride(3) == value_RKSh.stride(3) == path_RQT.stride(2) == 1, "heads are contiguous"
+    assert q_RQHh.stride(3) == key_RKSh.stride(3) == value_RKSh.stride(3) == path_RQT.stride(2) == 1, (
+        "heads are contiguous"
+    )
     block_n = 64 if q_RQHh.element_size() == 2 else 32
     assert part_keys % block_n == 0, "a block lies in one part"
     _parts_kernel[(triton.cdiv(Q * (H // K), ROWS), R * K, len(out_SRQHh))](

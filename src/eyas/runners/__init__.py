@@ -37,7 +37,7 @@ from eyas.runners.warm_up import warm_up
 __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 
 log = logging.getLogger(__name__)
-KERNELS = ("auto", "on", "compile", "off")
+KERNELS = ("auto", "on", "fixed", "compile", "off")
 WEIGHTS, ACTIVATIONS = ("exact", "bfloat16", "int8", "int4"), ("exact", "bfloat16", "int16", "int8")
 DRAFT_WEIGHTS = ("exact", "fp8", "int4")
 
@@ -55,8 +55,10 @@ def with_fastest_runner(
     Args:
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA graphs
             on a GPU. "on": as "auto", also for a model that the caller loaded, and with a warning
-            where they are not used. "compile": on a GPU only, as "on", with torch.compile for layers
-            that eyas has no kernels for. "off": the model's own forward.
+            where they are not used. "fixed": as "on", by kernels whose sums have one order, so that ids
+            equal plain decoding's in every dtype; an OptionError where there are none. "compile": on a
+            GPU only, as "on", with torch.compile for layers that eyas has no kernels for. "off": the
+            model's own forward.
         own: eyas loaded the model, so nobody else changes its weights. Otherwise "auto" means "off",
             as kernels keep a copy of the weights.
         weights: "exact", or rounded to "bfloat16", "int8" or "int4", which only kernels do; the output
@@ -68,7 +70,7 @@ def with_fastest_runner(
             weights to int8.
 
     Raises:
-        OptionError: an unknown value; rounded weights or activations that no kernel here supports.
+        OptionError: an unknown value; rounded weights or activations, or a fixed order, that no kernel here supports.
     """
     for name, word, words in (
         ("weights", weights, WEIGHTS), ("activations", activations, ACTIVATIONS), ("draft_weights", draft_weights, DRAFT_WEIGHTS),
@@ -97,6 +99,8 @@ def with_fastest_runner(
 
 def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightFormat) -> Target:
     if target.adapters is not None:  # kernels and graphs would keep the weights of one adapter, or of none
+        if kernels == "fixed":
+            raise _no_fixed_order("requests switch its adapters; merge one")
         if not weight_format.exact:
             raise OptionError(
                 "rounded weights and activations are for the compiled kernels, which do not switch adapters: merge one"
@@ -126,12 +130,14 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
     if target.device.type == "cuda":
-        return _with_graphs(target, kernels, own)
+        return _with_fixed_order(target, own) if kernels == "fixed" else _with_graphs(target, kernels, own)
     if kernels == "compile":
         raise OptionError(f"kernels compile is for GPUs, and the target is on {target.device}: leave it out")
     try:
         return target.run_with(make_cpu_runner(target, own=own))
     except UnsuitedError as why:
+        if kernels == "fixed":
+            raise _no_fixed_order(str(why)) from why
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)
         return _with_cycle_kernels(target)
@@ -169,6 +175,25 @@ def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
         warnings.warn(f"the model runs by its own forward, as a CUDA graph fails on this GPU: {fault}", stacklevel=5)
         return target
     return target.run_with(made)
+
+
+def _with_fixed_order(target: Target, own: bool) -> Target:
+    """Return the target by CUDA graphs of kernels whose sums have one order. Raise OptionError where one of
+    these fails, or the layers have another shape."""
+    if reason := target.own_forward_only("graphs") or _growing_rope(target):
+        raise _no_fixed_order(reason)
+    ops = _ops_for(target.device)
+    fused = None if ops is TORCH else fused_layers(target, own, fixed_order=True)
+    if fused is None:
+        raise _no_fixed_order("eyas has no GPU kernels for its layers on this device")
+    made = GraphRunner(target, fused=fused, ops=ops)
+    if fault := fault_of_runner(target, made):
+        raise _no_fixed_order(f"a CUDA graph fails on this GPU: {fault}")
+    return target.run_with(made)
+
+
+def _no_fixed_order(reason: str) -> OptionError:
+    return OptionError(f"kernels fixed: this model has none whose sums have one order: {reason}")
 
 
 def _ops_for(device: torch.device) -> Ops:

@@ -31,7 +31,7 @@ import exact
 from exact import MODELS, MODES, PASSES, Counts, Referee, by_kernels
 
 EMULATED = "x86-64-v3, VNNI emulated"
-IDS = "answers"
+EMBEDDED, IDS = "embedded", "answers"
 
 
 def compile_for(isa: str) -> None:
@@ -41,6 +41,13 @@ def compile_for(isa: str) -> None:
     _build.FLAGS = (*flags, "-DEYAS_EMULATE_AVX_VNNI") if isa == EMULATED else flags  # type: ignore[assignment]
     _build.outcome.cache_clear()
     _build.library()
+
+
+def target_of(name: str) -> Target:
+    """Return one of tests/exact.py's models, or the embedded one."""
+    if name == EMBEDDED:
+        return eyas.load("embedded", method="vanilla", kernels="off", dtype="float32").target
+    return exact.model(name)
 
 
 def counts_of(target: Target, mode: WeightFormat, threads: int, effort: float, answers: bool) -> dict[str, Counts]:
@@ -60,15 +67,18 @@ def main() -> None:
     args = parser(
         __doc__,
         effort=(0.3, "share of the cases that are tried, at random"),
-        isas=("", "instruction sets, separated by commas; default: all that this machine has"),
+        isas=("", "instruction sets, separated by semicolons; default: all that this machine has"),
+        models=(",".join((*MODELS, EMBEDDED)), "separated by commas"),
     ).parse_args()
-    chosen = words(args.isas) or sets
-    for isa in chosen:
-        if isa not in sets:
-            raise InputError(f"unknown instruction set {isa!r}; {near(isa, sets)}")
+    chosen = [isa.strip() for isa in args.isas.split(";") if isa.strip()] or sets
+    for name, known in (
+        *((isa, sets) for isa in chosen),
+        *((name, [*MODELS, EMBEDDED]) for name in words(args.models)),
+    ):
+        if name not in known:
+            raise InputError(f"unknown name {name!r}; {near(name, known)}")
     before = machine()
-    targets = {name: exact.model(name) for name in MODELS}
-    targets["embedded"] = eyas.load("embedded", method="vanilla", kernels="off", dtype="float32").target
+    targets = {name: target_of(name) for name in words(args.models)}
     totals: dict[tuple[str, WeightFormat, str], Counts] = defaultdict(Counts)
     for isa in chosen:
         compile_for(isa)

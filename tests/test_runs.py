@@ -85,6 +85,27 @@ def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monke
     assert f"python runs/{name}.py" in capsys.readouterr().out
 
 
+def test_bits_are_counted(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the record: a row for each kind of pass, answers apart; names that do not exist."""
+    if not kernels.available():
+        pytest.skip("no kernels here")
+    bits, output = command("exact_bits"), tmp_path / "bits.json"
+    monkeypatch.setenv("EYAS_KERNELS_ISA", "")  # put back afterwards
+    monkeypatch.setattr(bits, "MODES", bits.MODES[1:2])
+    monkeypatch.setattr(bits, "PASSES", {name: bits.PASSES[name] for name in ("trees", "levels of a tree")})
+    given = ["exact_bits", "--isas", "native", "--models", "llama", "--effort", "0.01", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", given)
+    bits.main()
+    record = json.loads(output.read_text())
+    assert [row["pass"] for row in record["rows"]] == ["trees", "levels of a tree", "answers"]
+    assert record["sums"]["answers"] == {"compared": 16, "different": 0}
+    assert record["sums"]["logits"]["compared"] > 50
+    assert record["sums"]["logits"]["different"] == 0
+    monkeypatch.setattr(sys, "argv", [*given, "--models", "lama"])
+    with pytest.raises(InputError, match="did you mean llama"):
+        bits.main()
+
+
 def test_the_results_are_made_from_the_records(command: Any) -> None:
     """Bug: a table of docs/results.md is edited by hand, or a record changes without it; a picture
     is missing."""

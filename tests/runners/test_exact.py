@@ -39,7 +39,7 @@ def kinds_of_passes(mode: WeightFormat, isa: str) -> list[str]:
 
 
 @needs
-@pytest.mark.quick("native-int4-int16")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")
 def test_logits_have_the_bits_of_plain_decoding(mode: WeightFormat, request: pytest.FixtureRequest) -> None:
     """Guards every place where the order of a sum, a scale or a choice of kernels could depend on what else is in the

@@ -374,7 +374,7 @@ def bundled() -> Iterator[str]:
 
 SMOLLM2 = {
     "smollm2_float32": "float32",
-    "smollm2_int8": "int8 weights, int16 activations (before guesses from the text came first)",
+    "smollm2_int8": "int8 weights, int16 activations",
     "smollm2_int4": "int4 weights, int16 activations",
 }
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 import eyas
-import toy_tokenizer
-import zoo
 from eyas.core import sockets
 from test_architecture import WINGS
 
@@ -34,6 +32,9 @@ def test_the_wing_is_alone() -> None:
 
 def tiny_llm() -> eyas.LLM:
     """A model with random weights, without a policy."""
+    import toy_tokenizer
+    import zoo  # seconds, which most wings do not need
+
     model = zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, eos_token_id=1)
     return eyas.load(model, tokenizer=toy_tokenizer.byte_tokenizer(), tree="fixed")
 

@@ -226,11 +226,8 @@ class EagleSession(DraftSession):
 
     def __init__(self, drafter: EagleMethod, rows: int) -> None:
         target, shape, longest_path = drafter.target, drafter.shape, drafter.longest_path
-        self.drafter = drafter
-        self.rows = rows
-        self.window = drafter.window()
+        self.drafter, self.rows, self.window = drafter, rows, drafter.window()
         self.crop = drafter.options.window.crop
-        self.net: EagleNet = drafter.decoding_net
         self.cache = DraftKVCache(
             shape.num_kv_heads, shape.head_dim, rows, drafter.dtype, target.device, self.window, drafter.layers
         )
@@ -248,6 +245,11 @@ class EagleSession(DraftSession):
         self.active_B = torch.zeros(rows, dtype=torch.bool, device=target.device)  # in the current cycle
         names = ("length_B", "pairs_B", "pending_BPF", "pending_tokens_BP", "pending_B")
         self.state = {name: tuple(getattr(self, name).shape) for name in names}
+
+    @property
+    def net(self) -> EagleNet:
+        """The drafter's net for decoding, which may be another one in the next cycle."""
+        return self.drafter.decoding_net  # type: ignore[no-any-return]
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         # verification of sampled children reads values on the host

@@ -34,7 +34,7 @@ LAYERS = {
     **dict.fromkeys(["runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     **dict.fromkeys(["api", "media"], 6),
-    **dict.fromkeys(["accelerate", "audit", "bench", "hooks", "predict", "recall", "serve"], 7),
+    **dict.fromkeys(["accelerate", "adapt", "audit", "bench", "hooks", "predict", "recall", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line
 }
@@ -47,6 +47,7 @@ EXCEPT: set[tuple[str, str]] = set()
 # A wing is what the rings do without. Wings import rings and never each other; what one asks of another goes through
 # a socket (core/sockets.py) or through api.
 WINGS = {
+    "adapt": {"adapt"},
     "adaptive": {"adaptive"},
     "audit": {"audit"},
     "bench": {"bench"},

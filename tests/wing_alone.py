@@ -58,6 +58,18 @@ def test_a_model_without_images_is_refused() -> None:
         tiny_llm().generate([{"role": "user", "content": content}])
 
 
+@pytest.mark.skipif(WING != "adapt", reason="of heads that learn while they serve")
+def test_a_head_learns() -> None:
+    """Guards the way from a text to a step."""
+    adapt, drafters = importlib.import_module("eyas.adapt"), importlib.import_module("eyas.drafters")
+    model = zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB)
+    method = drafters.find("mtp").random(eyas.load(model, tokenizer=False, tree="fixed").target)
+    llm = adapt.adapting(eyas.load(model, method, tokenizer=False), share=1e9)
+    text = llm.generate([5, 6, 7], max_new_tokens=24).token_ids
+    assert llm.learner.steps > 0
+    assert llm.generate([5, 6, 7], max_new_tokens=24).token_ids == text
+
+
 @pytest.mark.skipif(WING != "recall", reason="of texts of earlier requests")
 def test_an_earlier_text_is_drafted() -> None:
     """Guards what the wing is for: fewer cycles for a text that came before."""

@@ -100,10 +100,16 @@ class Running:
 
 @contextmanager
 def running(
-    llm: eyas.LLM, *, keys: tuple[str, ...] = (), origins: tuple[str, ...] = (), pools: Any = None, **settings: Any
+    llm: eyas.LLM,
+    *,
+    keys: tuple[str, ...] = (),
+    origins: tuple[str, ...] = (),
+    pools: Any = None,
+    heads: Any = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server of this model."""
-    service = Service(llm, Settings(**{"name": "tiny", "max_tokens": 512, **settings}), pools)
+    service = Service(llm, Settings(**{"name": "tiny", "max_tokens": 512, **settings}), pools, heads)
     config = uvicorn.Config(
         make_app(service, keys, origins), access_log=False, log_config=None, timeout_graceful_shutdown=1
     )

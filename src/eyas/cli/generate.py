@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
+from eyas.cli._adapt import AdaptOptions, load_adapted, save_adapted
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
 from eyas.cli._files import FileRun, InvalidLine, Results, Task, differences, read_tasks
-from eyas.cli._load import load, note_no_head, record, sampling_of, structure_of, text_of
+from eyas.cli._load import note_no_head, record, sampling_of, structure_of, text_of
 from eyas.cli._options import (
     AS_JSON,
     STDIN,
@@ -91,6 +92,7 @@ def command(
     inputs: InputOptions,
     sampling: AnswerOptions,
     structure: StructureOptions,
+    adapt: AdaptOptions,
     model: TargetOptions,
     draft: DraftOptions,
     options: MethodOptions,
@@ -103,19 +105,23 @@ def command(
     if inputs.input is None:
         text = _prompt(prompt, inputs.prompt_ids)
         content = _with_images(text, inputs.image)
+        llm = load_adapted(adapt, model, draft, options)
         if inputs.n > 1:
-            _answer_several(load(model, draft, options), content, keywords, inputs)
+            _answer_several(llm, content, keywords, inputs)
         else:
             view = None if inputs.view is None else CycleView(inputs.view, text, inputs.system)
-            _answer_one(load(model, draft, options), content, keywords, inputs.as_json, model, draft, view)
+            _answer_one(llm, content, keywords, inputs.as_json, model, draft, view)
+        save_adapted(llm, adapt)
         return 0
     with Results(inputs.output) as results:
         items = list(read_tasks(inputs.input))
-        llm = load(model, draft, options)
+        llm = load_adapted(adapt, model, draft, options)
         run = _Run(llm, results, inputs, keywords)
         tasks = run.remaining(items)
         note_no_head(llm, model, draft)
-        return run.answer(tasks)
+        status = run.answer(tasks)
+        save_adapted(llm, adapt)
+        return status
 
 
 def _check(prompt: str | None, inputs: InputOptions) -> None:

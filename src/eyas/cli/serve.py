@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 
+from eyas.cli._adapt import AdaptOptions, load_adapted
 from eyas.cli._errors import UsageError
-from eyas.cli._load import load, need_packages, note_no_head
+from eyas.cli._load import need_packages, note_no_head
 from eyas.cli._options import DraftOptions, MethodOptions, TargetOptions, option_group
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ eyas serve  # the embedded model, on http://127.0.0.1:8000
 eyas serve --target MODEL --draft HEAD --rows 16 --port 8080
 """
 NOTES = ("Clients of OpenAI's interface use it with base_url http://HOST:PORT/v1; the page at / shows every cycle.",)
-KEY_VARIABLE = "EYAS_API_KEY"
+KEY_VARIABLE, ADMIN_VARIABLE = "EYAS_API_KEY", "EYAS_ADMIN_KEY"
 
 
 @option_group
@@ -38,6 +39,8 @@ class ServeOptions:
     """The model's name for clients. Default: the last part of the target's."""
     api_key: Annotated[tuple[str, ...], "Server", "KEY"] = ()
     """A key that clients need; may be given several times. Better: in the environment, as EYAS_API_KEY."""
+    admin_key: Annotated[str | None, "Server", "KEY"] = None
+    """The key that may replace the draft head (POST /v1/draft). Better: in the environment, as EYAS_ADMIN_KEY."""
     cors_origin: Annotated[tuple[str, ...], "Server", "URL"] = ()
     """Let web pages of this origin use the server; may be given several times."""
     allowed_host: Annotated[tuple[str, ...], "Server", "NAME"] = ()
@@ -78,9 +81,12 @@ class ServeOptions:
     """After SIGTERM, running answers have this time to end."""
 
 
-def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions) -> None:
+def command(
+    *, server: ServeOptions, adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions, options: MethodOptions
+) -> None:
     """Serve a model to clients of OpenAI's interface."""
     need_packages("serve", "serve", "fastapi", "uvicorn", "prometheus_client")
+    from eyas.adapt import Heads
     from eyas.serve.app import make_app
     from eyas.serve.hosts import allowed_hosts
     from eyas.serve.server import bound, serve
@@ -90,9 +96,9 @@ def command(*, server: ServeOptions, model: TargetOptions, draft: DraftOptions, 
     if not all(key.strip() for key in keys):
         raise UsageError("an --api-key is empty")
     with bound(server.host, server.port) as listening:  # before the model is loaded, which takes a while
-        llm = load(model, draft, options)
+        llm = load_adapted(adapt, model, draft, options)
         note_no_head(llm, model, draft)
-        service = Service(llm, settings_of(server, llm), pools_of(server))
+        service = Service(llm, settings_of(server, llm), pools_of(server), Heads(llm, adapt.adapt_save))
         service.warm_up()
         hosts = allowed_hosts(server.host, server.allowed_host, bool(keys))
         app = make_app(service, keys, server.cors_origin, hosts, server.api_docs)
@@ -128,4 +134,5 @@ def settings_of(options: ServeOptions, llm: LLM) -> Settings:
         timeout=options.timeout,
         max_body_bytes=int(options.max_body * 2**20),
         remembered=options.remember,
+        admin_key=options.admin_key or os.environ.get(ADMIN_VARIABLE) or None,
     )

@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
-from eyas.serve import chat, completions, corpora, errors, infill, info, messages, responses, tokens
+from eyas.serve import chat, completions, corpora, errors, heads, infill, info, messages, responses, tokens
 from eyas.serve.access import AccessLog
 from eyas.serve.auth import KeyCheck
 from eyas.serve.bodies import add_route
@@ -24,7 +24,7 @@ from eyas.serve.protocol.completions import CompletionBody
 from eyas.serve.protocol.fields import Body
 from eyas.serve.protocol.infill import InfillBody
 from eyas.serve.protocol.responses import ResponsesBody
-from eyas.serve.protocol.tokens import CorpusBody, DetokenizeBody, TokenizeBody
+from eyas.serve.protocol.tokens import CorpusBody, DetokenizeBody, DraftBody, TokenizeBody
 from eyas.serve.service import Service
 
 __all__ = ["make_app"]
@@ -36,6 +36,7 @@ ROUTES: dict[str, tuple[type[Body], Callable[[Service, Request, Any], Awaitable[
     "/v1/responses": (ResponsesBody, responses.respond),
     "/infill": (InfillBody, infill.infill),
     "/v1/corpora": (CorpusBody, corpora.add_corpus),
+    "/v1/draft": (DraftBody, heads.replace_draft),
     "/tokenize": (TokenizeBody, tokens.tokenize),
     "/detokenize": (DetokenizeBody, tokens.detokenize),
 }
@@ -79,7 +80,7 @@ def make_app(
                 if origins
                 else []
             ),
-            Middleware(KeyCheck, keys=keys),
+            Middleware(KeyCheck, keys=[*keys, *filter(None, [service.settings.admin_key])] if keys else ()),
             Middleware(BodyLimit, max_bytes=service.settings.max_body_bytes),
         ],
     )

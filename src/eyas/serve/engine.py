@@ -18,6 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from random import SystemRandom
@@ -63,8 +64,14 @@ class Engine:
     """Serves jobs. Start it with `start`; `submit` and `check` may then be called from the event
     loop and its workers."""
 
-    def __init__(self, llm: LLM, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, llm: LLM, settings: Settings, metrics: Metrics, rest: Callable[[bool], bool] | None = None
+    ) -> None:
+        """`rest`: called between requests, with whether none is in flight; returns whether it wants to be called
+        again while nothing else is to be done."""
         self.llm = llm
+        self._rest = rest
+        self._ended = False  # whether a sequence has ended since `rest` was last called
         self.settings = settings
         self.metrics = metrics
         self.methods = Methods(llm)
@@ -102,6 +109,20 @@ class Engine:
     def drain(self) -> None:
         """Take no more jobs; those that are here go on."""
         self.draining = True
+
+    def between_cycles(self, task: Callable[[], None]) -> Future[None]:
+        """Let the engine's thread do something while no cycle runs; the Future ends when it is done."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                task()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self._inbox.put(run)
+        return done
 
     @property
     def idle(self) -> bool:
@@ -206,7 +227,9 @@ class Engine:
     def _read_inbox(self) -> bool:
         """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the
         thread is to end."""
-        wait = not self._waiting and not self._in_flight
+        idle = not self._waiting and not self._in_flight
+        rested = self._use_rest(idle)
+        wait = idle and not rested
         while True:
             try:
                 task = self._inbox.get(block=wait)
@@ -216,6 +239,13 @@ class Engine:
                 return False
             task()
             wait = False
+
+    def _use_rest(self, idle: bool) -> bool:
+        """Call `rest` where nothing is in flight, or a sequence has just ended. Return its answer."""
+        if self._rest is None or not (idle or self._ended):
+            return False
+        self._ended = False
+        return self._rest(idle)
 
     def _expire(self) -> None:
         """End the sequences whose time is over."""
@@ -279,6 +309,7 @@ class Engine:
         self._tell(news)
 
     def _remove(self, sequence: Sequence) -> None:
+        self._ended = True
         if sequence.decoder is not None:
             del self._in_flight[sequence.decoder, sequence.request_id]
             self._pool.release(sequence.decoder)

@@ -2,6 +2,7 @@
 
 400   a value, field or prompt that cannot be used       413   a body that is too large
 401   a wrong key                                        429   the queue is full: Retry-After says when to come back
+403   what only the admin may ask for
 404   a model or path that is not here                   503   the server ends or has failed
 408   the deadline of the request has passed             500   a fault of ours
 """
@@ -26,6 +27,7 @@ __all__ = ["ApiError", "error_of", "error_response", "install", "invalid_body"]
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "invalid_request_error",

@@ -70,6 +70,7 @@ def router(service: Service) -> APIRouter:
             "queue": service.settings.queue,
             "draining": service.engine.draining,
             "recent": service.metrics.recent.summary(),
+            "learnt": None if service.heads is None else service.heads.figures(),
         }
 
     @get("/tokenizer_info")

@@ -31,6 +31,7 @@ class Job:
     media: Mapping[str, Tensor] = field(default_factory=dict)  # images of the only prompt
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
+    private: bool = False  # nothing of it is kept for the head to learn from
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from eyas.api import LLM
 from eyas.arguments import MediaIds
+from eyas.core.requests import RequestFeature
 from eyas.core.sockets import RUNNER
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
@@ -51,18 +52,50 @@ class Pools(Protocol):
         """Keep the texts for the next start, if they are to be kept."""
 
 
+class Heads(Protocol):
+    """The head that drafts, which may be replaced and may learn, such as `adapt.Heads`."""
+
+    @property
+    def private(self) -> RequestFeature:
+        """Return the feature of requests of which nothing is kept to learn from."""
+
+    @property
+    def given(self) -> str | None:
+        """Return the name of the head that the server began with."""
+
+    def load(self, source: str) -> Any:
+        """Return another head of the same method and sizes. Raise OptionError or CheckpointError if it is none."""
+
+    def put(self, head: Any, source: str) -> None:
+        """Let a head draft from now on. Called between cycles."""
+
+    def rest(self, idle: bool) -> bool:
+        """Learn a little, if there is something to learn and time for it. Return whether that was so."""
+
+    def figures(self) -> dict[str, Any] | None:
+        """Return what was learnt; None if nothing is to be."""
+
+    def save(self) -> None:
+        """Write the head, if it is to be kept."""
+
+
 class Service:
     """The engine with its tokenizer, its limits and its counters."""
 
-    def __init__(self, llm: LLM, settings: Settings, pools: Pools | None = None) -> None:
-        """`pools`: the texts of each owner that further requests are drafted from; None: nothing is remembered."""
+    def __init__(self, llm: LLM, settings: Settings, pools: Pools | None = None, heads: Heads | None = None) -> None:
+        """
+        Args:
+            pools: the texts of each owner that further requests are drafted from; None: nothing is remembered.
+            heads: replaces the head, and lets it learn; None: it stays as it is.
+        """
         self.llm = llm
         self.pools = pools
+        self.heads = heads
         self.settings = settings
         self.metrics = Metrics(settings.name)
         self.token_texts = TokenTexts(llm.tokenizer, llm.target.vocab_size)
         self.memory = Memory(settings.remembered)
-        self.engine = Engine(llm, settings, self.metrics)
+        self.engine = Engine(llm, settings, self.metrics, None if heads is None else heads.rest)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
 
     def warm_up(self) -> None:
@@ -71,7 +104,8 @@ class Service:
         if self.llm.target.runner.records_cycles and (runner := RUNNER.plug) is not None:
             for name in self.engine.methods.names:
                 runner.warm_up(self.engine.methods.drafter(name))
-        self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True)
+        features = () if self.heads is None else (self.heads.private,)
+        self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True, features=features)
 
     def start(self) -> None:
         """Begin to serve; called in the event loop."""
@@ -83,6 +117,8 @@ class Service:
         self._worker.shutdown()
         if self.pools is not None:
             self.pools.save()
+        if self.heads is not None:
+            self.heads.save()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -140,7 +176,10 @@ class Service:
     async def submit(self, job: Job, owner: str) -> Answer:
         """Check a job and queue it. `owner`: see `auth.owner_of`; a job is drafted from its owner's texts alone."""
         self.engine.check_open()
-        if self.pools is not None:
-            job = replace(job, keywords={**job.keywords, "features": (self.pools[owner],)})
+        features: list[Any] = [] if self.pools is None else [self.pools[owner]]
+        if self.heads is not None and job.private:
+            features.append(self.heads.private)
+        if features:
+            job = replace(job, keywords={**job.keywords, "features": tuple(features)})
         prepared = await self.in_worker(self.engine.prepare, job)
         return self.engine.submit(job, prepared)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Settings:
         keep_alive: seconds of silence after which a stream sends a comment.
         max_body_bytes: the largest body of a request.
         remembered: responses that /v1/responses remembers.
+        admin_key: the key that may replace the head; None: nobody may.
     """
 
     name: str
@@ -40,3 +41,4 @@ class Settings:
     keep_alive: float = 10.0
     max_body_bytes: int = 16 * 2**20
     remembered: int = 256
+    admin_key: str | None = field(default=None, repr=False)

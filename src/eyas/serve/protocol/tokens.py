@@ -1,4 +1,4 @@
-"""The bodies of POST /tokenize and /detokenize, as in vLLM."""
+"""The bodies of POST /tokenize and /detokenize, as in vLLM; and of /v1/corpora and /v1/draft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from eyas.serve.protocol.chat import TemplateFields
 from eyas.serve.protocol.fields import Body
 
-__all__ = ["CorpusBody", "DetokenizeBody", "TokenizeBody"]
+__all__ = ["CorpusBody", "DetokenizeBody", "DraftBody", "TokenizeBody"]
 
 
 class TokenizeBody(TemplateFields):
@@ -25,6 +25,13 @@ class CorpusBody(Body):
 
     model: str | None = None
     input: str | list[int] | list[str] | list[list[int]]
+
+
+class DraftBody(Body):
+    """A head: a folder of the server's machine, or a name."""
+
+    path: str | None = None
+    name: str | None = None
 
 
 class DetokenizeBody(Body):

@@ -1,0 +1,48 @@
+"""Options of heads that learn while they serve (`eyas.adapt`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts.types import PositiveFloat
+
+from eyas.cli._errors import UsageError
+from eyas.cli._load import load
+from eyas.cli._options import DraftOptions, TargetOptions, option_group
+
+if TYPE_CHECKING:
+    from eyas.api import LLM
+
+__all__ = ["AdaptOptions", "load_adapted", "save_adapted"]
+
+
+@option_group
+class AdaptOptions:
+    """Whether the head learns from what it answers."""
+
+    adapt: Annotated[bool, "Method"] = False
+    """Let the draft head learn from the answers: EAGLE-3 heads and MTP modules. The text stays the same."""
+    adapt_percent: Annotated[PositiveFloat, "Method", "N"] = 3.0
+    """Time for it, in percent of the time of drafting, at most."""
+    adapt_save: Annotated[str | None, "Method", "FOLDER"] = None
+    """Write the head there at the end; the folder of the given head is never written into."""
+
+
+def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
+    """Return the LLM that the options describe, with a head that learns if they say so."""
+    if not adapt.adapt:
+        if adapt.adapt_save is not None:
+            raise UsageError("--adapt-save needs --adapt")
+        return load(model, draft, options)
+    from eyas.adapt import adapting
+
+    return adapting(load(model, draft, options), share=adapt.adapt_percent / 100)
+
+
+def save_adapted(llm: LLM, options: AdaptOptions) -> None:
+    """Write the head, if the options say where."""
+    from eyas.adapt import LearningLLM
+
+    if isinstance(llm, LearningLLM) and options.adapt_save is not None:
+        llm.save_draft(options.adapt_save)

@@ -1,0 +1,63 @@
+"""POST /v1/draft: another head of the same method and sizes drafts from the next cycle on. No request is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from pathlib import Path
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from eyas.errors import CheckpointError
+from eyas.serve.auth import given_key
+from eyas.serve.errors import ApiError
+from eyas.serve.protocol.tokens import DraftBody
+from eyas.serve.service import Heads, Service
+
+__all__ = ["GIVEN", "replace_draft"]
+
+GIVEN = "given"  # the name of the head that the server began with
+
+
+async def replace_draft(service: Service, request: Request, body: DraftBody) -> Response:
+    """Load a head, and let it draft between two cycles."""
+    _check_admin(service, request)
+    if service.heads is None:
+        raise ApiError(400, "the head of this server cannot be replaced")
+    source = _source(service.heads, body)
+    service.engine.check_open()
+    try:
+        head = await service.in_worker(service.heads.load, source)
+    except CheckpointError as error:
+        raise ApiError(
+            409, str(error), param="name" if body.path is None else "path", code="head_does_not_fit"
+        ) from error
+    heads = service.heads
+    done = service.engine.between_cycles(lambda: heads.put(head, source))
+    await asyncio.wait_for(asyncio.wrap_future(done), service.settings.timeout)
+    return JSONResponse({"object": "draft", "head": source, "method": service.llm.method})
+
+
+def _check_admin(service: Service, request: Request) -> None:
+    """Raise ApiError unless the request brings the admin's key."""
+    if service.settings.admin_key is None:
+        raise ApiError(403, "this server has no key for its admin: start it with --admin-key KEY")
+    given = (given_key(request.headers) or "").encode("utf-8", "surrogatepass")
+    if not hmac.compare_digest(given, service.settings.admin_key.encode("utf-8", "surrogatepass")):
+        raise ApiError(403, "this needs the key of the server's admin", code="not_admin")
+
+
+def _source(heads: Heads, body: DraftBody) -> str:
+    """Return the head that the body names."""
+    if (body.path is None) == (body.name is None):
+        raise ApiError(400, 'give either "path", a folder of this machine, or "name", a hub id or "given"')
+    if body.path is not None:
+        if not Path(body.path).expanduser().is_dir():
+            raise ApiError(400, f"{body.path}: there is no such folder on the server's machine", param="path")
+        return str(Path(body.path).expanduser())
+    if body.name != GIVEN:
+        return str(body.name)
+    if heads.given is None:
+        raise ApiError(400, "this server began without a head", param="name")
+    return heads.given

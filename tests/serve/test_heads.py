@@ -1,0 +1,158 @@
+"""A server whose head is replaced while requests run, and learns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import eyas
+from eyas import checkpoints, drafters
+from eyas.adapt import Heads, adapting
+from eyas.core.options import build_options
+from serving import PROMPTS, Running, running, small_llm
+
+ADMIN = "the admin's key"
+
+
+@pytest.fixture
+def llm() -> eyas.LLM:
+    """The embedded model, with an MTP module of its own."""
+    return small_llm()
+
+
+def random_head(llm: eyas.LLM, folder: Path) -> Path:
+    """Write a head of the same sizes that has learnt nothing."""
+    kind = drafters.find("mtp")
+    checkpoints.save(kind.random(llm.target, build_options(kind.Options, {}), 5).weights(), folder)
+    return folder
+
+
+@pytest.fixture
+def served(llm: eyas.LLM) -> Iterator[Running]:
+    with running(llm, heads=Heads(llm), rows=4, admin_key=ADMIN) as made:
+        yield made
+
+
+def post(server: Running, key: str | None, **body: Any) -> httpx2.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return httpx2.post(f"{server.v1}/draft", json=body, headers=headers, timeout=120)
+
+
+def answers(server: Running, swap: Any = None, **more: Any) -> list[str]:
+    """Return the answers to some prompts that are asked for together, half of them sampled; `swap` is called when
+    all of them have begun."""
+    texts, begun = [""] * len(PROMPTS), [threading.Event() for _ in PROMPTS]
+
+    def ask(number: int) -> None:
+        stream = server.client().completions.create(
+            model="tiny", prompt=PROMPTS[number], max_tokens=160, temperature=number % 2, seed=number, stream=True,
+            extra_body={"ignore_eos": True, **more},
+        )  # fmt: skip
+        for piece in stream:
+            texts[number] += piece.choices[0].text
+            begun[number].set()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    if swap is not None:
+        assert all(event.wait(60) for event in begun)
+        swap()
+    for thread in threads:
+        thread.join()
+    return texts
+
+
+@pytest.mark.slow
+def test_a_swap_drops_and_changes_nothing(served: Running, llm: eyas.LLM, tmp_path: Path) -> None:
+    """Guards requests that are in flight while heads change, by the real server: their texts are those without a
+    swap, and so are those of later requests."""
+    folder = random_head(llm, tmp_path / "other")
+    before = answers(served)
+    replaced = list[httpx2.Response]()
+
+    def swap() -> None:
+        replaced.append(post(served, ADMIN, path=str(folder)))
+        replaced.append(post(served, ADMIN, name="given"))
+        replaced.append(post(served, ADMIN, path=str(folder)))
+
+    during = answers(served, swap)
+    assert [response.status_code for response in replaced] == [200, 200, 200]
+    assert replaced[0].json() == {"object": "draft", "head": str(folder), "method": "mtp"}
+    assert before == during == answers(served)
+    drafter: Any = llm.drafter
+    expected = eyas.load(method="mtp", draft=str(folder)).drafter.net.state_dict()  # type: ignore[union-attr]
+    assert all(bool((value == expected[name]).all()) for name, value in drafter.net.state_dict().items())
+
+
+def test_heads_that_cannot_be_used(served: Running, llm: eyas.LLM, tmp_path: Path) -> None:
+    """Each refusal is one clear line, and leaves the head in place."""
+    net = llm.drafter.net
+    eagle3 = llm.own_heads["eagle3"]
+    (tmp_path / "empty").mkdir()
+    for key, body, status, words in (
+        (None, {"path": "x"}, 403, "key"),
+        ("another", {"path": "x"}, 403, "key"),
+        (ADMIN, {}, 400, "path"),
+        (ADMIN, {"path": "x", "name": "y"}, 400, "either"),
+        (ADMIN, {"path": str(tmp_path / "missing")}, 400, "no such folder"),
+        (ADMIN, {"path": str(tmp_path / "empty")}, 409, "empty"),
+        (ADMIN, {"path": eagle3}, 409, "multi-token"),
+    ):
+        refused = post(served, key, **body)
+        message = refused.json()["error"]["message"]
+        assert (refused.status_code, words in message, "\n" in message) == (status, True, False), message
+    assert llm.drafter.net is net
+
+
+def test_without_an_admin_nobody_replaces_the_head(llm: eyas.LLM) -> None:
+    with running(llm, keys=("user",), heads=Heads(llm)) as server:
+        assert post(server, "user", name="given").status_code == 403
+        assert post(server, None, name="given").status_code == 401
+    with running(llm, keys=("user",), heads=Heads(llm), admin_key=ADMIN) as server:
+        assert post(server, "user", name="given").status_code == 403
+        assert post(server, ADMIN, name="given").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_server_learns_while_it_serves(llm: eyas.LLM, tmp_path: Path) -> None:
+    """Guards the engine's pauses: steps are made when requests have ended, the texts stay the same, nothing is kept of
+    requests with store set to false, and the head is written at the end."""
+    learning = adapting(llm, share=1e9, steps=2)
+    heads = Heads(learning, str(tmp_path / "saved"))
+    with running(learning, heads=heads, rows=4, admin_key=ADMIN) as server:
+        before = answers(server, store=False)
+        server.wait_until_idle()
+        assert stats(server)["tokens"] == stats(server)["steps"] == 0
+        during = answers(server)
+        server.wait_until_idle()
+        deadline = time.monotonic() + 60
+        while stats(server)["steps"] < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stats(server)["steps"] >= 4
+        assert before == during == answers(server)
+        learning.learner.kept = 1  # what a longer test would come to
+    assert (tmp_path / "saved" / "config.json").exists()
+    assert eyas.load(method="mtp", draft=str(tmp_path / "saved")).method == "mtp"
+
+
+def stats(server: Running) -> dict[str, Any]:
+    learnt: dict[str, Any] = httpx2.get(f"{server.url}/stats", timeout=60).json()["learnt"]
+    return learnt
+
+
+def test_a_step_that_fails_ends_the_learning_only(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads(adapting(llm))
+
+    def fail(idle: bool) -> bool:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(heads.learner, "rest", fail)
+    assert not heads.rest(True)
+    assert heads.failed

@@ -25,6 +25,7 @@ from test_lossless import make
 ALWAYS = Settings(share=1e9, lr=5e-3, steps=2, batch_tokens=64)
 
 
+@pytest.mark.quick("mtp-*")
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_ids_stay_the_same_while_a_head_learns(name: str, runner: str) -> None:
@@ -49,7 +50,7 @@ def test_ids_stay_the_same_while_a_head_learns(name: str, runner: str) -> None:
     assert all(parameter.grad is None for parameter in target.model.parameters())
 
 
-@pytest.mark.quick("mtp")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_drafts_get_longer(name: str) -> None:
     """Guards that something is learnt. The texts are the same ones again, so a head of random weights soon drafts

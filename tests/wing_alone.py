@@ -61,6 +61,9 @@ def test_a_model_without_images_is_refused() -> None:
 @pytest.mark.skipif(WING != "adapt", reason="of heads that learn while they serve")
 def test_a_head_learns() -> None:
     """Guards the way from a text to a step."""
+    import toy_tokenizer
+    import zoo
+
     adapt, drafters = importlib.import_module("eyas.adapt"), importlib.import_module("eyas.drafters")
     model = zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB)
     method = drafters.find("mtp").random(eyas.load(model, tokenizer=False, tree="fixed").target)

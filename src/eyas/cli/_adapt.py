@@ -22,11 +22,11 @@ class AdaptOptions:
     """Whether the head learns from what it answers."""
 
     adapt: Annotated[bool, "Method"] = False
-    """Let the draft head learn from the answers: EAGLE-3 heads and MTP modules. The text stays the same."""
+    """Let the head learn from the answers (EAGLE-3, MTP)."""
     adapt_percent: Annotated[PositiveFloat, "Method", "N"] = 3.0
-    """Time for it, in percent of the time of drafting, at most."""
+    """Time for that, in percent of drafting."""
     adapt_save: Annotated[str | None, "Method", "FOLDER"] = None
-    """Write the head there at the end; the folder of the given head is never written into."""
+    """Write the head there at the end."""
 
 
 def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:

@@ -81,7 +81,7 @@ def sampling_options(*names: str) -> Callable[[type[Options]], type[Options]]:
 
 
 AS_JSON = Annotated[bool, "Output", Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
-VERBOSE = Annotated[bool, "Machine", Parameter(help="Show what the libraries below print while they load.")]
+VERBOSE = Annotated[bool, "Machine", Parameter(help="Show what the libraries print.")]
 TREE = Annotated[
     Literal["auto", "fixed"] | None,
     "Method",
@@ -99,7 +99,7 @@ class TargetOptions:
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: a folder, a hub id or a file in GGUF format. Default: the embedded model."""
     gguf_file: Annotated[str | None, "Model", "NAME"] = None
-    """A file in GGUF format of the target's folder or hub repository; its weights become plain ones."""
+    """A GGUF file of the target's folder or repository."""
     cache: Annotated[bool, "Machine", Parameter(name="--cache", negative="--no-cache")] = True
     """Keep converted GGUF files."""
     adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
@@ -115,16 +115,14 @@ class TargetOptions:
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
     device_map: Annotated[str | None, "Machine", "auto|balanced|FILE"] = None
-    """auto, balanced: layers are spread over all GPUs, and what does not fit there waits in memory
-    or on disk. Or a JSON file with a device, "cpu" or "disk" for each part of the model, as
-    transformers takes it."""
+    """auto, balanced: layers are spread over all GPUs; the rest waits in memory or on disk. Or a JSON file
+    with a device, "cpu" or "disk" for each part, as transformers takes it."""
     offload_folder: Annotated[str | None, "Machine", "FOLDER"] = None
     """For weights that the device map puts on disk, where the checkpoint is not safetensors."""
     kernels: Annotated[Literal["auto", "on", "fixed", "compile", "off"], "Machine"] = "auto"
     """Compiled kernels on a CPU, CUDA graphs and Triton kernels on a GPU: where they suit the model
-    (auto), with a note where they do not (on), or never (off). fixed: kernels whose sums have one order,
-    so that drafts change no bit, or an error. compile: torch.compile for layers that have no kernels,
-    on a GPU."""
+    (auto), with a note where not (on), never (off). fixed: drafts change no bit, or an error.
+    compile: torch.compile for other layers on a GPU."""
     weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], "Machine"] = "exact"
     """Round the target's weights: fewer bytes to read, but the text is that of the rounded model.
     Needs the compiled kernels."""

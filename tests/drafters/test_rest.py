@@ -68,7 +68,7 @@ def test_a_datastore_that_knows_the_answer(sampling: Sampling) -> None:
         cycles = [step for step in steps if not step.prefill]
         assert sum(len(step.tokens) for step in cycles) / len(cycles) > 5
         sizes = {(step.draft.tree.nodes, step.draft.tree.max_depth) for step in cycles if step.draft is not None}
-        assert sizes <= {(1, 0), *((nodes, 10) for nodes in (2, 3, 5, 9, 17, 33, 60))}
+        assert sizes <= {(nodes, min(nodes - 1, 10)) for nodes in (1, 2, 3, 5, 9, 17, 33, 60)}
         assert len(sizes) > 1
 
 

@@ -178,7 +178,7 @@ def _tree(parents: tuple[tuple[int, ...], ...], max_nodes: int, max_depth: int, 
     nodes = min(padded_nodes(max(counts) - 1), max_nodes)
     table = [[-1, *row, *[0] * (nodes - 1 - len(row))] for row in parents]
     acceptable_BN = torch.arange(nodes, device=device) < torch.tensor(counts, device=device)[:, None]
-    depth = min(max_depth, max(counts) - 1)
+    depth = min(max_depth, nodes - 1)  # few shapes of trees: as deep as their nodes allow
     return Tree.build(torch.tensor(table, device=device), depth, acceptable_BN, counts)
 
 

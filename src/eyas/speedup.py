@@ -42,7 +42,7 @@ class CycleCosts(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What to expect of a tree."""
+    """Expected tau, cost and speed-up of one tree."""
 
     tree: TreeSize
     tau: float

@@ -1,5 +1,5 @@
-"""What to expect of a head whose acceptance is uncertain: the speed-up of the best tree (`speedup.py`), and
-the ends of its interval.
+"""Forecast the speed-up of a head whose acceptance is uncertain: find the best tree (`speedup.py`) and compute the ends
+of its interval.
 
 This module knows no clock.
 """

@@ -132,7 +132,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(self._parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self._warm, self._since = 0, 0
 
-    # --- what the recorder tells
+    # --- calls of the recorder
 
     def opened(self, session: RecordingSession) -> None:
         """See `recording.Observer`."""
@@ -213,7 +213,7 @@ class Learner:
         with torch.inference_mode(False), torch.enable_grad():
             batch = batch_of(self.texts.take(self.settings.batch_tokens), self.method.target.device)
             loss = self.student.loss(batch, torch.Generator().manual_seed(self.steps))
-            # only for the student's weights: those of the target may be somebody's who trains it
+            # the caller may be training the target, so its weights must get no gradient from here
             gradients = torch.autograd.grad(loss.total / loss.count.clamp(min=1), self._parameters, allow_unused=True)
         self._update(gradients)
 

@@ -30,7 +30,7 @@ __all__ = ["Private", "Recorded"]
 
 
 class Private(RequestFeature):
-    """Of a request with this feature nothing is kept to learn from."""
+    """Feature that keeps a request private: the learner gets nothing of its text."""
 
     def open(self, request: Request, target: Target) -> RowFeature:
         """See `RequestFeature`."""
@@ -42,7 +42,7 @@ class _PrivateRow(RowFeature):
 
 
 class Observer(Protocol):
-    """What the recorder tells, and whom (`learner.Learner`)."""
+    """Interface that the recorder calls; `learner.Learner` implements it."""
 
     texts: Texts
 
@@ -99,7 +99,7 @@ class Recorded(Drafter):
 
 @dataclass
 class _Row:
-    """What is kept of the text in one row."""
+    """Tokens and features of the text in one row, kept for the learner."""
 
     prompt: int = 0  # tokens of the prompt
     first: int = 0  # absolute position of the first token that is kept

@@ -1,4 +1,4 @@
-"""Put another head of the same method and sizes in the place of the one that drafts, between cycles.
+"""Replace the head that drafts by another one of the same method and sizes, between two cycles.
 
 A drafter keeps more of its weights than the net: copies that are rounded or packed for kernels
 (`decoding_net`), a builder of whole trees (`fused_tree_builder`), a compiled forward. All of these are attributes
@@ -71,7 +71,7 @@ def check_same(drafter: EagleMethod, head: Any, source: str) -> None:
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             raise HeadMismatchError(
-                f"{source}: its {name} is {_shown(theirs.get(name))}, that of the head in use {_shown(ours.get(name))}: "
+                f"{source}: its {name} is {_shown(theirs.get(name))}, and {_shown(ours.get(name))} in the head in use: "
                 "start with that head to use it"
             )
 

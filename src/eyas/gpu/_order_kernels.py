@@ -93,7 +93,7 @@ def _parts_kernel(
                 q_Mh, key_base + position_N[:, None] * k_s + h[None, :], value_base + position_N[:, None] * v_s + h[None, :],
                 near_MN, read_Nh, scale, top_M, sum_M, mixed_Mh,
             )  # fmt: skip
-        else:  # each node reads those of its own path
+        else:  # each node reads the keys of its own path
             for node in range(first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP + 1, Q)):
                 below_N = position_N >= committed
                 on_path_N = tl.load(

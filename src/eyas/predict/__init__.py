@@ -1,4 +1,4 @@
-"""What speed-up to expect of speculative decoding, by arithmetic: before a machine is bought or a head trained.
+"""Predict the speed-up of speculative decoding by arithmetic, before a machine is bought or a head is trained.
 
     models.py      from a config.json to the bytes and operations of a pass of the target
     heads.py       the same for a draft, and how often its tokens are accepted

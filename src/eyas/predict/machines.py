@@ -1,4 +1,4 @@
-"""What a pass takes on a machine: bytes by its bandwidth, operations by its rate, and overheads.
+"""Compute the seconds of a pass on a machine from its bandwidth, its rate of operations and its overheads.
 
     seconds  =  longer + (1 - overlap) * shorter  +  pass_seconds  +  layers * layer_seconds
 
@@ -6,8 +6,8 @@ where bytes / bandwidth and flops / rate are the longer and the shorter time. Wi
 max(bytes / bandwidth, flops / rate).
 
 A machine is a JSON file with the fields of `Machine`. `flops` is a number, or numbers by the format of the weights,
-and each of them may be numbers by the tokens of a pass: {"int8": {"1": 3e10, "16": 9e10}}. `flops` of a format that
-is left out is that of "bfloat16", or of the first one; the format "draft" is the draft head's.
+and each of them may be numbers by the tokens of a pass: {"int8": {"1": 3e10, "16": 9e10}}. A format that
+is left out takes the numbers of "bfloat16", or of the first format; "draft" holds the numbers of the draft head.
 
 This module knows no clock.
 """

@@ -27,7 +27,7 @@ DEVIATIONS = 2.0  # of an interval's ends from its middle
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for."""
+    """Settings of a prediction."""
 
     weights: str = "auto"  # format of the target's weights; auto: the checkpoint's
     rows: int = 1  # requests at a time
@@ -55,7 +55,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class TreePrediction:
-    """What to expect of a tree."""
+    """Predicted figures of one tree."""
 
     tree: TreeSize
     tau: float

@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md."""
+"""The pictures of docs/results.md and docs/report.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from _pictures import svg
 from _records import GENERATE, METHODS, PLAIN, best_tree, pooled_rows, record
+from _report_pictures import REPORT
 from matplotlib.figure import Figure
 
 # An opaque light background, so that labels can be read on a dark page too. Colours: Okabe and Ito.
@@ -154,6 +155,7 @@ PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "pass_cost": (draw_pass_cost, (7, 3.8)),
     "long_context": (draw_long_context, (9, 3.6)),
     **{name: (partial(draw_heads, name), (9, 3.6)) for name in ("ablation", "data_source")},
+    **REPORT,
 }
 
 

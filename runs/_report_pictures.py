@@ -1,0 +1,185 @@
+"""The pictures of docs/report.md: figures of the papers beside our records, and the cost model between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from _records import best_tree, pooled_rows, record
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from papers import ALPHA, SIX_TASKS, method_name
+from predict_check import LLAMA_8B, PUBLISHED
+from transformers import AutoConfig
+
+from eyas.core.drafter import TreeSize
+from eyas.predict import MACHINES, Prediction, Settings, read_head
+from eyas.predict.models import model_of
+
+GREY, BLUE, ORANGE, GREEN, PINK = "#8a8f98", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+SMOLLM2 = {"float32": "SmolLM2, float32", "int8": "SmolLM2, int8", "int4": "SmolLM2, int4"}
+BEST_TREES = {
+    "speed": "embedded, Xeon with AMX",
+    "speed_nestling": "nestling, Xeon with AMX",
+    "speed_epyc": "embedded, EPYC",
+}
+PASSES = {  # model, weights and activations in docs/results/predict.json: label, colour
+    ("SmolLM2-135M", "float32", "exact"): ("SmolLM2, float32", BLUE),
+    ("SmolLM2-135M", "int8", "int16"): ("SmolLM2, int8", GREEN),
+    ("SmolLM2-135M", "int4", "int16"): ("SmolLM2, int4", ORANGE),
+    ("random 1.1B", "bfloat16", "exact"): ("1.1B, bfloat16", PINK),
+}
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+def log_axes(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
+    """Make both axes logarithmic, with these ticks."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(x, [f"{value:g}" for value in x])
+    axes.set_yticks(y, [f"{value:g}" for value in y])
+    axes.minorticks_off()
+
+
+def draw_tau_and_c(figure: Figure) -> None:
+    """tau against c: published, and ours; lines of equal speed-up."""
+    axes = figure.subplots()
+    log_axes(axes, (1, 1.5, 2, 3, 4, 6, 8), (1, 1.5, 2, 3, 4, 6))
+    axes.set(xlim=(0.95, 9.5), ylim=(0.95, 7.5))
+    for speedup in (0.5, 1, 1.5, 2, 3, 4):
+        ends = [0.95, 9.5]
+        axes.plot(ends, [speedup * c for c in ends], color="0.85", lw=1, zorder=0)
+        at = min(7.1 / speedup, 9.2)
+        axes.text(at, at * speedup * 0.985, f"{speedup:g} times", color="0.55", fontsize=8, ha="right", va="top")
+    marks: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {
+        ("published, Vicuna-7B and LLaMA-8B on GPUs", BLUE, "o"): [
+            (tau / speedup, tau, name.replace("speculative sampling (small_model), chain", "small model"))
+            for name, (speedup, tau) in SIX_TASKS.items()
+        ],
+        ("ours, trees of 26 nodes and chains of 5, embedded model, Xeon with AMX", GREY, "s"): list(papers_points()),
+        ("ours, best fixed tree of EAGLE-3 or MTP", GREEN, "D"): [
+            (best_tree(name)["c"], best_tree(name)["tau"], label) for name, label in BEST_TREES.items()
+        ],
+        ("ours, trees that the controller chooses, EPYC (AVX2)", ORANGE, "^"): list(smollm2_points()),
+    }
+    for (label, colour, marker), points in marks.items():
+        c, tau, _ = zip(*points, strict=True)
+        axes.scatter(c, tau, color=colour, marker=marker, s=28, label=label)
+        for x, y, name in points:
+            place = (5, -10) if name in ("small model", "PLD") else (5, -2)
+            axes.annotate(name, (x, y), xytext=place, textcoords="offset points", fontsize=7, color=colour)
+    axes.set(
+        xlabel="c: time of a cycle / time of a plain step",
+        ylabel="tau: tokens a cycle",
+        title="Speed-up is tau over c (T = 0)",
+    )
+    axes.legend(fontsize=8, loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+
+
+def papers_points() -> Iterator[tuple[float, float, str]]:
+    """Yield (c, tau, name) of the papers' methods in our bench of the six tasks."""
+    for method, row in pooled_rows("papers_six").items():
+        name = method_name(method)
+        if name in SIX_TASKS and row["c"] < 9:
+            yield row["c"], row["tau"], name.replace("speculative sampling (small_model), chain", "small model")
+
+
+def smollm2_points() -> Iterator[tuple[float, float, str]]:
+    """Yield (c, tau, name) of SmolLM2's default head at T = 0."""
+    for weights, label in SMOLLM2.items():
+        for row in record(f"smollm2_{weights}")["rows"]:
+            if (row["method"], row["task"], row["temperature"]) == ("eagle3", "all", 0.0):
+                yield row["c"], row["tau"], label
+
+
+def draw_passes(figure: Figure) -> None:
+    """Time of a pass against its tokens, over that of one token."""
+    axes = figure.subplots()
+    log_axes(axes, (1, 2, 4, 8, 16, 32, 64), (1, 1.5, 2, 3, 4, 6, 8, 12, 16))
+    for each in record("predict")["passes"]:
+        found = PASSES.get((each["model"], each["weights"], each["activations"]))
+        if found:
+            label, colour = found
+            points = [(line["tokens"], line["measured_ratio"]) for line in each["passes"]]
+            axes.plot(*zip(*points, strict=True), marker="o", ms=4, color=colour, label=f"{label}, EPYC (AVX2)")
+    rows = {row["nodes"]: row["ms"] for row in record("speed")["cost"]["kernels, by nodes"]}
+    axes.plot(
+        list(rows),
+        [ms / rows[1] for ms in rows.values()],
+        marker="s",
+        ms=4,
+        color=GREY,
+        label="embedded, Xeon with AMX",
+    )
+    llama = llama_on_h100(1)
+    tokens = (1, 2, 4, 8, 16, 32, 64)
+    ratios = [llama.pass_of(n).seconds / llama.pass_of(1).seconds for n in tokens]
+    axes.plot(tokens, ratios, color="black", ls="--", label="Llama-3.1-8B, H100 (by arithmetic)")
+    axes.set(xlabel="tokens of the pass", ylabel="time of the pass / of one token's", title="What verification costs")
+    axes.legend(fontsize=8)
+
+
+def llama_on_h100(rows: int) -> Prediction:
+    """The prediction for LLaMA-3.1-8B with a typical EAGLE-3 head on an H100."""
+    model = model_of(AutoConfig.for_model("llama", **LLAMA_8B), "Llama-3.1-8B")
+    return Prediction(model, MACHINES["h100"], read_head(None, "eagle3", model), Settings(rows=rows))
+
+
+def draw_order(figure: Figure) -> None:
+    """tau of the same methods: published against ours; acceptance by depth."""
+    left, right = figure.subplots(1, 2)
+    ours = {method_name(method): row for method, row in pooled_rows("papers_six").items()}
+    for name, (_, published) in SIX_TASKS.items():
+        value, low, high = ours[name]["tau_interval"]
+        reach = [[value - low], [high - value]]
+        left.errorbar(published, value, reach, color=BLUE, marker="o", ms=4, lw=1, capsize=2)
+        short = name.replace("speculative sampling (small_model), chain", "small model")
+        place = (-48, 4) if short == "Lookahead" else (6, -9)
+        left.annotate(short, (published, value), xytext=place, textcoords="offset points", fontsize=7)
+    left.plot([1, 6.5], [1, 6.5], color="0.8", lw=1)
+    left.set(xlabel="published (7B and 8B)", ylabel="ours (28M)", title="tau, six tasks, T = 0")
+    chains: Mapping[str, Any] = record("acceptance_embedded")["without_loops"]
+    for name, colour in (("eagle1 chain", BLUE), ("eagle3 chain", ORANGE), ("mtp chain", GREEN)):
+        alphas = chains[name]["n-alpha"]
+        values = [alpha[0] for alpha in alphas]
+        spread = [[v - low for v, low, _ in alphas], [high - v for v, _, high in alphas]]
+        label = f"ours, {name.split()[0]}"
+        right.errorbar(range(len(values)), values, spread, color=colour, marker="o", ms=4, lw=1, capsize=2, label=label)
+    right.plot(ALPHA[0.0][0], color="black", ls="--", marker="s", ms=4, label="published, EAGLE-1")
+    right.set_xticks(range(5))
+    right.set(ylim=(0, 1), xlabel="n: draft tokens accepted before", ylabel="n-alpha", title="Acceptance in a chain")
+    right.legend(fontsize=8, loc="lower right")
+
+
+def draw_rows(figure: Figure) -> None:
+    """Speed-up by requests at a time: published, and by arithmetic."""
+    axes = figure.subplots()
+    size = TreeSize(4, 3, 1)
+    predictions = [llama_on_h100(rows).of_tree(size).speedup for rows in ROWS]
+    best = [llama_on_h100(rows).trees(1)[0].speedup for rows in ROWS]
+    axes.plot(ROWS, predictions, color="black", ls="--", label="Llama-3.1-8B, H100, 3 drafts (by arithmetic)")
+    axes.plot(ROWS, best, color="black", ls=":", label="the same, best tree")
+    published = [(rows, figure) for _, what, rows, _, figure in PUBLISHED if what == "speed-up"]
+    axes.plot(*zip(*published, strict=True), color=BLUE, marker="o", ms=4, label="published, SGLang on an H100")
+    lines = [line for line in record("never_slower")["lines"] if line["command"] == "python"]
+    for target, colour in (("smollm2-q4_1", ORANGE), ("embedded", GREY)):
+        points = [(line["rows"], line["over_off"][0]) for line in lines if line["target"] == target]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, marker="^", ms=5, label=f"ours, {target}, EPYC (AVX2)")
+    axes.axhline(1, color="0.8", lw=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([rows for rows in ROWS if rows & (rows - 1) == 0])
+    axes.set_xticks(axes.get_xticks(), [f"{int(rows)}" for rows in axes.get_xticks()])
+    axes.set(
+        xlabel="requests at a time", ylabel="over plain decoding", title="Speed-up against the load", ylim=(0.8, None)
+    )
+    axes.legend(fontsize=8, bbox_to_anchor=(1, 0.98), loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+    axes.set_ylim(0.8, 4.3)
+
+
+REPORT: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
+    "report_tau_and_c": (draw_tau_and_c, (9, 5.4)),
+    "report_passes": (draw_passes, (7, 4.2)),
+    "report_order": (draw_order, (9, 4)),
+    "report_rows": (draw_rows, (7, 3.8)),
+}

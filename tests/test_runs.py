@@ -111,8 +111,9 @@ def test_the_results_are_made_from_the_records(command: Any) -> None:
     is missing."""
     results = command("results")
     assert results.main(["--check"]) == 0, "run: python runs/results.py"
+    pages = "".join((results.DOCS / page).read_text(encoding="utf-8") for page in ("results.md", "report.md"))
     for name in results.PICTURES:
-        assert f"results/{name}.svg" in results.PAGE.read_text(encoding="utf-8")
+        assert f"results/{name}.svg" in pages
         assert (results.RECORDS / f"{name}.svg").read_text(encoding="utf-8").count("<svg") == 1
     for path in results.RECORDS.glob("*.json"):
         json.loads(path.read_text(encoding="utf-8"))

@@ -50,6 +50,39 @@ def spec_bench(path: Path, each: int = 8) -> Path:
     return write(path, *records)
 
 
+def test_speed_bench_is_read_as_its_authors_prepare_it(tmp_path: Path) -> None:
+    """Bug: the turns of its messages are asked at once; a text that was never fetched is asked; the kinds of the
+    qualitative part, or the lengths and kinds of the others, are one task."""
+    missing = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    user = [{"role": "user", "content": "Write a loop."}, {"role": "user", "content": "And now in C."}]
+    coding = {"question_id": "a1", "category": "coding", "messages": user, "multiturn": True}
+    write(
+        tmp_path / "qualitative.jsonl",
+        coding,
+        {"question_id": "a2", "category": "rag", "turns": ["Read this: ..."]},
+        {"question_id": "a3", "category": "math", "turns": [f"{missing}\n\n{{question}}"]},
+    )
+    write(
+        tmp_path / "throughput_8k.jsonl",
+        *(
+            {"question_id": f"b{n}", "category": kind, "turns": ["x " * 9]}
+            for n, kind in enumerate(("mixed", "low_entropy"))
+        ),
+    )
+    with pytest.warns(UserWarning, match=r":3: its text is not in the file: fetch it with SPEED-Bench's prepare.py"):
+        prompts = load(f"speed_bench:{tmp_path}")
+    turns = ("Write a loop.", "And now in C.")
+    assert prompts[0] == Prompt("speed_bench/coding/a1", "speed_bench/coding", turns, max_new_tokens=1024)
+    assert [prompt.task for prompt in prompts] == ["speed_bench/coding", "speed_bench/rag"]
+    long = load(f"speed_bench:{tmp_path / 'throughput_8k.jsonl'}")
+    assert [prompt.task for prompt in long] == [
+        "speed_bench/throughput_8k_mixed",
+        "speed_bench/throughput_8k_low_entropy",
+    ]
+    with pytest.warns(UserWarning, match="its text is not in the file"):
+        assert [prompt.id for prompt in load(f"speed_bench/rag:{tmp_path}")] == ["speed_bench/rag/a2"]
+
+
 # --- formats -------------------------------------------------------------------------------------------------------------------------
 
 

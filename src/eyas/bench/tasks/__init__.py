@@ -3,6 +3,7 @@
     load("bundled")                        24 prompts of our own
     load("spec_bench:question.jsonl")      a file of lines, whatever its format: _formats.py
     load("spec_bench/rag:question.jsonl")  one of its tasks
+    load("speed_bench:throughput_8k.jsonl")  SPEED-Bench; a folder stands for its qualitative.jsonl
     load("eagle:FOLDER")                   every task of a folder
     load("long:BOOK.txt@1000+4000")        passages of 1,000 and of 4,000 words
     load("gsm8k")                          from the hub, with the package `datasets`
@@ -21,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eyas.bench.tasks._formats import Prompt, check_own_line, parse_line
+from eyas.bench.tasks._formats import Prompt, check_own_line, parse_line, speed_bench_line
 from eyas.bench.tasks._long import passages, split_lengths
 from eyas.bench.tasks._sources import BUNDLED, TASKS, files_of, hub_lines, lines_of
 from eyas.errors import InputError, OptionError, near
@@ -101,10 +102,17 @@ def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
         reader.read(lines_of(BUNDLED))
     elif path:
         for file in files_of(name, Path(path)):
-            reader.read(lines_of(file), file.parent.name if name == "eagle" else "")
+            reader.read(lines_of(file), _part(name, file))
     else:
         reader.read(hub_lines(name))
     return _not_empty(reader.found, reader.problems, path or name), reader.problems
+
+
+def _part(name: str, file: Path) -> str:
+    """Return the part of a set of tasks that a file holds; "": its lines name it, or there is none."""
+    if name == "eagle":
+        return file.parent.name
+    return file.stem if name == "speed_bench" and file.stem.startswith("throughput") else ""
 
 
 def _not_empty(found: list[_Found], problems: Sequence[str], where: str) -> list[_Found]:
@@ -152,6 +160,8 @@ class _Reader:
         """Return the prompt of a line; None when the line belongs to another task of a common file."""
         if self.own:
             check_own_line(record)
+        if self.name == "speed_bench":
+            record = speed_bench_line(record)
         name, category, fields = parse_line(record)
         if self.name == "mt_bench" and category and category not in MT_BENCH:
             return None
@@ -169,6 +179,8 @@ class _Reader:
             return own or self.name
         if self.name == "spec_bench":
             part = "mt_bench" if category in MT_BENCH else category or "other"
+        if self.name == "speed_bench":
+            part = "_".join(filter(None, (part, category or "other")))
         part = part or own or ""
         return f"{self.name}/{part}" if part else self.name
 

@@ -24,11 +24,13 @@ from eyas.errors import InputError, near
 from eyas.text import template_keywords
 from eyas.text.chat_files import messages_of
 
-__all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line"]
+__all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line", "speed_bench_line"]
 
 OWN = ("prompt", "messages", "turns", "prompt_ids")  # a line of the user's own file holds exactly one of them
 NAMES = ("id", "question_id", "prompt_id", "task_id")  # keys of a line's id in the formats; the first one counts
 SUMMARISE = "Summarize: "  # as in Spec-Bench's and EAGLE's files
+# What stands in SPEED-Bench's published files for texts that its authors may not pass on.
+MISSING = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,23 @@ def parse_line(record: Any) -> ParsedLine:
     if fields.get("raw") and (fields.get("system") or len(fields["turns"]) != 1):
         raise InputError('"raw" goes with one "prompt", without "system": it bypasses the chat template')
     return ParsedLine(_name(record), str(record.get("category") or ""), fields)
+
+
+def speed_bench_line(record: Any) -> Any:
+    """Return a line of SPEED-Bench in the form of Spec-Bench: its messages are the user's turns.
+
+    Raises:
+        InputError: the text is not there, as the file was not prepared.
+    """
+    if not isinstance(record, Mapping):
+        return record
+    messages = record.get("messages")
+    if isinstance(messages, list) and all(isinstance(m, Mapping) and m.get("role") == "user" for m in messages):
+        record = {**{k: v for k, v in record.items() if k != "messages"}, "turns": [m.get("content") for m in messages]}
+    turns = record.get("turns")
+    if isinstance(turns, list) and any(isinstance(turn, str) and MISSING in turn for turn in turns):
+        raise InputError("its text is not in the file: fetch it with SPEED-Bench's prepare.py (docs/benchmark.md)")
+    return record
 
 
 def check_own_line(record: Any) -> None:

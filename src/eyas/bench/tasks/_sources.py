@@ -17,6 +17,7 @@ __all__ = ["BUNDLED", "TASKS", "Task", "files_of", "hub_lines", "lines_of"]
 
 BUNDLED = Path(__file__).parents[1] / "prompts.jsonl"
 QUESTIONS = "question.jsonl"  # what Spec-Bench, MT-bench and EAGLE call their files
+QUALITATIVE = "qualitative.jsonl"  # the part of SPEED-Bench that a folder stands for
 
 
 class Task(NamedTuple):
@@ -29,11 +30,12 @@ class Task(NamedTuple):
 
 
 # 1024 is what Spec-Bench's scripts allow (evaluation/inference_baseline.py), 512 what EAGLE's do in
-# effect (their --max-new-token of 1024 is parsed and not used); the others are our own choice of
-# what an answer of that kind needs.
+# effect (their --max-new-token of 1024 is parsed and not used), 1024 what llama.cpp's client asks of
+# SPEED-Bench; the others are our own choice of what an answer of that kind needs.
 TASKS = {
     "bundled": Task("24 prompts of eyas' own, four of each of six kinds", "", max_new_tokens=128),
     "spec_bench": Task("Spec-Bench, 480 prompts, six tasks", "question.jsonl of github.com/hemingkx/Spec-Bench", None, 1024),
+    "speed_bench": Task("SPEED-Bench, 880 prompts, or 1,536 of one length", "qualitative.jsonl, throughput_8k.jsonl, ...", None, 1024),
     "mt_bench": Task("MT-bench, 80 prompts of two turns", "question.jsonl", ("lighteval/mt-bench", None, "train"), 1024),
     "humaneval": Task("HumanEval, 164 functions to complete", "HumanEval.jsonl.gz", ("openai/openai_humaneval", None, "test"), 512),
     "gsm8k": Task("GSM8K, 1,319 school sums", "test.jsonl", ("openai/gsm8k", "main", "test"), 512),
@@ -48,9 +50,11 @@ TASKS = {
 
 def files_of(name: str, path: Path) -> list[Path]:
     """Return the files of lines at a path: the path itself; of a folder its question.jsonl, its
-    only file of lines, or the question.jsonl of each folder in it."""
+    only file of lines, or the question.jsonl of each folder in it; of SPEED-Bench's folder qualitative.jsonl."""
     if path.is_file():
         return [path]
+    if name == "speed_bench" and (path / QUALITATIVE).is_file():
+        return [path / QUALITATIVE]
     if not path.exists():
         raise InputError(f"task {name}: {path} does not exist; PATH is {TASKS[name].file}")
     if (path / QUESTIONS).is_file():

@@ -63,6 +63,26 @@ def test_figures_of_speculation(server: Running) -> None:
     assert steps == sum(figures["acceptance_histogram"]) == len(figures["per_step_drafted"])
     assert tokens <= 1 + steps + accepted <= tokens + 3
     assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+    assert "timings" not in made
+    timed = post(
+        server,
+        "/v1/completions",
+        {**BODY, "prompt": PROMPTS[0], "max_tokens": 40, "ignore_eos": True, "timings_per_token": True},
+    )
+    timings, usage = timed.json()["timings"], timed.json()["usage"]
+    assert (
+        timings["draft_n"]
+        == timed.json()["metrics"]["speculative_decoding"]["num_draft_tokens"]
+        >= timings["draft_n_accepted"]
+        > 0
+    )
+    assert timings["predicted_n"] == 40
+    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"]
+    assert timings["predicted_per_second"] == pytest.approx(1000 / timings["predicted_per_token_ms"])
+    *chunks, _ = events(post(server, "/v1/completions", {**BODY, "stream": True, "timings_per_token": True}))
+    counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
     several = post(server, "/v1/completions", {**BODY, "n": 2}).json()
     assert several["metrics"]["speculative_decoding"] is None
 

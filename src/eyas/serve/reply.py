@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from eyas.serve.answers import Answer, Silence
 from eyas.serve.auth import owner_of
 from eyas.serve.protocol.fields import GenerationBody, StreamOptions
-from eyas.serve.records import Delta, Job, Totals
+from eyas.serve.records import CycleSums, Delta, Job, Totals
 from eyas.serve.service import Service
 from eyas.serve.stream import KEEP_ALIVE, EventStream, event, json_response, unless_gone
 
@@ -61,11 +61,13 @@ async def reply(service: Service, request: Request, body: GenerationBody, dialec
     """Submit the dialect's job and answer with what comes of it."""
     answer = await service.submit(dialect.job, owner_of(request.headers))
     if body.stream:
-        events = _chunks(dialect, answer, body.stream_options or StreamOptions(), service.settings.keep_alive)
+        events = _chunks(dialect, answer, body, service.settings.keep_alive)
         return EventStream(events, answer.close, headers=body.response_headers)
     totals = await whole(request, answer)
     response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
     content = {**response, **dialect.extra(totals), **_figures(dialect.job, totals)}
+    if body.timings_per_token:
+        content["timings"] = _timings(dialect.job, totals)
     return json_response(content, body.response_headers)
 
 
@@ -89,8 +91,9 @@ async def _collect(answer: Answer) -> list[Totals]:
     return totals
 
 
-async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep_alive: float) -> AsyncIterator[bytes]:
+async def _chunks(dialect: Dialect, answer: Answer, body: GenerationBody, keep_alive: float) -> AsyncIterator[bytes]:
     """Yield the events of a streamed response, but for the one that ends it."""
+    options = body.stream_options or StreamOptions()
     totals = [Totals() for _ in range(answer.count)]
 
     def chunk(choice: dict[str, Any], cycle: Mapping[str, Any] | None = None) -> bytes:
@@ -99,6 +102,8 @@ async def _chunks(dialect: Dialect, answer: Answer, options: StreamOptions, keep
             made["usage"] = usage_of(dialect.job, totals)
         elif options.include_usage:
             made["usage"] = None
+        if body.timings_per_token:
+            made["timings"] = _timings(dialect.job, totals)
         if cycle is not None:
             made["eyas"] = {"cycle": cycle}
         return event(made)
@@ -137,3 +142,20 @@ def _figures(job: Job, totals: list[Totals]) -> dict[str, Any]:
     """Usage, and acceptance where there is a single sequence."""
     drafts = totals[0].speculation() if len(totals) == 1 else None
     return {"usage": usage_of(job, totals), "metrics": {"speculative_decoding": drafts}}
+
+
+def _timings(job: Job, totals: list[Totals]) -> dict[str, Any]:
+    """Counts and times under llama.cpp's names. The times are those of the cycles, without the prompt's own pass."""
+    sums = CycleSums.from_cycles([cycle for each in totals for cycle in each.cycles])
+    cached = sum(each.cached_tokens for each in totals[:: job.n])
+    milliseconds = 1000 * sums.seconds
+    return {
+        "cache_n": cached,
+        "prompt_n": sum(map(len, job.prompts)) - cached,
+        "predicted_n": sum(len(each.token_ids) for each in totals),
+        "predicted_ms": milliseconds,
+        "predicted_per_token_ms": milliseconds / sums.emitted if sums.emitted else None,
+        "predicted_per_second": sums.emitted / sums.seconds if sums.emitted else None,
+        "draft_n": sums.drafted,
+        "draft_n_accepted": sums.accepted,
+    }

@@ -156,6 +156,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    timings_per_token: bool | None = None  # llama.cpp's: `timings` in the response and in every chunk
     # eyas' own
     speculation: bool | int | str | None = None  # False | "auto" | draft tokens at most | a method
     cycles: bool | None = None  # with stream: every cycle, for the page

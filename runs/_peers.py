@@ -22,10 +22,11 @@ from typing import Any
 import _peers_reference
 from _servers import served
 
-from eyas import tiny
+import eyas
 from eyas.checkpoints import ExportTarget, load
 from eyas.errors import InputError
 from eyas.exports import export
+from eyas.named import NamedModel, find
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).parent / "engines"
@@ -57,20 +58,36 @@ class Engine:
 
 @dataclass
 class Workshop:
-    """Makes what the engines need, once."""
+    """Makes what the engines need, once.
+
+    Attributes:
+        model: the name of a model of eyas that has an EAGLE-3 head: embedded, smollm2-q4_1.
+    """
 
     folder: Path
     threads: int
     llama_cpp: Path | None  # sources of llama.cpp
     llama_build: Path | None
+    model: str = "embedded"
     left_out: dict[str, str] = field(default_factory=dict)  # engine -> why
 
+    @property
+    def named(self) -> NamedModel:
+        """The model with its heads."""
+        found = find(self.model)
+        if found is None or "eagle3" not in found.heads:
+            raise InputError(
+                f"--target {self.model} is no model of eyas with an EAGLE-3 head: embedded or smollm2-q4_1"
+            )
+        return found
+
     def target(self) -> Path:
-        """The embedded model as transformers saves it."""
+        """The model as transformers saves it, in float32."""
         place = self.folder / "target"
         if not (place / "config.json").exists():
-            tiny.model().save_pretrained(place)
-            tiny.tokenizer().save_pretrained(place)
+            llm = eyas.load(self.model, method="vanilla", kernels="off")
+            llm.target.model.float().save_pretrained(place)
+            llm.tokenizer.save_pretrained(place)
         return place
 
     def head(self) -> Path:
@@ -84,12 +101,14 @@ class Workshop:
     def _exported(self, name: str, form: str) -> Path:
         place = self.folder / name
         if not place.exists():
-            export(load(tiny.HEADS["eagle3"]), form, place, ExportTarget(str(self.target())))
+            export(load(self.named.heads["eagle3"]), form, place, ExportTarget(str(self.target())))
         return place
 
     def gguf(self, model: Path, kind: str) -> Path:
-        """The model or its head by llama.cpp's converter."""
+        """The model or its head by llama.cpp's converter, and in four bits by its quantiser."""
         place = self.folder / f"{model.name}-{kind}.gguf"
+        if not place.exists() and kind == "q4_0":
+            self._run([f"{self.llama_build}/bin/llama-quantize", self.gguf(model, "f32"), place, kind])
         if not place.exists():
             target = [] if model == self.target() else [self.target()]
             program = [INTEROP, PROGRAMS / "to_gguf.py"]
@@ -158,7 +177,7 @@ class Workshop:
         command += f"--port {{port}} -np 1 -c 1024 -t {self.threads} --no-webui --cache-ram 0".split()
         if drafting:
             options = f"--spec-type draft-eagle3 --spec-draft-n-max {DRAFTS} -td {self.threads}".split()
-            command += ["-md", self.gguf(self.head(), kind), *options]
+            command += ["-md", self.gguf(self.head(), "q8_0" if kind == "q4_0" else kind), *options]
         with served(command, self.folder / f"llama-{kind}{'-eagle3' * drafting}.log") as (url, _):
             yield _llama_asker(url)
 
@@ -223,15 +242,21 @@ def _eyas(w: Workshop) -> list[Engine]:
         start = partial(w.program, OWN, "with_eyas.py", log, target=w.target(), **options)
         return Engine(f"eyas, {name}", "eyas", start, exact, passes=True)
 
-    head, rounded = w.head(), {"weights": "int8", "activations": "int8"}
+    head, mtp = w.head(), w.named.heads.get("mtp")
+    rounded = {
+        kind: {"weights": kind, "activations": "int8" if kind == "int8" else "int16"} for kind in ("int8", "int4")
+    }
     chain = {"nodes": DRAFTS + 1, "depth": DRAFTS, "branch": 1}
     return [
         one("plain", method="vanilla"),
         one(DRAFTING, draft=head, tree=chain),
         one("EAGLE-3, auto", draft=head),
-        one(f"MTP, {DRAFTS} drafts", draft=tiny.HEADS["mtp"], tree=chain),  # the embedded model's default head
-        one("plain, int8", False, method="vanilla", **rounded),
-        one("EAGLE-3, auto, int8", False, draft=head, **rounded),
+        *([one(f"MTP, {DRAFTS} drafts", draft=mtp, tree=chain)] if mtp else []),
+        *(
+            one(f"{what}, {kind}", False, **how, **options)
+            for kind, options in rounded.items()
+            for what, how in (("plain", {"method": "vanilla"}), ("EAGLE-3, auto", {"draft": head}))
+        ),
     ]
 
 
@@ -246,6 +271,9 @@ def _transformers(w: Workshop) -> list[Engine]:
 
 
 def _reference(w: Workshop) -> list[Engine]:
+    if w.model != "embedded":
+        w.left_out["SafeAILab's code"] = "its heads are those of the embedded model"
+        return []
     if not _peers_reference.PYTHON.exists():
         w.left_out["SafeAILab's code"] = "not installed: make interop"
         return []
@@ -300,7 +328,7 @@ def _llama(w: Workshop) -> list[Engine]:
         name = f"llama.cpp, {DRAFTING if drafting else 'plain'}, {kind}"
         return Engine(name, "llama.cpp", partial(w.llama_server, kind, drafting), kind == "f32", not drafting)
 
-    return [one(kind, drafting) for kind in ("f32", "q8_0") for drafting in (False, True)]
+    return [one(kind, drafting) for kind in ("f32", "q8_0", "q4_0") for drafting in (False, True)]
 
 
 def mean_length(counts: Mapping[str, Any]) -> float | None:

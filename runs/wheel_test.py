@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = ("--quiet", "--disable-pip-version-check", "--no-cache-dir")
-LARGEST_MB = {"eyas": 2, "eyas_tiny": 45}
+LARGEST_MB = {"eyas": 2, "eyas_tiny": 75}
 HELD = {
     "eyas": [
         "eyas/py.typed", "eyas/kernels/cpu/kernels.cpp", "eyas/kernels/cpu/vectors.h", "eyas/serve/page/index.html",

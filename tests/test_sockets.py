@@ -76,7 +76,7 @@ def test_an_optional_part_is_missing(hidden: str, target: Path, tmp_path: Path) 
     load, generate, refusal = REFUSED.get(hidden, ({}, {}, ""))
     arguments = [str(target), "Hello there", json.dumps(load), json.dumps(generate)]
     done = processes.run(
-        [sys.executable, "-c", PROGRAM, *arguments], env=processes.environment(PYTHONPATH=str(tmp_path))
+        [sys.executable, "-c", PROGRAM, *arguments], True, env=processes.environment(PYTHONPATH=str(tmp_path))
     )
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
@@ -113,5 +113,5 @@ def test_methods_and_formats_of_other_distributions(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(PACKAGE.parent)!r}]\n"
-    done = processes.run([sys.executable, "-c", paths + ASKED])
+    done = processes.run([sys.executable, "-c", paths + ASKED], warm=True)
     assert done.returncode == 0, done.stderr

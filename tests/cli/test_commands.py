@@ -312,7 +312,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
     command = [sys.executable, "-m", "eyas", "chat", "--target", world / "llama", "--max-new-tokens", "480"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with processes.started(
-        command, env=processes.environment(), preexec_fn=processes.accept_interrupts, **pipes
+        command, True, env=processes.environment(), preexec_fn=processes.accept_interrupts, **pipes
     ) as process:
         process.stdin.write(b"hello\n")
         process.stdin.flush()

@@ -391,7 +391,7 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "eyas", "generate", *options, "--output", output]
     with started(
-        command, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=accept_interrupts
+        command, True, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=accept_interrupts
     ) as process:
         wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
         process.send_signal(signal.SIGINT)

@@ -3,7 +3,6 @@ rotary positions far out."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import processes
 from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
 from eyas.nn import _packed as module
 from eyas.nn._packed import flex_packed_attention
@@ -118,10 +118,7 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
     """Forward and backward over one document: 4 times the length takes at most 6 times the memory
     (scores would take 16 times: at 8,192 tokens and 4 heads 1 GiB a matrix). Measured in kilobytes
     of a process of its own."""
-    used = [
-        int(subprocess.run([sys.executable, "-c", MEASURE.format(N=n)], capture_output=True, check=True).stdout)
-        for n in (2048, 8192)
-    ]
+    used = [int(processes.run([sys.executable, "-c", MEASURE.format(N=n)], warm=True).stdout) for n in (2048, 8192)]
     assert used[1] < 6 * used[0], used
     assert used[1] < 400_000, used
 

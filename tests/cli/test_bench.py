@@ -355,7 +355,7 @@ def test_kill_9_loses_one_prompt_at_most(
     arguments = [str(world / "llama") if a == "llama" else str(a) for a in command]
     answers = tmp_path / "out" / "answers.jsonl"
     with processes.started(
-        [sys.executable, "-m", "eyas", *arguments], stderr=subprocess.PIPE, env=processes.environment()
+        [sys.executable, "-m", "eyas", *arguments], True, stderr=subprocess.PIPE, env=processes.environment()
     ) as process:
         processes.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 6, process)
         process.send_signal(signal.SIGKILL)

@@ -159,7 +159,7 @@ def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world
     text = (tmp_path / "chat.jsonl").read_text()
     (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(4)))
     with processes.started(
-        [sys.executable, "-m", "eyas", *large], stderr=subprocess.PIPE, env=processes.environment()
+        [sys.executable, "-m", "eyas", *large], True, stderr=subprocess.PIPE, env=processes.environment()
     ) as process:
         processes.wait_until(lambda: len(list((tmp_path / "store").glob("shard-*"))) >= 3, process)
         process.send_signal(signal.SIGKILL)

@@ -134,7 +134,7 @@ def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world:
     arguments = [str(world / "llama") if a == "llama" else str(a) for a in (*command, "--rows", 2)]
     output = tmp_path / "own.jsonl"
     with processes.started(
-        [sys.executable, "-m", "eyas", *arguments], stderr=subprocess.PIPE, env=processes.environment()
+        [sys.executable, "-m", "eyas", *arguments], True, stderr=subprocess.PIPE, env=processes.environment()
     ) as process:
         processes.wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3, process)
         process.send_signal(signal.SIGKILL)

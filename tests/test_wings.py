@@ -50,8 +50,11 @@ def test_a_wing_alone(wing: str, tmp_path: Path) -> None:
     further = TESTS[wing] if os.environ.get("EYAS_WINGS") else []
     files = [tests / "wing_alone.py", *(tests / file for file in further)]
     paths = f"{tmp_path}:{tests}"
+    options = ["-q", "-n0", "-m", "not slow", "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a warm child has imported plugins of other tests
     done = processes.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "not slow", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", *options, *files],
+        warm=True,
         env=processes.environment(PYTHONPATH=paths, EYAS_WING=wing),
         cwd=tests.parent,
     )

@@ -15,7 +15,7 @@ import eyas
 from eyas.serve.methods import Methods
 from serving import PROMPTS, Running, running, small_llm
 
-NEW = 32
+NEW = 20
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 3},

@@ -11,6 +11,7 @@ and transformers but nothing of eyas. The trials of ORIGINAL change nothing and 
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import json
 import os
@@ -681,8 +682,10 @@ def main() -> None:
     tiny("llama", num_hidden_layers=1)  # whatever all checks need is in memory before the forks
     del pytest, stats, transformers
     assert "eyas" not in sys.modules
+    gc.freeze()  # a collection in a child would copy every page that it looks at
     for name, changes, check in trials():
         print(json.dumps({"trial": name, **forked(changes, check)}), flush=True)
+    gc.unfreeze()  # or Triton's bindings report leaks
 
 
 if __name__ == "__main__":

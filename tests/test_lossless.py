@@ -136,8 +136,9 @@ def test_every_method_at_every_batch_size(name: str, family: str) -> None:
         ]
     turn = drafters.names().index(name) + (family == "llama")
     for rows in (1, 3) if turn % 2 else (2, 8):
-        tokens, _ = run(Decoder(drafter.target, drafter, rows), [r for r, _ in answered])
-        assert tokens == wanted, f"{rows} rows"
+        count = 5 if rows == 1 else 8  # each sampling alone, and a row that is used again
+        tokens, _ = run(Decoder(drafter.target, drafter, rows), [r for r, _ in answered[:count]])
+        assert tokens == wanted[:count], f"{rows} rows"
 
 
 @pytest.mark.slow

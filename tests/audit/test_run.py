@@ -182,8 +182,11 @@ def test_each_arm_in_the_real_loop(
     """Guards the audit as a whole: with a bias put into eyas' verification it fails, without one it passes. False
     alarm: 1e-3 for the plain arm, seeded. Power: above 0.95 for each of the others."""
     monkeypatch.setattr("eyas.audit.run.power", lambda *arguments: 1.0)  # its simulation has tests of its own
+    monkeypatch.setattr("eyas.audit.run.PILOT_TOKENS", 100)  # which only that simulation reads
+    monkeypatch.setattr(Plan, "short_answers", 100)  # the long ones find each of these biases
     plan = Plan(PROMPTS, (Sampling(0.5),), tokens=6000, max_new_tokens=40)
-    report = audit(EyasDeployment(drafting, arm, 8, rule(arm)), EyasDeployment(plain, rows=8), referee, plan)
+    rows = 50  # a forward of this model costs the same for 50 rows as for one; seeds belong to answers, not to rows
+    report = audit(EyasDeployment(drafting, arm, rows, rule(arm)), EyasDeployment(plain, rows=rows), referee, plan)
     assert report["verdict"] == ("passed" if arm == "plain" else "failed"), report["reasons"]
     assert sampled_rows(report)[0][0] == "T = 0.5"
     assert report["greedy"]["errors"] == []  # these biases change nothing in greedy decoding

@@ -72,7 +72,7 @@ def served(tmp_path: Path, *options: object, **environment: str) -> Iterator[Pro
     with (
         log.open("wb") as stderr,
         processes.started(
-            command, stderr=stderr, stdout=subprocess.PIPE, env=processes.environment(**environment)
+            command, True, stderr=stderr, stdout=subprocess.PIPE, env=processes.environment(**environment)
         ) as child,
     ):
         made = Process(child, log)
@@ -99,7 +99,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
 
     Every line of the log is JSON and names requests; no prompt and no key is in it.
     """
-    options = ("--rows", 2, "--name", "mine", "--json-logs")
+    options = ("--rows", 2, "--name", "mine", "--json-logs", "--drain", 600)
     with served(tmp_path, *options, EYAS_API_KEY="s3cret") as server, ThreadPoolExecutor(3) as pool:
         url = server.url
         assert ask(url, "wrong").status_code == 401
@@ -126,7 +126,9 @@ def test_a_port_that_is_taken() -> None:
     """It gets one line and status 2, before the model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = processes.run([sys.executable, "-m", "eyas", "serve", "--target", "no-such-folder", "--port", str(port)])
+        done = processes.run(
+            [sys.executable, "-m", "eyas", "serve", "--target", "no-such-folder", "--port", str(port)], True
+        )
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"eyas: error: cannot listen on 127.0.0.1 port {port} (")

@@ -21,6 +21,7 @@ TESTS = {
     "adaptive": ["adaptive/test_bandit.py", "adaptive/test_goodput.py"],
     "audit": ["audit/test_statistics.py"],
     "bench": ["bench/test_rows.py", "bench/test_machine.py"],
+    "blocks": ["checkpoints/test_block.py"],
     "exports": ["checkpoints/test_peagle.py"],
     "features": ["features/test_guidance.py"],
     "grammar": ["grammar/test_grammar.py"],

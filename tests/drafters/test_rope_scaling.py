@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import zoo
+from eyas.blocks._net import Attention as BlockAttention
 from eyas.checkpoints import Weights
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
-from eyas.drafters._block_net import Attention as BlockAttention
 from eyas.drafters._nets import load_tensors, saved_head
 from eyas.drafters.eagle1 import Method
 from eyas.nn import Attention, LayerShape, rope

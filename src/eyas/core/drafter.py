@@ -285,4 +285,4 @@ def method_name(drafter: Drafter) -> str:
     parts = drafter.parts
     if parts:
         return "+".join(method_name(part) for part in parts)
-    return type(drafter).__module__.removeprefix("eyas.drafters.")
+    return type(drafter).__module__.removeprefix("eyas.drafters.").rpartition(".method_")[2]

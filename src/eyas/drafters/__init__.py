@@ -1,7 +1,7 @@
 """One file = one method: `eagle1.py` is the method `eagle1`. Methods are discovered, not listed.
 
-A method file defines one subclass of `DraftMethod` named `Method`. A method outside of this folder is
-named by its dotted path, `mypackage.mymodule`, or by the name that its distribution gives it:
+A method file defines one subclass of `DraftMethod` named `Method`. In other folders of eyas it is called
+`method_NAME.py`. Methods outside of eyas have a dotted path, or the name that their distribution gives them:
 
     [project.entry-points."eyas.methods"]
     mine = "mypackage.mymodule"
@@ -12,7 +12,6 @@ Files that begin with an underscore are shared tools. This module knows no metho
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -39,14 +38,15 @@ __all__ = [
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """Return the module of each method, by the method's name; this folder's methods come before others of the same name."""
+    """Return the module of each method, by the method's name; eyas' own come before others of the same name."""
     others = {point.name: point.value for point in entry_points(group="eyas.methods")}
-    folder = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_")]
-    return others | {name: f"{__name__}.{name}" for name in folder}
+    package = Path(__file__).parents[1]
+    files = [*package.glob("drafters/[!_]*.py"), *package.glob("*/method_*.py")]
+    return others | {file.stem.removeprefix("method_"): f"eyas.{file.parent.name}.{file.stem}" for file in files}
 
 
 def names() -> list[str]:
-    """Return the names of the methods in this folder and of those that other distributions name."""
+    """Return the names of the methods of eyas and of those that other distributions name."""
     return sorted(_modules())
 
 

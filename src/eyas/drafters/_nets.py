@@ -22,7 +22,7 @@ from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
     "EMBEDDING", "MARGIN", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
-    "load_head", "load_tensors", "norm_scale", "place_net", "random_net", "saved_head", "seeded",
+    "load_head", "load_tensors", "mask_token", "norm_scale", "place_net", "random_net", "saved_head", "seeded",
     "target_layer_shape", "target_sizes",
 ]  # fmt: skip
 
@@ -210,6 +210,18 @@ def layer_numbers(layers: str | Sequence[int], target: Target) -> tuple[int, ...
     if not numbers or sorted(set(numbers)) != list(numbers) or not all(0 <= k < L for k in numbers):
         raise OptionError(f"head.layers must be rising numbers from 0 to {L - 1}, the target's layers; got {layers!r}")
     return numbers
+
+
+def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:
+    """Return the token that was asked for, or the padding token, or the one that counts least."""
+    if asked is not None:
+        if asked >= target.num_embeddings:
+            raise OptionError(f"head.mask_token is {asked}, and the target has {target.num_embeddings} embeddings")
+        return asked
+    pad = getattr(target.model.config.get_text_config(), "pad_token_id", None)
+    if isinstance(pad, int) and 0 <= pad < target.num_embeddings:
+        return pad
+    return target.vocab_size - 1 if counts_V is None else int(counts_V.argmin())
 
 
 def layer_config(shape: LayerShape) -> dict[str, Any]:

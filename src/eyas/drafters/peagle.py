@@ -30,11 +30,11 @@ from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.drafters import eagle3
-from eyas.drafters._block import mask_token
 from eyas.drafters._eagle import EagleSession, Window
 from eyas.drafters._eagle3_net import ParallelNet
 from eyas.drafters._grow import DraftNetSteps, DynamicTree
 from eyas.drafters._method import Batch
+from eyas.drafters._nets import mask_token
 from eyas.drafters._options import check_choice, check_decay, check_whole
 from eyas.errors import CheckpointError
 from eyas.nn import Documents

@@ -8,7 +8,7 @@ drafts n levels. The Markov head adds a matrix of low rank over pairs of tokens,
 children of a node fit that node, at no further pass. The confidence head estimates at each node the
 share of q that the target would accept; `--stop` lets nodes below that estimate have no children.
 
-Trees, sessions and training are DFlash's: `_block.py`, `_block_session.py`, `_block_loss.py`.
+Trees, sessions and training are DFlash's: `_method.py`, `_session.py`, `_loss.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
+from eyas.blocks._loss import BlockTraining
+from eyas.blocks._method import BlockMethod, NewBlockHead
+from eyas.blocks._net import BlockNet, Extras
+from eyas.blocks.method_dflash import TrainBlocks
 from eyas.core.options import NEW_HEADS, TRAINING
-from eyas.drafters._block import BlockMethod, NewBlockHead
-from eyas.drafters._block_loss import BlockTraining
-from eyas.drafters._block_net import BlockNet, Extras
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._options import check_choice, check_number, check_weight, check_whole
-from eyas.drafters.dflash import TrainBlocks
 from eyas.errors import OptionError
 
 __all__ = ["Method", "Options"]

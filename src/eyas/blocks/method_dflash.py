@@ -10,8 +10,8 @@ other's hidden states, though. The tree is grown level by level by EAGLE-2's rul
 these distributions, without a further pass. It is deterministic: at any temperature the tokens are
 those of plain decoding with the same seed.
 
-`_block_net.py` has the net, `_block_session.py` the session, `_block_loss.py` the loss, and
-`_block.py` the common part with DSpark.
+`_net.py` has the net, `_session.py` the session, `_loss.py` the loss, and `_method.py` the
+common part with DSpark.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from eyas.blocks._loss import BlockTraining
+from eyas.blocks._method import BlockMethod, NewBlockHead
+from eyas.blocks._net import Extras
 from eyas.core.options import TRAINING
-from eyas.drafters._block import BlockMethod, NewBlockHead
-from eyas.drafters._block_loss import BlockTraining
-from eyas.drafters._block_net import Extras
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._options import check_choice, check_number, check_whole
 

@@ -14,13 +14,13 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints, drafters
+from eyas.blocks._loss import choose_anchors
+from eyas.blocks._method import BlockMethod, fused_layers
+from eyas.blocks._session import BlockSession
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Batch
-from eyas.drafters._block import BlockMethod, fused_layers
-from eyas.drafters._block_loss import choose_anchors
-from eyas.drafters._block_session import BlockSession
 from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
 from eyas.train.loop import TrainConfig, train
@@ -138,7 +138,7 @@ def test_a_batch_without_anchors(name: str, target: Target) -> None:
 def test_the_loss_is_the_plain_formula(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards labels, weights and chunks: the loss is that of a loop over anchors and levels,
     however small the chunks are."""
-    monkeypatch.setattr("eyas.drafters._block_loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
+    monkeypatch.setattr("eyas.blocks._loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
     counted_N = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
     drafter = made(name, target)
     batch, training, block_format = batch_of(drafter, (PROMPT,), counted_N), drafter.training, drafter.block_format

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from eyas.blocks._net import BlockFormat, BlockNet
 from eyas.core.target import Target
-from eyas.drafters._block_net import BlockFormat, BlockNet
 from eyas.drafters._method import Batch, Loss
 
 __all__ = ["BlockTraining", "block_loss", "choose_anchors"]

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from eyas.blocks._net import BlockFormat, BlockNet
 from eyas.core.cache import KVCache, slot_mask
 from eyas.core.drafter import Capturable, CycleInput, DraftSession
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._block_net import BlockFormat, BlockNet
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._nets import MARGIN
 from eyas.nn import LayerShape

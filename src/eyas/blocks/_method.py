@@ -17,14 +17,14 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from eyas.blocks._loss import BlockTraining, block_loss
+from eyas.blocks._net import BlockFormat, BlockNet, Extras
+from eyas.blocks._session import BlockSession
 from eyas.checkpoints import Weights
 from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.core.tree import Draft
-from eyas.drafters._block_loss import BlockTraining, block_loss
-from eyas.drafters._block_net import BlockFormat, BlockNet, Extras
-from eyas.drafters._block_session import BlockSession
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
 from eyas.drafters._method import Batch, DraftMethod, Loss
 from eyas.drafters._nets import (
@@ -33,16 +33,17 @@ from eyas.drafters._nets import (
     layer_numbers,
     layer_shape,
     load_head,
+    mask_token,
     random_net,
     saved_head,
     target_layer_shape,
     target_sizes,
 )
 from eyas.drafters._options import check_whole
-from eyas.errors import CheckpointError, FitError, OptionError
+from eyas.errors import CheckpointError, FitError
 from eyas.nn import LayerShape
 
-__all__ = ["BlockMethod", "NewBlockHead", "fused_layers", "mask_token"]
+__all__ = ["BlockMethod", "NewBlockHead", "fused_layers"]
 
 HEAD = "head.weight"
 
@@ -248,7 +249,7 @@ class BlockMethod(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the loss of blocks at random anchors; see `_block_loss`."""
+        """Return the loss of blocks at random anchors; see `_loss`."""
         return block_loss(self, batch, self.training, generator)
 
 
@@ -264,18 +265,6 @@ def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
         evenly = [L // 2] if depth == 1 else [round(1 + i * (L - 4) / (depth - 1)) for i in range(depth)]
         return tuple(sorted({i + 1 for i in evenly}))
     return layer_numbers(layers, target)
-
-
-def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> int:
-    """Return the token that was asked for, or the padding token, or the one that counts least."""
-    if asked is not None:
-        if asked >= target.num_embeddings:
-            raise OptionError(f"head.mask_token is {asked}, and the target has {target.num_embeddings} embeddings")
-        return asked
-    pad = getattr(target.model.config.get_text_config(), "pad_token_id", None)
-    if isinstance(pad, int) and 0 <= pad < target.num_embeddings:
-        return pad
-    return target.vocab_size - 1 if counts_V is None else int(counts_V.argmin())
 
 
 def _without_equal_head(weights: Weights, target: Target) -> Weights:

@@ -89,6 +89,7 @@ OPTIONS = {
     "mtp": TREE,
     "gemma4_assistant": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
+    "pard": TREE,
     "peagle": {**TREE, "head.layers": "0,1,2", "head.depth": 2, "head.levels": 5},
     "self_speculative": {"skip": "1,2m", "depth": 3},
     "small_model": {"depth": 3},

@@ -24,7 +24,7 @@ from torch import Tensor
 from eyas.errors import CheckpointError, InputError, first_line
 from eyas.files import CHECKSUMS, is_altered
 
-__all__ = ["find", "mapping", "read_config", "read_tensors", "short", "write"]
+__all__ = ["find", "mapping", "read_config", "read_pickle", "read_tensors", "short", "write"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
@@ -150,7 +150,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 def _read_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one file, all of whose numbers are finite."""
     _check_sum(path)
-    tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    tensors = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
     for name, tensor in tensors.items():
         checked = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
         if checked and not all(bound.isfinite() for bound in tensor.aminmax()):
@@ -167,7 +167,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path.name} is corrupt or truncated: {first_line(error, 200)}") from error
 
 
-def _read_pickle(path: Path) -> dict[str, Tensor]:
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a pickle, which is read with weights_only."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError:

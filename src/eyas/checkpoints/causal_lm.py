@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eyas.checkpoints._weights import Published
 
-__all__ = ["METHODS", "read", "recognises", "write"]
+__all__ = ["METHODS", "is_whole_model", "read", "recognises", "write"]
 
 METHODS = ("small_model",)
 
@@ -25,7 +25,12 @@ _TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddi
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether these are the tensors of a whole model."""
+    """Return whether these are the tensors of a whole model without a token for masks (`pard`)."""
+    return is_whole_model(config, names) and config.get("pard_token") is None and config.get("ptd_token_id") is None
+
+
+def is_whole_model(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether these are the tensors of a whole language model."""
     has_layers = any(_LAYER.match(name) for name in names)
     has_table = any(name.endswith(_TABLES) for name in names)
     # Medusa-2 models and Gemma's assistants have such layers, and are other formats

@@ -49,7 +49,7 @@ from eyas.losses import soft_cross_entropy
 from eyas.targets.fingerprints import fingerprint
 from eyas.targets.loading import load_target
 
-__all__ = ["DraftOptions", "LanguageModelSession", "Method", "Options", "check_vocabulary"]
+__all__ = ["DraftOptions", "LanguageModelSession", "Method", "NetShape", "Options", "check_vocabulary", "small_llama"]
 
 DEPTH = 5  # by default
 NO_DRAFT_MODEL = "this method needs a smaller language model: name its folder or hub id with --draft"
@@ -254,7 +254,7 @@ class Method(DraftMethod):
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         """A small LLaMA of the target's vocabulary with random weights."""
         options = options or cls.Options()
-        return cls(target, options, Target(_small_llama(target, options.net, seed)))
+        return cls(target, options, Target(small_llama(target, options.net, seed)))
 
     def weights(self) -> Weights:
         """Return the model in Hugging Face's own layout; tied weights once."""
@@ -469,7 +469,8 @@ def _vocabulary(model: Target, local: bool) -> dict[int, str] | None:
     return {i: token for token, i in tokenizer.get_vocab().items()} or None
 
 
-def _small_llama(target: Target, shape: NetShape, seed: int) -> PreTrainedModel:
+def small_llama(target: Target, shape: NetShape, seed: int) -> PreTrainedModel:
+    """Return a new model of the target's vocabulary with random weights."""
     config = target.model.config.get_text_config(decoder=True)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
     if theta := (getattr(config, "rope_parameters", None) or {}).get("rope_theta"):

@@ -1,0 +1,111 @@
+"""The sessions of `pard`: one pass of the draft model over the unread tokens and the masks after them.
+
+    slots      0 ... P-1: the tokens of the last cycle, padded; P, P+1, ...: the masks, which see no padding
+    commit     the unread tokens of each row stay in the cache; the masks' slots are free again
+
+Letters: B rows, P nodes on the longest path, S levels, N = P + S - 1 inputs of the pass, T tokens, F
+features, D hidden of the draft model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eyas.core.drafter import CycleInput
+from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.drafters._grow import DraftNetSteps
+from eyas.drafters.small_model import LanguageModelSession
+
+if TYPE_CHECKING:
+    from eyas.pard._features import FeatureInput
+    from eyas.pard.method_pard import Method
+
+__all__ = ["FeatureSession", "Session"]
+
+
+class Session(LanguageModelSession):
+    """Rows of the draft model's own keys and values."""
+
+    drafter: Method
+
+    def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
+        """Return the functions that grow the tree of this cycle from the distributions of its levels."""
+        levels = self.drafter.dynamic.depth
+        if cycle_input.tree_size is not None:
+            levels = min(levels, cycle_input.tree_size.depth)
+        logits_BSV = self._read_levels(cycle_input, max(1, levels))
+
+        def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
+            return logits_BSV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
+
+        return DraftNetSteps(lambda: logits_BSV[:, 0], lambda logits: logits, expand)
+
+    def _read_levels(self, cycle_input: CycleInput, levels: int) -> Tensor:
+        """Read the unread tokens and the masks; return the logits [B, S, V] after the root and each mask."""
+        P, masks, device = self.pending_BP.shape[1], levels - 1, cycle_input.tokens_B.device
+        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
+        unread_BP = self._known_ids(self.pending_BP.scatter(1, last_B1, cycle_input.tokens_B[:, None]))
+        mask_BM = torch.full((self.rows, masks), self.drafter.mask_token, device=device)
+        order_N = torch.arange(P + masks, device=device)
+        depth_BN = torch.cat([order_N[:P].expand(self.rows, P), last_B1 + 1 + order_N[:masks]], dim=1)
+        no_padding_BN = (order_N <= last_B1) | (order_N >= P)
+        # an unread token sees those before it; a mask sees the unread ones and the masks before it
+        causal_NN = order_N[:, None] >= order_N
+        visible_BNN = causal_NN & (no_padding_BN[:, None] | (order_N < P)[:, None])
+        logits_BNV = self._extend(torch.cat([unread_BP, mask_BM], dim=1), depth_BN, visible_BNN, last_B1, cycle_input)
+        read_B = self.pending_B * cycle_input.active_B
+        self.model.advance(read_B, [min(n + P, cycle_input.max_position + 1) for n in self.model.lengths])
+        self.pending_B = self.pending_B - read_B
+        root_B1V = logits_BNV.gather(1, last_B1[..., None].expand(-1, -1, logits_BNV.shape[-1]))
+        return self._target_logits(torch.cat([root_B1V, logits_BNV[:, P:]], dim=1))
+
+    def _extend(
+        self, ids_BN: Tensor, depth_BN: Tensor, visible_BNN: Tensor, last_B1: Tensor, cycle_input: CycleInput
+    ) -> Tensor:
+        """One pass of the model: logits [B, N, V]. `last_B1`: the place of the root among the unread tokens."""
+        return self.model.extend(ids_BN, depth_BN, visible_BNN, cycle_input.active_rows).logits_BNV
+
+
+class FeatureSession(Session):
+    """A session whose model reads, with each token, the target's features of the token before it
+    (PARD-2). A mask gets those of the token before the root."""
+
+    def __init__(self, drafter: Method, rows: int, feature_input: FeatureInput) -> None:
+        super().__init__(drafter, rows)
+        self.feature_input, target = feature_input, drafter.target
+        width = target.hidden_size * len(drafter.feature_layers)
+        shape = rows, self.pending_BP.shape[1], width
+        # features of the tokens before the unread ones
+        self.before_BPF = torch.zeros(shape, dtype=target.dtype, device=target.device)
+
+    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
+        unread = int(self.pending_B[row])
+        # the first token of a text has none before it; after a part that was kept from another request they are not known
+        first = self.before_BPF[row, :unread] if unread else torch.zeros_like(features_TF[:1])
+        before_NF = torch.cat([first, features_TF[:-1]])
+        with self.feature_input.added(before_NF[None]):
+            super().prefill(row, tokens_T, features_TF, position)
+        self.before_BPF[row, 0] = features_TF[-1]
+
+    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
+        super().commit(draft, verdict, output)
+        of_prompt_BF = self.before_BPF[:, 0]  # for a row whose prompt is being read
+        self.before_BPF = output.features_at(verdict.path_BP)
+        self.before_BPF[:, 0] = torch.where(self.active_B[:, None], self.before_BPF[:, 0], of_prompt_BF)
+
+    def clear(self, row: int) -> None:
+        self.end(row)
+        self.model.clear(row)
+        self.before_BPF[row] = 0
+
+    def _extend(
+        self, ids_BN: Tensor, depth_BN: Tensor, visible_BNN: Tensor, last_B1: Tensor, cycle_input: CycleInput
+    ) -> Tensor:
+        masks = ids_BN.shape[1] - self.before_BPF.shape[1]
+        newest_B1F = self.before_BPF.gather(1, last_B1[..., None].expand(-1, -1, self.before_BPF.shape[-1]))
+        before_BNF = torch.cat([self.before_BPF, newest_B1F.expand(-1, masks, -1)], dim=1)
+        with self.feature_input.added(before_BNF):
+            return self.model.extend(ids_BN, depth_BN, visible_BNN).logits_BNV  # all rows: the features are theirs

@@ -154,7 +154,7 @@ $(CLIENTS_STAMP): constraints-clients.txt tests/clients/programs/package.json
 	@test -x .venv-interop/bin/pip || $(PYTHON) -m venv .venv-interop
 	@echo "==> installing the engines of constraints-interop.txt into .venv-interop (once; 3.7 GB)"
 	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-interop.txt $(INTEROP)
-	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0
+	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0 dflash==0.1.0
 	@.venv-interop/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 

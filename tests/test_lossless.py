@@ -84,6 +84,14 @@ OPTIONS = {
     "medusa": {"tree.choices": "dynamic", "tree.nodes": 14},  # its fixed trees: tests/drafters
     "hydra": {"tree.choices": "dynamic", "tree.nodes": 14, "head.arch": "prefix-mlp"},
     "dflash": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 6},
+    "dflash2": {
+        **TREE,
+        "head.layers": "1,2",
+        "head.depth": 2,
+        "head.block": 6,
+        "head.channels": 8,
+        "head.candidates": 5,
+    },
     "dspark": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 5, "head.markov_rank": 8, "stop": 0.3},
     "eagle2": TREE,
     "mtp": TREE,

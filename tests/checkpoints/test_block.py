@@ -172,12 +172,13 @@ def test_the_flag_has_precedence(tmp_path: Path, told: dict[str, Any], from_anch
         (config(DSPARK, sample_from_anchor=True, shift_label=False), "contradict"),
         (config(DSPARK, markov_head_type="gated"), "'gated'"),
         (config(DSPARK, markov_rank=0), "reads the Markov head"),
-        (config("Gemma4DSparkModel"), "which token a slot"),
-        (config(DSPARK, is_causal=True), "earlier slots only"),
-        (config(DSPARK, layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (config("Gemma4DSparkModel"), "Gemma 4's"),
+        (config(DSPARK, is_causal="yes"), "is_causal"),
+        (config(DSPARK, layer_types=["full_attention", "chunked_attention"]), "layer_types"),
         (config(DSPARK, draft_vocab_size=32), "whole vocabulary"),
         (config(DSPARK, attention_bias=True), "biases"),
-        (config(DSPARK, model_type="gemma4"), "qwen3"),
+        (config(DSPARK, model_type="gemma4"), "Gemma 4's"),
+        (config(DSPARK, model_type="llama"), "qwen3"),
         (config(DSPARK, target_layer_ids=[1, 0]), "target_layer_ids"),
         (config(DSPARK, target_layer_ids=[-2, 0]), "target_layer_ids"),
         (config(DSPARK, mask_token_id=None), "mask_token_id"),
@@ -200,13 +201,13 @@ def test_refusals_of_dspark(tmp_path: Path, told: dict[str, Any], message: str) 
         ),
         (
             config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "selector_rank": 64}),
-            "DFlash 2",
+            "each pair is there",
         ),
         (
             config(
-                DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "input_embedding_scale": 2.0}
+                DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "input_embedding_scale": -2.0}
             ),
-            "scaled",
+            "above 0",
         ),
     ],
 )
@@ -245,3 +246,130 @@ def test_heads_of_another_target(tmp_path: Path, target: Target, told: dict[str,
     weights = load(lay(tmp_path, config(DFLASH, **told), tensors()))
     with pytest.raises(CheckpointError, match=message):
         drafters.find("dflash").load(weights, target)
+
+
+def test_neighbouring_channels_are_put_in_halves(tmp_path: Path, target: Target) -> None:
+    """Guards heads for LFM2.5, whose RoPE turns neighbouring channels: a query and a key of theirs have the same product
+    as ours, at any distance; the class alone says which token a slot predicts."""
+    name, held = "Lfm2DSparkDraftModel", tensors(markov=True, confidence=True)
+    told = config(DSPARK, rope_is_neox_style=False) | {"architectures": [name]}
+    drafter: Any = drafters.find("dspark").load(load(lay(tmp_path, told, held)), target)
+    assert drafter.block_format.from_anchor
+    attention = drafter.net.layers[1].attention
+    x_1ND, position_1N = torch.randn(1, 3, D, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 5, 9]])
+    query, (key, _) = attention.query(x_1ND, position_1N), attention.rotated_key_value(x_1ND, position_1N)
+    theirs = []
+    for part, heads in (("q", 4), ("k", 2)):
+        y = (x_1ND @ held[f"layers.1.self_attn.{part}_proj.weight"].T).view(1, 3, heads, H)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * held[f"layers.1.self_attn.{part}_norm.weight"]
+        angle = position_1N[..., None, None] * 10000.0 ** -(torch.arange(0, H, 2) / H)
+        even, odd = y[..., ::2], y[..., 1::2]
+        turned = even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()
+        theirs.append(torch.stack(turned, dim=-1).flatten(-2))
+    for head in range(4):
+        ours = query[0, :, head] @ key[0, :, head // 2].T
+        torch.testing.assert_close(ours, theirs[0][0, :, head] @ theirs[1][0, :, head // 2].T, rtol=1e-4, atol=1e-4)
+
+
+def second(**more: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A head of DFlash 2, as z-lab publishes it."""
+    held = tensors()
+    for i in range(2):
+        for part in ("attention", "mlp"):
+            held[f"layers.{i}.{part}_conv.base_kernel"] = torch.randn(2, 3, D)
+            held[f"layers.{i}.{part}_conv.kernel_projection.weight"] = torch.randn(2 * 3 * D // 8, D)
+    held |= {f"candidate_selector.{name}_codebook": torch.randn(V, R) for name in ("predecessor", "successor")}
+    held["candidate_selector.hidden_projection.weight"] = torch.randn(R, D)
+    parts = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": R, "selector_top_k": 5}
+    told = config(DFLASH) | {"architectures": ["DFlash2DraftModel"]}
+    told["dflash_config"] = {**told["dflash_config"], **parts, **more}
+    return told, held
+
+
+def test_dflash_2_there_and_back(tmp_path: Path, target: Target) -> None:
+    """Guards its names, also those by which transformers saves its tables, and what the writer says."""
+    told, held = second()
+    first = load(lay(tmp_path / "a", told, held))
+    assert first.method == "dflash2"
+    save(first, tmp_path / "b")
+    assert load_file(tmp_path / "b" / "model.safetensors").keys() == held.keys()
+    again = {f"{name}.weight" if name.endswith("_codebook") else name: value for name, value in held.items()}
+    for other in (load(tmp_path / "b"), load(lay(tmp_path / "c", told, again))):
+        assert other.config == first.config
+        assert all(torch.equal(value, other.tensors[key]) for key, value in first.tensors.items())
+    assert drafters.find("dflash2").load(first, target)
+    with pytest.raises(CheckpointError, match="not the convolutions"):
+        load(lay(tmp_path / "d", {**told, "dflash_config": config(DFLASH)["dflash_config"]}, tensors()))
+    with pytest.raises(CheckpointError, match="does not divide"):
+        load(lay(tmp_path / "e", second(conv_group_size=7)[0], held))
+
+
+WINDOWED = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 9}
+
+
+def test_windows_and_factors(tmp_path: Path) -> None:
+    """Guards what z-lab's class makes of layers with a window: their slots see earlier slots only, unless is_causal says
+    so for all; and that the writer says it again."""
+    factors = {"input_embedding_scale": 7.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
+    for number, (more, causal) in enumerate(
+        (({}, (False, True)), ({"is_causal": False}, ()), ({"is_causal": True}, (True, True)))
+    ):
+        first = load(lay(tmp_path / f"a{number}", config(DFLASH, **WINDOWED, **factors, **more), tensors()))
+        assert first.config["windows"] == (None, 9)
+        assert first.config["causal"] == causal
+        assert [first.config[key] for key in ("embed_scale", "logit_scale", "logit_cap")] == [7.0, 0.5, 30.0]
+        save(first, tmp_path / f"b{number}")
+        assert load(tmp_path / f"b{number}").config == first.config
+
+
+def library(kind: str, **more: Any) -> dict[str, Any]:
+    """A config.json of the speculators library."""
+    layer = {
+        key: value
+        for key, value in config(DFLASH).items()
+        if key not in ("dflash_config", "block_size", "num_target_layers")
+    }
+    return {
+        "speculators_model_type": kind, "transformer_layer_config": layer, "draft_vocab_size": V, "block_size": 5, "mask_token_id": 7,
+        "aux_hidden_state_layer_ids": [1, 2], **more,
+    }  # fmt: skip
+
+
+def test_heads_of_the_speculators_library(tmp_path: Path, target: Target) -> None:
+    """Guards its rules: ids of inputs, slots that begin after the anchor in DFlash and at it in DSpark, windows, a draft
+    vocabulary, copies of the target's tensors."""
+    held = {**tensors(), "verifier_norm.weight": torch.ones(D), "embed_tokens.weight": target.embed(torch.arange(V))}
+    plain = load(lay(tmp_path / "plain", library("dflash"), held))
+    assert (plain.method, plain.config["feature_layers"], plain.config["from_anchor"]) == ("dflash", (1, 2), False)
+    windowed = library("dflash")
+    windowed["transformer_layer_config"] |= WINDOWED
+    read = load(lay(tmp_path / "windows", windowed, held)).config
+    assert (read["windows"], read["causal"], read["anchored"]) == ((None, 9), (False, True), True)
+    small, ids = tensors(markov=True, confidence=True), torch.arange(0, 150, 3)
+    marks = torch.zeros(V, dtype=torch.bool)
+    marks[ids] = True
+    small |= {"markov_head.markov_w2.weight": torch.randn(50, R), "lm_head.weight": torch.randn(50, D)}
+    small |= {"d2t": ids - torch.arange(50), "t2d": marks}
+    spark = load(lay(tmp_path / "spark", library("dspark", draft_vocab_size=50, markov_rank=R), small))
+    assert spark.config["from_anchor"]
+    drafter: Any = drafters.find("dspark").load(spark, target)
+    assert drafter.draft_ids_v.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (library("xpress"), "'xpress'"),
+        (library("mtp"), "'mtp'"),
+        (library("dspark", markov_head_type="rnn"), "'rnn'"),
+        (library("dflash", aux_hidden_state_layer_ids=[2, 1]), "aux_hidden_state_layer_ids"),
+        (library("dflash", transformer_layer_config={"model_type": "gemma3_text"}), "'gemma3_text'"),
+        (library("dflash", transformer_layer_config=None), "no transformer_layer_config"),
+        (library("dflash", draft_vocab_size=50), "one is missing"),
+        (library("dflash", draft_vocab_size=None), "no draft_vocab_size"),
+    ],
+)
+def test_refusals_of_the_speculators_library(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(lay(tmp_path, told, tensors()))
+    assert "\n" not in str(caught.value)

@@ -106,7 +106,7 @@ EAGLE1 = [
         (LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}, EAGLE1, ["sglang"]),
         (LAYER | {"architectures": ["LlamaForCausalLM"]}, EAGLE1, ["safeailab"]),
         (LAYER, EAGLE1, ["safeailab"]),
-        (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators"]),
+        (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators_block"]),
         (
             LAYER | {"architectures": ["LlamaForCausalLM"]},
             ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"],
@@ -533,9 +533,9 @@ REFUSED: dict[str, tuple[Head, str]] = {
         "has a quantization_config: quantised heads are not read",
     ),
     "act": (vllm(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
-    "dflash": (
-        speculators(speculators_model_type="dflash"),
-        "speculators type 'dflash'; .* of types 'eagle3' and 'peagle' are read",
+    "xpress": (
+        speculators(speculators_model_type="xpress"),
+        "speculators type 'xpress'; .* of types 'eagle3', 'peagle', 'dflash'",
     ),
     "mtp": (speculators(speculators_model_type="mtp"), "type 'mtp'"),
     "qwen_layer": (

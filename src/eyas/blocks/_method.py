@@ -1,4 +1,4 @@
-"""The base of block drafters (DFlash, DSpark): heads on disk, new heads, and trees from the
+"""The base of block drafters (DFlash, DFlash 2, DSpark): heads on disk, new heads, and trees from the
 distributions of a block's slots.
 
 Slots count from 0, the root's. Either slot i predicts the token at its own place (the first level
@@ -11,7 +11,7 @@ Letters: B rows, S levels, Q nodes of a level, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -45,7 +45,9 @@ from eyas.nn import LayerShape
 
 __all__ = ["BlockMethod", "NewBlockHead", "fused_layers"]
 
-HEAD = "head.weight"
+HEAD, DRAFT_IDS = "head.weight", "draft_ids"
+FORMAT = tuple(entry.name for entry in fields(BlockFormat))
+EXTRAS = tuple(entry.name for entry in fields(Extras) if entry.name != "own_head")
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,15 @@ class BlockMethod(DraftMethod):
 
     def __init__(
         self, target: Target, options: Any, net: BlockNet, shape: LayerShape, layers: tuple[int, ...],
-        block_format: BlockFormat, embed_tokens: Tensor | None = None,
+        block_format: BlockFormat, embed_tokens: Tensor | None = None, draft_ids_v: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(target, options)
         self.net, self.shape, self.block_format, self.embed_tokens = net, shape, block_format, embed_tokens
+        self.draft_ids_v = draft_ids_v  # the target's ids of the draft tokens; None: all of them
+        scale = block_format.embed_scale
+        self.own_embed_scale = scale is not None and abs(scale / embed_scale(target) - 1) > 0.01
+        own = target.family.logit_scale, target.family.softcap or 0.0
+        self.own_logit_scale = (block_format.logit_scale, block_format.logit_cap) not in ((None, 0.0), own)
         self.feature_layers = layers
         self.tree: DynamicTree = replace(self.options.tree, depth=min(self.options.tree.depth, block_format.levels))
 
@@ -134,17 +141,20 @@ class BlockMethod(DraftMethod):
                 f"{weights.source} reads the outputs of layers {[k - 1 for k in layers]}; the target has {target.num_layers} layers, and "
                 "the output of the last one is not read before its norm: the head was made for another model"
             )
-        block_format = BlockFormat(config["block"], config["mask_token"], config["from_anchor"])
+        block_format = BlockFormat(**{name: config[name] for name in FORMAT if name in config})
         if block_format.mask_token >= target.num_embeddings:
             raise CheckpointError(
                 f"{weights.source} has mask_token_id {block_format.mask_token}; the target has {target.num_embeddings} embeddings"
             )
         weights = _without_equal_head(weights, target)
-        extras = Extras(config["markov_rank"], config["confidence"], HEAD in weights.tensors)
+        parts = {name: config[name] for name in EXTRAS if name in config}
+        extras = Extras(**parts, own_head=HEAD in weights.tensors)
         shape, width = layer_shape(config), target.hidden_size * len(layers)
         net = BlockNet(shape, config["layers"], width, target.vocab_size, extras)
-        net, embed_tokens = load_head(net, weights, target)
-        method = cls(target, options or cls.Options(), net, shape, layers, block_format, embed_tokens)
+        ids = weights.tensors.get(DRAFT_IDS)
+        net, embed_tokens = load_head(net, weights, target, {} if ids is None else {DRAFT_IDS: tuple(ids.shape)})
+        ids = None if ids is None else ids.to(target.device)
+        method = cls(target, options or cls.Options(), net, shape, layers, block_format, embed_tokens, ids)
         method.trained_length = config.get("max_positions")
         return method
 
@@ -185,13 +195,17 @@ class BlockMethod(DraftMethod):
             "act": "silu",
             "feature_layers": self.feature_layers,
             "target_layers": self.target.num_layers,
-            "block": block_format.block,
-            "mask_token": block_format.mask_token,
-            "from_anchor": block_format.from_anchor,
-            "markov_rank": net.extras.markov_rank,
-            "confidence": net.extras.confidence,
+            **{name: getattr(block_format, name) for name in FORMAT},
+            **{name: getattr(net.extras, name) for name in EXTRAS},
         }
-        return saved_head(self.head_format, config, net, self.target, self.embed_tokens)
+        if block_format.embed_scale is None:
+            config["embed_scale"] = embed_scale(self.target) if self.embed_tokens is None else 1.0
+        if block_format.logit_scale is None:
+            family = self.target.family
+            config |= {"logit_scale": family.logit_scale, "logit_cap": family.softcap or 0.0}
+        saved = saved_head(self.head_format, config, net, self.target, self.embed_tokens)
+        ids = {} if self.draft_ids_v is None else {DRAFT_IDS: self.draft_ids_v.cpu()}
+        return replace(saved, tensors={**saved.tensors, **ids})
 
     # --- drafting
 
@@ -200,13 +214,22 @@ class BlockMethod(DraftMethod):
 
     def embed(self, ids: Tensor) -> Tensor:
         table = self.embed_tokens
-        return (self.target.embed(ids) if table is None else table[ids]).to(self.dtype)
+        if table is None and not self.own_embed_scale:
+            return self.target.embed(ids).to(self.dtype)
+        if table is None:
+            table = embedding_table(self.target)
+        return (table[ids] * (self.block_format.embed_scale or 1.0)).to(self.dtype)
 
     def head(self, hidden: Tensor, net: Any = None) -> Tensor:
         """Normed hidden [..., D] -> logits [..., V]. `net`: the one to use, `self.net` by default."""
-        lm_head = (net or self.net).head
-        logits: Tensor = self.target.head(hidden.to(self.target.dtype)) if lm_head is None else lm_head(hidden)
-        return logits
+        lm_head, block_format = (net or self.net).head, self.block_format
+        if lm_head is None and not self.own_logit_scale:
+            return self.target.head(hidden.to(self.target.dtype))
+        if lm_head is None:
+            lm_head, hidden = self.target.family.head, hidden.to(self.target.dtype)
+        logits: Tensor = lm_head(hidden) * (block_format.logit_scale or 1.0)
+        cap = block_format.logit_cap
+        return torch.tanh(logits / cap) * cap if cap else logits
 
     def grow(self, hidden_BSD: Tensor, cycle_input: CycleInput) -> Draft:
         """Return the tree below the roots, from the hidden of the slots of its levels."""
@@ -214,19 +237,29 @@ class BlockMethod(DraftMethod):
         logits_BSV = self.head(hidden_BSD, net)
 
         def level_logits(tokens_BQ: Tensor, level: int) -> Tensor:
-            """Return the logits [B, Q, V] of the children of nodes at this depth."""
-            logits_BQV = logits_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
-            if net.markov is not None:
-                logits_BQV = logits_BQV + net.markov(tokens_BQ).to(logits_BQV.dtype)
-            return self.mask_leaves(logits_BQV, hidden_BSD[:, level : level + 1], tokens_BQ)
+            return self.level_logits(net, logits_BSV, hidden_BSD, tokens_BQ, level)
 
         def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
             return level_logits(tokens_BQ, level + 1)
 
         net_steps = DraftNetSteps(
-            lambda: level_logits(cycle_input.tokens_B[:, None], 0)[:, 0], lambda logits: logits, expand
+            lambda: level_logits(cycle_input.tokens_B[:, None], 0)[:, 0],
+            lambda logits: logits,
+            expand,
+            self.draft_ids_v,
         )
         return grow_dynamic(net_steps, cycle_input, self.tree)
+
+    def level_logits(
+        self, net: BlockNet, logits_BSV: Tensor, hidden_BSD: Tensor, tokens_BQ: Tensor, level: int
+    ) -> Tensor:
+        """Return the logits [B, Q, v] of the children of nodes at this depth, from those of the slots."""
+        logits_BQV = logits_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
+        if net.selector is not None:
+            logits_BQV = net.selector(logits_BSV[:, level, None], hidden_BSD[:, level, None], tokens_BQ)
+        if net.markov is not None:
+            logits_BQV = logits_BQV + net.markov(tokens_BQ).to(logits_BQV.dtype)
+        return self.mask_leaves(logits_BQV, hidden_BSD[:, level : level + 1], tokens_BQ)
 
     def mask_leaves(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         """Return the logits, or minus infinity for nodes that shall have no children. Here all nodes may
@@ -238,8 +271,9 @@ class BlockMethod(DraftMethod):
         tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
         options = replace(self.options, tree=tree)
         chain = type(self)(
-            self.target, options, self.net, self.shape, self.feature_layers, self.block_format, self.embed_tokens
-        )
+            self.target, options, self.net, self.shape, self.feature_layers, self.block_format, self.embed_tokens,
+            self.draft_ids_v,
+        )  # fmt: skip
         chain.trained_length = self.trained_length
         return chain
 
@@ -249,7 +283,13 @@ class BlockMethod(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the loss of blocks at random anchors; see `_loss`."""
+        """Return the loss of blocks at random anchors; see `_loss`. CheckpointError for a head whose parts are not
+        trained here."""
+        extras = self.net.extras
+        if not self.block_format.is_plain or extras.taps or extras.selector_rank or self.draft_ids_v is not None:
+            raise CheckpointError(
+                "this head has windows, convolutions or a vocabulary of its own, and such heads are not trained here"
+            )
         return block_loss(self, batch, self.training, generator)
 
 
@@ -267,10 +307,26 @@ def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
     return layer_numbers(layers, target)
 
 
+def embedding_table(target: Target) -> Tensor:
+    """Return the target's table of embeddings [V, D], before any factor."""
+    table = target.family.embedding.weight
+    assert isinstance(table, Tensor)
+    return table.detach()
+
+
+@torch.no_grad()
+def embed_scale(target: Target) -> float:
+    """Return the factor between the target's table and what its first layer reads."""
+    ids = torch.arange(min(64, target.num_embeddings), device=target.device)
+    raw, read = (x.float().norm() for x in (embedding_table(target)[ids], target.embed(ids)))
+    factor = float(read / raw) if raw else 1.0
+    return 1.0 if abs(factor - 1) < 1e-3 else factor
+
+
 def _without_equal_head(weights: Weights, target: Target) -> Weights:
     """Return the weights without an lm_head that is the target's, up to the rounding of storage."""
     ours, theirs = weights.tensors.get(HEAD), getattr(target.family.head, "weight", None)
-    if ours is None or theirs is None or ours.shape != theirs.shape or target.family.logit_scale != 1:
+    if ours is None or theirs is None or ours.shape != theirs.shape:
         return weights
     if not torch.allclose(ours.to(theirs.device, theirs.dtype), theirs, rtol=1e-2, atol=1e-3):
         return weights

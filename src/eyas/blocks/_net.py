@@ -1,12 +1,13 @@
-"""The net of block drafters (DFlash, DSpark): layers of Qwen3's kind whose queries are the tokens
+"""The net of block drafters (DFlash, DFlash 2, DSpark): layers of Qwen3's kind whose queries are the tokens
 of a block only.
 
     context   features of the committed tokens  --fc, hidden_norm-->  keys and values of every layer, computed once
     block     embeddings of [root, mask, mask, ...]  -->  layers  -->  norm  -->  hidden of each slot
 
 The queries of a block attend to the whole context and to all slots of their own block, later ones
-too. The context has no queries: its keys and values depend on the target's features alone. This
-module knows no tree, no target and no loss.
+too; in some heads layers have a window, or see earlier slots only (`BlockFormat.visible`). The
+context has no queries: its keys and values depend on the target's features alone. This module knows
+no tree, no target and no loss.
 
 Letters: R rows, A blocks, n slots of a block, T tokens, N packed tokens, M slots of all blocks, K
 key-value heads, W slots of the cache, D hidden, h head size, F features.
@@ -14,11 +15,13 @@ key-value heads, W slots of the cache, D hidden, h head size, F features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.nn import (
@@ -33,7 +36,7 @@ from eyas.nn import (
     rope,
 )
 
-__all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore"]
+__all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore", "Selector"]
 
 
 class KeyValueStore(Protocol):
@@ -47,11 +50,16 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Extras:
-    """The parts of a DSpark net beyond the layers; the default is DFlash's net."""
+    """The parts of a net beyond plain layers; the default is DFlash's net."""
 
     markov_rank: int = 0  # width of the Markov head; 0: none
     confidence: str = "none"  # what the confidence head reads: none (there is no such head), hidden, or hidden+markov
     own_head: bool = False  # whether the logits come from an lm_head of the net's own
+    draft_vocab: int = 0  # tokens of that lm_head; 0: the target's
+    taps: int = 0  # slots that a convolution reads (DFlash 2); 0: there are none
+    group: int = 0  # channels that share the weights which a convolution makes
+    selector_rank: int = 0  # width of the selector (DFlash 2); 0: there is none
+    candidates: int = 0  # tokens of the highest logits that the selector scores
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,33 @@ class BlockFormat:
     block: int  # slots, the root's included
     mask_token: int
     from_anchor: bool  # slot i predicts the next token, not the one at its own place
+    windows: tuple[int | None, ...] = ()  # the sliding window of each layer in tokens; (): no layer has one
+    causal: tuple[bool, ...] = ()  # whether the slots of a block see earlier slots only, in each layer; (): no
+    anchored: bool = False  # windows are counted from the root for all slots, and hide no slot of the block
+    embed_scale: float | None = None  # factor of the embeddings; None: as the target's first layer reads them
+    logit_scale: float | None = None  # factor of the logits; None: scale and cap are the target's
+    logit_cap: float = 0.0  # logits become cap * tanh(logits / cap); 0: they do not
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all slots see everything."""
+        return not any(self.windows) and not any(self.causal)
+
+    def visible(self, layer: int, length_B: Tensor, width: int) -> Tensor | None:
+        """bool [B, n, W]: the slots that a layer's window and order show to each slot of the block, which begins at
+        `length_B`; None: all."""
+        window = self.windows[layer] if self.windows else None
+        causal = bool(self.causal) and self.causal[layer]
+        if window is None and not causal:
+            return None
+        slot_W, root_B11 = torch.arange(width, device=length_B.device), length_B[:, None, None]
+        apart_BnW = root_B11 + torch.arange(self.block, device=length_B.device)[:, None] - slot_W
+        shown_BnW = apart_BnW >= 0 if causal else torch.ones_like(apart_BnW, dtype=torch.bool)
+        if window is None:
+            return shown_BnW
+        if self.anchored:
+            return shown_BnW & (root_B11 - slot_W <= window)
+        return shown_BnW & (apart_BnW.abs() < window)
 
     @property
     def first_slot(self) -> int:
@@ -96,35 +131,102 @@ class BlockAttention(Attention):
         return self.o(out_RHnh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class BlockLayer(nn.Module):
-    """A decoder layer of Qwen3's kind."""
+class Convolution(nn.Module):
+    """Convolutions around a part of a layer, along the slots of a block (DFlash 2): a slot's channels are summed with those
+    of the slots before it. The weights are learned numbers plus what a matrix makes of the slot itself."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()
+        self.taps, self.group = taps, group
+        base = torch.zeros(2, taps, size)
+        base[:, 0] = 1
+        self.base = nn.Parameter(base)  # before and after the part
+        self.kernel = nn.Linear(size, 2 * taps * (size // group), bias=False)
+
+    def before(self, x_RnD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the part, and the weights [R, n, taps, D] for its output."""
+        made_Rn2KG = self.kernel(x_RnD).unflatten(-1, (2, self.taps, -1))
+        weights_Rn2KD = self.base + made_Rn2KG.repeat_interleave(self.group, dim=-1)
+        return self._convolved(x_RnD, weights_Rn2KD[:, :, 0]), weights_Rn2KD[:, :, 1]
+
+    def after(self, x_RnD: Tensor, weights_RnKD: Tensor) -> Tensor:
+        """Return the part's output, convolved."""
+        return self._convolved(x_RnD, weights_RnKD)
+
+    def _convolved(self, x_RnD: Tensor, weights_RnKD: Tensor) -> Tensor:
+        slots = x_RnD.shape[1]
+        padded = F.pad(x_RnD, (0, 0, self.taps - 1, 0))
+        return sum(  # type: ignore[return-value]
+            padded[:, self.taps - 1 - tap : self.taps - 1 - tap + slots] * weights_RnKD[:, :, tap]
+            for tap in range(self.taps)
+        )
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer of Qwen3's kind; with DFlash 2's convolutions around its parts if `taps` is not 0."""
+
+    def __init__(self, shape: LayerShape, taps: int = 0, group: int = 0) -> None:
+        super().__init__()
+        self.attention_conv, self.mlp_conv = (
+            Convolution(shape.hidden_size, taps, group) if taps else None for _ in range(2)
+        )
         self.attention, self.mlp = BlockAttention(shape), SwiGLU(shape)
         self.input_norm, self.mlp_norm = (RMSNorm(shape.hidden_size, shape.rms_eps) for _ in range(2))
 
+    def decode(self, hidden_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
+        """Return the layer's output for the slots of blocks."""
+        x_RnD = self.input_norm(hidden_RnD)
+        if self.attention_conv is None:
+            return self.finish(hidden_RnD, self.attention.attend_cached(x_RnD, position_Rn, store, mask_R1nW))
+        x_RnD, weights_RnKD = self.attention_conv.before(x_RnD)
+        attended_RnD = self.attention.attend_cached(x_RnD, position_Rn, store, mask_R1nW)
+        return self.finish(hidden_RnD, self.attention_conv.after(attended_RnD, weights_RnKD))
+
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         hidden = residual + attended
-        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
+        x = self.mlp_norm(hidden)
+        if self.mlp_conv is None:
+            return hidden + self.mlp(x)  # type: ignore[no-any-return]
+        x, weights_RnKD = self.mlp_conv.before(x)
+        return hidden + self.mlp_conv.after(self.mlp(x), weights_RnKD)
 
 
 class MarkovHead(nn.Module):
-    """Logits that are added for the token before: a matrix V x V of low rank (DSpark, section 3.1)."""
+    """Logits that are added for the token before: a matrix of low rank, from the target's vocabulary to the draft's
+    (DSpark, section 3.1)."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, rank: int, draft_vocab: int) -> None:
         super().__init__()
         self.before = nn.Embedding(vocab_size, rank)
-        self.after = nn.Linear(rank, vocab_size, bias=False)
+        self.after = nn.Linear(rank, draft_vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """ids [...] of the tokens before -> what is added to the logits [..., V]."""
         return self.after(self.before(tokens))  # type: ignore[no-any-return]
 
 
+class Selector(nn.Module):
+    """Scores the tokens of the highest logits anew, by the token before and the slot's hidden (DFlash 2); other tokens
+    are not drafted."""
+
+    def __init__(self, size: int, vocab_size: int, rank: int, candidates: int) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Embedding(vocab_size, rank) for _ in range(2))
+        self.hidden = nn.Linear(size, rank, bias=False)
+        self.candidates = candidates
+
+    def forward(self, logits_B1V: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
+        """Return the logits [B, Q, V] after these tokens."""
+        best_B1K, index_B1K = logits_B1V.topk(self.candidates)
+        context_BQr = self.before(tokens_BQ) * self.hidden(hidden_B1D)
+        added_BQK = context_BQr @ self.after(index_B1K[:, 0]).transpose(1, 2)
+        logits_BQV = torch.full_like(logits_B1V, -math.inf).expand(-1, tokens_BQ.shape[1], -1)
+        return logits_BQV.scatter(2, index_B1K.expand_as(added_BQK), best_B1K + added_BQK.to(best_B1K.dtype))
+
+
 class BlockNet(nn.Module):
-    """fc and hidden_norm over the features, layers over context and block, norm; with DSpark's
-    heads as `extras` says."""
+    """fc and hidden_norm over the features, layers over context and block, norm; with further parts
+    as `extras` says."""
 
     def __init__(self, shape: LayerShape, layers: int, features: int, vocab_size: int, extras: Extras) -> None:
         """features: F, the width of the features of all fused layers of the target."""
@@ -132,10 +234,13 @@ class BlockNet(nn.Module):
         D = shape.hidden_size
         self.fc = nn.Linear(features, D, bias=False)
         self.hidden_norm = RMSNorm(D, shape.rms_eps)
-        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(layers))
+        self.layers = nn.ModuleList(BlockLayer(shape, extras.taps, extras.group) for _ in range(layers))
         self.norm = RMSNorm(D, shape.rms_eps)
-        self.head = nn.Linear(D, vocab_size, bias=False) if extras.own_head else None
-        self.markov = MarkovHead(vocab_size, extras.markov_rank) if extras.markov_rank else None
+        draft_vocab, rank = extras.draft_vocab or vocab_size, extras.markov_rank
+        self.head = nn.Linear(D, draft_vocab, bias=False) if extras.own_head else None
+        self.markov = MarkovHead(vocab_size, rank, draft_vocab) if rank else None
+        selects = bool(extras.selector_rank)
+        self.selector = Selector(D, vocab_size, extras.selector_rank, extras.candidates) if selects else None
         wide = D + (extras.markov_rank if extras.confidence == "hidden+markov" else 0)
         self.confidence = nn.Linear(wide, 1) if extras.confidence != "none" else None
         self.extras = extras
@@ -156,17 +261,16 @@ class BlockNet(nn.Module):
             store.update(k_RTKh.transpose(1, 2), v_RTKh.transpose(1, 2))
 
     def forward(
-        self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], mask_R1nW: Tensor
+        self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], masks_R1nW: Sequence[Tensor]
     ) -> Tensor:
-        """Embeddings of the blocks -> the normed hidden of their slots [R, n, D]."""
-        for layer, store in zip(self.typed_layers, stores, strict=True):
-            attended_RnD = layer.attention.attend_cached(layer.input_norm(hidden_RnD), position_Rn, store, mask_R1nW)
-            hidden_RnD = layer.finish(hidden_RnD, attended_RnD)
+        """Embeddings of the blocks, and each layer's mask -> the normed hidden of their slots [R, n, D]."""
+        for layer, store, mask_R1nW in zip(self.typed_layers, stores, masks_R1nW, strict=True):
+            hidden_RnD = layer.decode(hidden_RnD, position_Rn, store, mask_R1nW)
         return self.norm(hidden_RnD)  # type: ignore[no-any-return]
 
     def forward_packed(self, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents) -> Tensor:
-        """For training: the normed hidden [A, n, D] of blocks that begin at these tokens of a
-        packed sequence.
+        """For training, of nets without windows and convolutions: the normed hidden [A, n, D] of blocks
+        that begin at these tokens of a packed sequence.
 
         Args:
             hidden_AnD: embeddings of the blocks.

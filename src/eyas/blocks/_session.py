@@ -152,8 +152,10 @@ class BlockSession(DraftSession):
         ids_Bn = torch.cat([roots_B1, torch.full_like(roots_B1, block_format.mask_token).expand(-1, n - 1)], dim=1)
         self.cache.prepare(range(self.rows), lambda: slot_Bn, width)
         every_Bnn = torch.ones(self.rows, n, n, dtype=torch.bool, device=roots_B1.device)
-        mask_B1nW = slot_mask(self.length_B, every_Bnn, self.cache.width)[:, None]
-        return self.net(self.drafter.embed(ids_Bn), slot_Bn, self._layers(), mask_B1nW)  # type: ignore[no-any-return]
+        mask_BnW = slot_mask(self.length_B, every_Bnn, self.cache.width)
+        shown = [block_format.visible(layer, self.length_B, self.cache.width) for layer in range(len(self.net.layers))]
+        masks = [(mask_BnW if shown_BnW is None else mask_BnW & shown_BnW)[:, None] for shown_BnW in shown]
+        return self.net(self.drafter.embed(ids_Bn), slot_Bn, self._layers(), masks)  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Any]:
         return [self.cache.layer_view(layer) for layer in range(len(self.drafter.net.layers))]

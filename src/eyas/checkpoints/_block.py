@@ -1,5 +1,5 @@
-"""Block heads (DFlash, DSpark) in our names, and what their published formats share: tensor names,
-layer ids, refusals.
+"""Block heads (DFlash, DFlash 2, DSpark) in our names, and what their published formats share: tensor
+names, layer ids, windows, refusals.
 
 Our tensors (D width of target and head, F = features x D, V vocabulary, r rank, h width of an
 attention head; i from 0):
@@ -9,9 +9,12 @@ attention head; i from 0):
     layers.i.attention.{q,k,v}.weight [rows, D]       layers.i.attention.o.weight [D, heads * h]
     layers.i.attention.{q,k}_norm.weight [h]          layers.i.mlp.{gate,up}.weight [I, D], layers.i.mlp.down.weight [D, I]
     norm.weight [D]
-    markov.before.weight, markov.after.weight [V, r]  if markov_rank
+    markov.before.weight [V, r], .after.weight [Vd, r]   if markov_rank
     confidence.weight [1, D or D + r], .bias [1]      unless confidence is none
-    embed.weight, head.weight [V, D]                  DSpark only, may be absent: the target's are used
+    embed.weight [V, D], head.weight [Vd, D]          in some formats, may be absent: the target's are used
+    draft_ids [Vd], int64, increasing                 the target's ids of the draft tokens, where Vd is less than V
+    layers.i.{attention,mlp}_conv.base [2, taps, D], .kernel.weight [2 * taps * D / group, D]     if taps
+    selector.{before,after}.weight [V, s], selector.hidden.weight [s, D]                          if selector_rank s
 
 Our config: the keys of an EAGLE-1 head's layer (`safeailab`) and
 
@@ -22,11 +25,19 @@ Our config: the keys of an EAGLE-1 head's layer (`safeailab`) and
     from_anchor         bool: slot i predicts the next token, not the one at its own place
     markov_rank         int; 0: no Markov head
     confidence          "none", "hidden" or "hidden+markov": what the confidence head reads
+    draft_vocab         int: Vd; 0: V
+    windows, causal     tuples, by layer: tokens of the sliding window or None; whether slots see earlier slots only
+    anchored            bool: windows are counted from the root, for all slots
+    embed_scale, logit_scale, logit_cap    factors of embeddings and logits, and their cap; scales None: as the target's own
+    taps, group, selector_rank, candidates    int; 0: no convolutions, no selector
 
 **Which token a slot predicts** is shown by no tensor, and a head that is read the wrong way accepts
 next to nothing. `sample_from_anchor` says it (`shift_label` in heads of the speculators library).
 Where config.json has neither, the class under `architectures` decides, as its authors' code knows
 one way only: DFlashDraftModel the token at its own place, Qwen3DSparkModel the next one.
+
+**Which halves RoPE turns.** Heads with "rope_is_neox_style": false turn neighbouring channels. Their
+queries and keys are put into LLaMA's order when they are read, which leaves all products as they are.
 """
 
 from __future__ import annotations
@@ -37,44 +48,44 @@ from typing import Any
 from torch import Tensor
 
 from eyas.checkpoints._eagle3 import architecture
-from eyas.checkpoints._llama import Shape, count, flag, layer_names, read_layer, read_rope
+from eyas.checkpoints._llama import Shape, count, flag, in_halves, layer_names, number, read_layer, read_rope
 from eyas.checkpoints._weights import differences, refuse_dtypes
 from eyas.errors import CheckpointError
 
 __all__ = [
     "CLASSES",
     "DFLASH",
+    "DFLASH2",
     "DSPARK",
+    "SLIDING",
+    "attention_kinds",
     "is_block_head",
+    "mask_token",
     "read_common",
     "read_tensors",
+    "refuse",
     "tensor_shapes",
     "write_common",
     "write_tensors",
 ]
 
-DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
-CLASSES = (DFLASH, DSPARK, "DSparkDraftModel", "DFlash2DraftModel", "Gemma4DSparkModel")
-FROM_ANCHOR = {DFLASH: False, DSPARK: True}
+DFLASH, DFLASH2, DSPARK, LFM2 = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel"
+CLASSES = (DFLASH, DSPARK, LFM2, "DSparkDraftModel", DFLASH2, "Gemma4DSparkModel")
+FROM_ANCHOR = {DFLASH: False, DFLASH2: False, DSPARK: True, LFM2: True}
+SLIDING = "sliding_attention"
+LAYER_KEYS = ("layer_types", "max_window_layers", "num_hidden_layers", "sliding_window", "use_sliding_window")
 
 _MUST_BE: dict[str, tuple[Any, str]] = {
     "attention_bias": (False, "the attention has biases"),
-    "is_causal": (False, "slots of a block see earlier slots only"),
     "dflash_query_causal": (False, "slots of a block see earlier slots only"),
-    "use_sliding_window": (False, "layers have a sliding window"),
-    "input_embedding_scale": (1, "the embeddings are scaled"),
-    "output_multiplier": (1, "the logits are scaled"),
-    "final_logit_softcapping": (0, "the logits are capped"),
     "partial_rotary_factor": (1, "RoPE turns a part of each head only"),
     "log_snr_conditioning": (False, "the net reads the level of noise"),
-    "conv_kernel_size": (0, "the layers have convolutions (DFlash 2)"),
-    "selector_rank": (0, "a selector chooses the candidates (DFlash 2)"),
 }
 """Settings that change the computation: the value that is supported, and the meaning of any other."""
 
 
 def is_block_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether this is a DFlash or DSpark head, readable or not."""
+    """Return whether this is a block head, readable or not, in another form than the speculators library's."""
     has_tensors = {"fc.weight", "hidden_norm.weight"} <= set(names)
     return "speculators_model_type" not in config and (architecture(config) in CLASSES or has_tensors)
 
@@ -89,7 +100,11 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
         inner: `dflash_config`; its entries have precedence over the same keys of `config`.
     """
     merged = {**config, **inner}
-    _refuse(merged)
+    refuse(merged)
+    if merged.get("draft_vocab_size") not in (None, merged.get("vocab_size")):
+        raise CheckpointError(
+            f"config.json has draft_vocab_size {merged['draft_vocab_size']!r}; heads of this form draft the target's whole vocabulary"
+        )
     ids = merged.get("target_layer_ids")
     are_ids = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= -1 for i in ids)
     if not are_ids or not ids or ids != sorted(set(ids)):
@@ -104,30 +119,39 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
         "feature_layers": tuple(i + 1 for i in ids),
         "target_layers": None if merged.get("num_target_layers") is None else count(merged, "num_target_layers"),
         "block": count(merged, "block_size"),
-        "mask_token": _token(merged, "mask_token_id"),
+        "mask_token": mask_token(merged),
         "from_anchor": _from_anchor(merged),
         "markov_rank": 0,
         "confidence": "none",
+        "draft_vocab": 0,
+        **attention_kinds(merged),
+        "anchored": False,
+        **_scales(merged),
+        **_second_parts(merged),
     }
     if ours["block"] < 2:
         raise CheckpointError("config.json has block_size 1; a block has the root's slot and one more at least")
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
 
-def read_tensors(ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool) -> dict[str, Tensor]:
+def read_tensors(
+    ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool, config: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Our tensors. CheckpointError for a name that is missing or unknown, a wrong shape, and
     quantised weights.
 
     Args:
         tables: whether the format has embeddings and an lm_head, which may be absent.
+        config: the published config of the layers.
     """
     names, our_shapes = _names(ours, tables), tensor_shapes(ours, tables)
-    optional = [name for name, our_name in names.items() if our_name in ("embed.weight", "head.weight")]
+    may_miss = ("embed.weight",) if ours.get("draft_vocab") else ("embed.weight", "head.weight")
+    optional = [name for name, our_name in names.items() if our_name in may_miss]
     faults = differences(tensors, {name: our_shapes[our_name] for name, our_name in names.items()}, optional)
     if faults:
         raise CheckpointError(f"the tensors of this head are not what config.json says: {faults}")
-    refuse_dtypes(tensors)
-    return {names[name]: tensor for name, tensor in tensors.items()}
+    refuse_dtypes(tensors, but=("draft_ids",))
+    return in_halves({names[name]: tensor for name, tensor in tensors.items()}, config, ours["head_dim"])
 
 
 def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
@@ -135,7 +159,8 @@ def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
     D, inner, V, r, h = (
         ours[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "markov_rank", "head_dim")
     )
-    query, key = ours["num_heads"] * h, ours["num_kv_heads"] * h
+    query, key, drafted = ours["num_heads"] * h, ours["num_kv_heads"] * h, ours.get("draft_vocab") or V
+    taps, rank = ours.get("taps") or 0, ours.get("selector_rank") or 0
     out: dict[str, Shape] = {
         "fc.weight": (D, len(ours["feature_layers"]) * D),
         "hidden_norm.weight": (D,),
@@ -147,18 +172,27 @@ def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
         "attention.o.weight": (D, query), "attention.q_norm.weight": (h,), "attention.k_norm.weight": (h,),
         "mlp.gate.weight": (inner, D), "mlp.up.weight": (inner, D), "mlp.down.weight": (D, inner),
     }  # fmt: skip
+    for part in ("attention", "mlp") if taps else ():
+        layer[f"{part}_conv.base"] = (2, taps, D)
+        layer[f"{part}_conv.kernel.weight"] = (2 * taps * (D // ours["group"]), D)
     for i in range(ours["layers"]):
         out |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     if r:
-        out |= {"markov.before.weight": (V, r), "markov.after.weight": (V, r)}
+        out |= {"markov.before.weight": (V, r), "markov.after.weight": (drafted, r)}
+    if rank:
+        out |= {
+            "selector.before.weight": (V, rank),
+            "selector.after.weight": (V, rank),
+            "selector.hidden.weight": (rank, D),
+        }
     if ours["confidence"] != "none":
         out |= {
             "confidence.weight": (1, D + (r if ours["confidence"] == "hidden+markov" else 0)),
             "confidence.bias": (1,),
         }
     if tables:
-        out |= {"embed.weight": (V, D), "head.weight": (V, D)}
-    return out
+        out |= {"embed.weight": (V, D), "head.weight": (drafted, D)}
+    return out | ({"draft_ids": (drafted,)} if drafted != V else {})
 
 
 def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
@@ -170,11 +204,19 @@ def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
         "confidence_head.proj.bias": "confidence.bias",
         "embed_tokens.weight": "embed.weight",
         "lm_head.weight": "head.weight",
+        "candidate_selector.predecessor_codebook": "selector.before.weight",
+        "candidate_selector.successor_codebook": "selector.after.weight",
+        "candidate_selector.hidden_projection.weight": "selector.hidden.weight",
     }
     for i in range(ours["layers"]):
         names |= layer_names(f"layers.{i}", f"layers.{i}")
         names |= {f"layers.{i}.self_attn.{x}_norm.weight": f"layers.{i}.attention.{x}_norm.weight" for x in "qk"}
         names[f"layers.{i}.input_layernorm.weight"] = f"layers.{i}.input_norm.weight"
+        for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+            names |= {
+                f"{conv}.base_kernel": f"{conv}.base",
+                f"{conv}.kernel_projection.weight": f"{conv}.kernel.weight",
+            }
     known = tensor_shapes(ours, tables)
     renamed = {published: name for published, name in names.items() if name in known}
     return renamed | {name: name for name in known if name not in renamed.values()}
@@ -197,39 +239,78 @@ def _from_anchor(merged: Mapping[str, Any]) -> bool:
     return FROM_ANCHOR[architecture(merged)]
 
 
-def _refuse(merged: Mapping[str, Any]) -> None:
+def attention_kinds(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `windows` and `causal` of the layers, as z-lab's class has them: layers with a window see earlier slots
+    only, unless is_causal says it for all."""
+    from transformers import Qwen3Config  # its rules decide which layers have a window
+
+    kinds, layers = merged.get("layer_types"), count(merged, "num_hidden_layers")
+    known = kinds is None or (isinstance(kinds, list) and set(kinds) <= {SLIDING, "full_attention"})
+    if not known or (kinds is not None and len(kinds) < layers):
+        raise CheckpointError(
+            f"config.json has layer_types {kinds!r}; heads whose {layers} layers have full or sliding attention are read"
+        )
+    resolved: Any = Qwen3Config(**{key: merged[key] for key in LAYER_KEYS if merged.get(key) is not None})
+    slides, causal = [kind == SLIDING for kind in resolved.layer_types[:layers]], merged.get("is_causal")
+    window = None if resolved.sliding_window is None else count(vars(resolved), "sliding_window")
+    of_layers = {
+        "windows": tuple(window if slid else None for slid in slides),
+        "causal": tuple(slid if causal is None else flag(merged, "is_causal", False) for slid in slides),
+    }
+    return {name: values if any(values) else () for name, values in of_layers.items()}
+
+
+def _scales(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factors of embeddings and logits. Heads that eyas wrote before it had these keys read the target's
+    own ones."""
+    cap = merged.get("final_logit_softcapping") or 0.0
+    default = None if "eyas" in merged else 1.0
+    scales = {"embed_scale": "input_embedding_scale", "logit_scale": "output_multiplier"}
+    found = {ours: number(merged, key) if merged.get(key) is not None else default for ours, key in scales.items()}
+    if cap:
+        found["logit_scale"] = found["logit_scale"] or 1.0
+    return {**found, "logit_cap": number({"final_logit_softcapping": cap}, "final_logit_softcapping") if cap else 0.0}
+
+
+def _second_parts(merged: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of DFlash 2's convolutions and selector; 0 where there are none."""
+    keys = {
+        "taps": "conv_kernel_size",
+        "group": "conv_group_size",
+        "selector_rank": "selector_rank",
+        "candidates": "selector_top_k",
+    }
+    sizes = {ours: count(merged, key) if merged.get(key) else 0 for ours, key in keys.items()}
+    if bool(sizes["taps"]) != bool(sizes["group"]) or bool(sizes["selector_rank"]) != bool(sizes["candidates"]):
+        raise CheckpointError(
+            f"config.json has {', '.join(f'{key} {merged.get(key)!r}' for key in keys.values())}: each pair is there, or none of it"
+        )
+    if sizes["taps"] and count(merged, "hidden_size") % sizes["group"]:
+        raise CheckpointError(
+            f"config.json has conv_group_size {sizes['group']}, which does not divide the hidden size"
+        )
+    return sizes
+
+
+def refuse(merged: Mapping[str, Any]) -> None:
     """Raise CheckpointError for settings whose computation is not supported."""
+    if architecture(merged).startswith("Gemma4") or merged.get("model_type") in ("gemma4", "gemma4_text"):
+        raise CheckpointError("the layers of this head are Gemma 4's, which are not computed here")
     for key, (expected, meaning) in _MUST_BE.items():
         value = merged.get(key)
-        if value is not None and value != expected and not (key == "use_sliding_window" and not _slides(merged)):
+        if value is not None and value != expected:
             raise CheckpointError(f"config.json has {key} {value!r}: {meaning}, which is not computed here")
-    if _slides(merged):
-        raise CheckpointError(
-            'config.json has layer_types other than "full_attention", and heads with those are not computed here'
-        )
-    size, vocabulary = merged.get("draft_vocab_size"), merged.get("vocab_size")
-    if size is not None and size != vocabulary:
-        raise CheckpointError(
-            f"config.json has draft_vocab_size {size!r}; block heads over the target's whole vocabulary are read"
-        )
     if merged.get("model_type") not in (None, "qwen3"):
         raise CheckpointError(
             f"the layers of this head are of model_type {merged.get('model_type')!r}; heads with qwen3 layers are read"
         )
 
 
-def _slides(merged: Mapping[str, Any]) -> bool:
-    """Return whether a layer has a sliding window, or is of another type than full attention."""
-    kinds = merged.get("layer_types")
-    if kinds is None:
-        return bool(merged.get("use_sliding_window"))
-    return not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-
-
-def _token(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
+def mask_token(config: Mapping[str, Any]) -> int:
+    """Return the token of a mask."""
+    value = config.get("mask_token_id")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise CheckpointError(f"config.json has {key} {value!r}; it must be the id of a token")
+        raise CheckpointError(f"config.json has mask_token_id {value!r}; it must be the id of a token")
     return value
 
 
@@ -238,7 +319,17 @@ def _token(config: Mapping[str, Any], key: str) -> int:
 
 def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under
-    `architectures`."""
+    `architectures`. CheckpointError for windows that only the speculators library's form has, and a draft vocabulary."""
+    windows, causal, layers = ours.get("windows") or (), ours.get("causal") or (), ours["layers"]
+    slides = [window is not None for window in windows] or [False] * layers
+    if any(windows) and ours.get("anchored"):
+        raise CheckpointError(
+            "the head's windows are counted from the root, which only the speculators library's form says"
+        )
+    if ours.get("draft_vocab"):
+        raise CheckpointError("the head has a draft vocabulary, which only the speculators library's form has")
+    if causal and len(set(causal)) > 1 and list(causal) != slides:
+        raise CheckpointError("some layers of the head see earlier slots only, in a way that this form does not say")
     published = {
         "architectures": [name],
         "model_type": "qwen3",
@@ -248,7 +339,7 @@ def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
         "intermediate_size": ours["intermediate_size"],
         "vocab_size": ours["vocab_size"],
         "num_hidden_layers": ours["layers"],
-        "layer_types": ["full_attention"] * ours["layers"],
+        "layer_types": [SLIDING if slid else "full_attention" for slid in slides],
         "num_attention_heads": ours["num_heads"],
         "num_key_value_heads": ours["num_kv_heads"],
         "head_dim": ours["head_dim"],
@@ -261,6 +352,16 @@ def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
         "block_size": ours["block"],
         "sample_from_anchor": ours["from_anchor"],
     }
+    if any(slides):
+        published |= {"use_sliding_window": True, "sliding_window": next(filter(None, windows))}
+    if list(causal or [False] * layers) != slides:
+        published["is_causal"] = any(causal)
+    factors = {"input_embedding_scale": ours.get("embed_scale"), "output_multiplier": ours.get("logit_scale")}
+    # without the key a head with a record of eyas has the target's own factor
+    plain = (None,) if "eyas" in ours else (None, 1.0)
+    published |= {key: factor for key, factor in factors.items() if factor not in plain}
+    if ours.get("logit_cap"):
+        published["final_logit_softcapping"] = ours["logit_cap"]
     return {**published, "eyas": ours["eyas"]} if "eyas" in ours else published
 
 

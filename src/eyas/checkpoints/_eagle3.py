@@ -43,13 +43,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.checkpoints._llama import Shape, count, flag, layer_names, layer_shapes, mapping, read_layer, read_rope
+from eyas.checkpoints._llama import (
+    Shape,
+    count,
+    flag,
+    in_halves,
+    layer_names,
+    layer_shapes,
+    mapping,
+    read_layer,
+    read_rope,
+)
 from eyas.checkpoints._weights import differences, refuse_dtypes
 from eyas.errors import CheckpointError
 
 __all__ = [
-    "CARRIES", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "choice", "complete", "is_eagle3",
-    "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
+    "CARRIES", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "check_dtypes", "choice", "complete",
+    "draft_ids", "is_eagle3", "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
 ]  # fmt: skip
 
 SGLANG, VLLM = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
@@ -262,6 +272,10 @@ def assemble(
         several: whether there may be layers after the first.
     """
     refuse(config)
+    if any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in tensors):
+        raise CheckpointError(
+            "the layer of this EAGLE-3 head is Qwen3's, with norms of queries and keys, which are not computed here"
+        )
     layer, count_of_layers = _layers_of(tensors, layers, several)
     _check_count(config, count_of_layers)
     ours = _our_config(config, tensors, {**settings, "layers": count_of_layers}, layer, strict)
@@ -280,9 +294,10 @@ def assemble(
     faults = differences(tensors, expected, optional)
     if faults:
         raise CheckpointError(f"the tensors of this EAGLE-3 head are not what config.json says: {faults}")
-    _check_dtypes(tensors)
-    ids = _draft_ids(tensors, ours["vocab_size"], ours["draft_vocab_size"])
-    our_tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+    check_dtypes(tensors)
+    ids = draft_ids(tensors, ours["vocab_size"], ours["draft_vocab_size"])
+    renamed = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+    our_tensors = in_halves(renamed, config, ours["head_dim"])
     if ids is not None:
         our_tensors["draft_ids"] = ids
     other_entries = {key: value for key, value in record.items() if key not in SETTINGS}
@@ -368,7 +383,7 @@ def _bias(config: Mapping[str, Any], key: str, present: bool, strict: bool) -> b
     return claimed and present if strict else claimed
 
 
-def _draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> Tensor | None:
+def draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> Tensor | None:
     """Return the target's ids of the draft tokens, int64 [Vd]; None when the vocabularies are the same.
 
     d2t holds target id - draft id for each draft token, t2d marks the same target ids as booleans.
@@ -397,7 +412,8 @@ def _draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> T
     return None if draft_vocab == vocab else ids
 
 
-def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for tensors of a dtype that a head of this kind has not."""
     refuse_dtypes(tensors, but=("d2t", "t2d"))
     offsets, marks = tensors.get("d2t"), tensors.get("t2d")
     if offsets is not None and offsets.dtype not in (torch.int32, torch.int64):

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from eyas.checkpoints._files import mapping, short
 from eyas.checkpoints._weights import Shape
 from eyas.errors import CheckpointError
 
 __all__ = [
-    "Shape", "count", "flag", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
+    "Shape", "count", "flag", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
     "read_rope", "refuse_qkv_bias", "text", "write_layer",
 ]  # fmt: skip
 
 LARGEST_COUNT = 2**31
+# tensors of queries and keys, whose rows are channels of heads
+_TURNED = frozenset({"q.weight", "k.weight", "q.bias", "k.bias", "q_norm.weight", "k_norm.weight"})
 # kinds of RoPE, with the numbers that they must and may have
 _SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
@@ -138,6 +142,20 @@ def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | N
     numbers = {key: number(rope, key) for key in (*needed, *(key for key in optional if rope.get(key) is not None))}
     truncates = {"truncate": flag(rope, "truncate", True)} if kind == "yarn" and "truncate" in rope else {}
     return {"rope_type": kind, **numbers, **truncates}
+
+
+def in_halves(tensors: Mapping[str, Tensor], config: Mapping[str, Any], head_dim: int) -> dict[str, Tensor]:
+    """Return our tensors for a RoPE that turns the two halves of a head, as LLaMA's does, from those of a
+    head whose RoPE turns neighbouring channels ("rope_is_neox_style": false): queries and keys have their
+    channels reordered, which leaves their products as they are."""
+    if flag(config, "rope_is_neox_style", True) and not flag(config, "rope_interleave", False):
+        return dict(tensors)
+    out = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.rpartition("attention.")[2] in _TURNED:
+            pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
+            out[name] = pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+    return out
 
 
 def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,12 @@
                     and target_layer_ids (the OUTPUT of layer i; -1: the embeddings), and in some heads block_size
     tensors         fc, hidden_norm, layers.i.* with q_norm and k_norm, norm; no embeddings and no lm_head: the target's are used
 
+DFlash 2 has the architecture ["DFlash2DraftModel"], conv_kernel_size, conv_group_size, selector_rank and selector_top_k, and
+the tensors layers.i.{attention,mlp}_conv.* and candidate_selector.*. Layers may have sliding windows; embeddings and logits may
+be scaled (input_embedding_scale, output_multiplier, final_logit_softcapping).
+
 Slot i of a block predicts the token at its own place, unless config.json has "sample_from_anchor":
-true. Heads of DFlash 2, with windows, or with a draft vocabulary are refused by name. Our config
-and our tensor names: see `_block`.
+true. Our config and our tensor names: see `_block`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 from eyas.checkpoints._block import (
     CLASSES,
     DFLASH,
+    DFLASH2,
     is_block_head,
     read_common,
     read_tensors,
@@ -33,7 +37,7 @@ from eyas.errors import CheckpointError
 
 __all__ = ["METHODS", "read", "recognises", "write"]
 
-METHODS = ("dflash",)
+METHODS = ("dflash", "dflash2")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -42,17 +46,27 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("dflash", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Published config and tensors -> ("dflash" or "dflash2", our config, our tensors). CheckpointError
+    names everything that does not fit."""
     inner, name = mapping(config, "dflash_config"), architecture(config)
-    if name in CLASSES and name != DFLASH:
-        raise CheckpointError(f"this is a head of the class {name}; of DFlash's kind, heads of {DFLASH} are read")
+    if name in CLASSES and name not in (DFLASH, DFLASH2):
+        raise CheckpointError(
+            f"this is a head of the class {name}; of DFlash's kind, heads of {DFLASH} and {DFLASH2} are read"
+        )
     if inner.get("projector_type") not in (None, "dflash"):
         raise CheckpointError(
             f"config.json has projector_type {inner['projector_type']!r}, and its part of the net is not computed here"
         )
     ours = read_common(config, inner)
-    return "dflash", ours, read_tensors(ours, tensors, tables=False)
+    method = "dflash2" if name == DFLASH2 else "dflash"
+    second = bool(ours["taps"] and ours["selector_rank"])
+    if second != (method == "dflash2"):
+        raise CheckpointError(
+            f"config.json has the class {name}, and {'' if second else 'not '}the convolutions and the selector of {DFLASH2}"
+        )
+    suffix = "_codebook.weight"  # transformers saves the tables of the selector under this name
+    named = {name.removesuffix(".weight") if name.endswith(suffix) else name: value for name, value in tensors.items()}
+    return method, ours, read_tensors(ours, named, False, {**config, **inner})
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
@@ -60,4 +74,8 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     head's own has no place there."""
     assert method in METHODS, method
     inner = {"mask_token_id": config["mask_token"], "target_layer_ids": [k - 1 for k in config["feature_layers"]]}
-    return {**write_common(config, DFLASH), "dflash_config": inner}, write_tensors(config, tensors, tables=False)
+    published = write_common(config, DFLASH2 if method == "dflash2" else DFLASH)
+    if method == "dflash2":
+        inner |= {"conv_kernel_size": config["taps"], "conv_group_size": config["group"]}
+        inner |= {"selector_rank": config["selector_rank"], "selector_top_k": config["candidates"]}
+    return {**published, "dflash_config": inner}, write_tensors(config, tensors, tables=False)

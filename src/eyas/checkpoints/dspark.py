@@ -2,7 +2,8 @@
 
     config.json     architectures ["Qwen3DSparkModel"], a Qwen3 config, block_size, mask_token_id, target_layer_ids (the OUTPUT of layer i;
                     -1: the embeddings), markov_rank, markov_head_type, enable_confidence_head, confidence_head_with_markov. Older heads
-                    have the class DSparkDraftModel and these keys in `dflash_config`
+                    have the class DSparkDraftModel and these keys in `dflash_config`; heads for LFM2.5 have Lfm2DSparkDraftModel
+                    and "rope_is_neox_style": false
     tensors         those of DFlash heads (`dflash`); markov_head.markov_w1 and markov_w2 [V, r], if markov_rank; confidence_head.proj;
                     embed_tokens and lm_head, copies of the target's, which may be absent
 
@@ -59,7 +60,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         raise CheckpointError("config.json has a confidence head that reads the Markov head, and markov_rank 0")
     ours = {**read_common(config, inner), "markov_rank": rank}
     ours["confidence"] = "none" if not confident else "hidden+markov" if with_markov else "hidden"
-    return "dspark", ours, read_tensors(ours, tensors, tables=True)
+    return "dspark", ours, read_tensors(ours, tensors, True, merged)
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:

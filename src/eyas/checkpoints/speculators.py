@@ -10,7 +10,7 @@ An export also has `speculators_config`, which names the target: `vllm serve FOL
 by itself. It always has embed_tokens, because the library's class drafts with zeros for a table
 that is missing (transformers initialises it before the target's is read).
 
-Heads of other types (dflash, mtp ...) and layers other than LLaMA's are refused by name. Our
+Block heads are read by `speculators_block`; heads of other types (mtp, xpress) and layers other than LLaMA's are refused by name. Our
 config and our tensor names: see `_eagle3`.
 """
 
@@ -28,17 +28,19 @@ from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "METHODS", "NAME", "VERSION", "export", "proposal", "read", "recognises", "usage"]
 
 METHODS = ()
 NAME, EXPORTS = "speculators", ("eagle3", "peagle")
 VERSION = "0.9.0"  # version of the library whose classes the exports fit
+BLOCKS = ("dflash", "dflash2", "dspark")  # read by `speculators_block`
 TOKENS = 3  # draft tokens of a cycle, unless the engine is told otherwise
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether config.json is of the library, whatever the type of the head."""
-    return "speculators_model_type" in config and not is_parallel(config, names)
+    """Return whether config.json is of the library, and not of a block head."""
+    kind = config.get("speculators_model_type")
+    return kind is not None and kind not in BLOCKS and not is_parallel(config, names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -47,7 +49,8 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     kind, layer = config["speculators_model_type"], mapping(config, "transformer_layer_config")
     if kind != "eagle3":
         raise CheckpointError(
-            f"this is a head of the speculators type {kind!r}; of that library, heads of types 'eagle3' and 'peagle' are read"
+            f"this is a head of the speculators type {kind!r}; of that library, heads of types 'eagle3', 'peagle', 'dflash', 'dflash2' "
+            "and 'dspark' are read"
         )
     if not layer:
         raise CheckpointError("config.json has no transformer_layer_config, which holds the sizes of the layer")
@@ -98,7 +101,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [_proposal(TOKENS)],
+            "proposal_methods": [proposal(TOKENS)],
             "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
         "transformer_layer_config": {**layer, "rope_parameters": rope, "attention_bias": False, "mlp_bias": False},
@@ -114,7 +117,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
             "speculators_model_type": "peagle",
             "mask_token_id": config["mask_token"],
         }
-        proposals = [_proposal(config.get("levels") or TOKENS)]
+        proposals = [proposal(config.get("levels") or TOKENS)]
         published["speculators_config"] |= {"algorithm": "peagle", "proposal_methods": proposals}
         their_tensors[MASK] = tensors[MASK][None, None]
     return ({**published, "eyas": record} if record else published), their_tensors
@@ -125,7 +128,8 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
     return [f"vllm serve {folder}  # finds {target} by itself", f'SpeculatorModel.from_pretrained("{folder}")']
 
 
-def _proposal(tokens: int) -> dict[str, Any]:
+def proposal(tokens: int) -> dict[str, Any]:
+    """Return the proposal method of a head that drafts this many tokens in a cycle."""
     return {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
 
 

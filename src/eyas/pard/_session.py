@@ -9,7 +9,7 @@ features, D hidden of the draft model, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from eyas.drafters.small_model import LanguageModelSession
 
 if TYPE_CHECKING:
     from eyas.pard._features import FeatureInput
-    from eyas.pard.method_pard import Method
 
 __all__ = ["FeatureSession", "Session"]
 
@@ -29,7 +28,7 @@ __all__ = ["FeatureSession", "Session"]
 class Session(LanguageModelSession):
     """Rows of the draft model's own keys and values."""
 
-    drafter: Method
+    drafter: Any  # method_pard.Method
 
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
         """Return the functions that grow the tree of this cycle from the distributions of its levels."""
@@ -73,7 +72,7 @@ class FeatureSession(Session):
     """A session whose model reads, with each token, the target's features of the token before it
     (PARD-2). A mask gets those of the token before the root."""
 
-    def __init__(self, drafter: Method, rows: int, feature_input: FeatureInput) -> None:
+    def __init__(self, drafter: Any, rows: int, feature_input: FeatureInput) -> None:
         super().__init__(drafter, rows)
         self.feature_input, target = feature_input, drafter.target
         width = target.hidden_size * len(drafter.feature_layers)

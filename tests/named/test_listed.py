@@ -142,3 +142,50 @@ def test_what_is_taken_is_said(listed: dict[str, Path], monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"draft auto: .*\(and \d more listed heads fail\)") as caught:
         eyas.load(model, draft="auto", tokenizer=False)
     assert "\n" not in str(caught.value)
+
+
+def test_families_and_base_models(tmp_path: Path) -> None:
+    """Guards the order: heads for the model itself, for the one that it was made from, for its family; a family is told by
+    the vocabulary too; each says why."""
+    config = {"model_type": "qwen3", "vocab_size": 151936}
+    exact = named.fitting_heads("Qwen/Qwen3-8B", config)
+    assert [fit.of_family for fit in exact] == [False] * (len(exact) - 1) + [True]
+    assert exact[-1].head.head == "amd/PARD-Qwen3-0.6B"
+    tune = tmp_path / "my-tune"
+    tune.mkdir()
+    (tune / "README.md").write_text(
+        "---\nlicense: mit\nbase_model:\n- Qwen/Qwen3-8B\n---\n# A fine-tune of meta-llama/Llama-3.1-8B\n"
+    )
+    inherited = named.fitting_heads(str(tune), config)
+    assert [fit.head.head for fit in inherited] == [fit.head.head for fit in exact]
+    assert inherited[0].why.endswith(f"lists for Qwen/Qwen3-8B, from which {tune} was made")
+    assert "models of type qwen3 with this vocabulary" in inherited[-1].why
+    saved_as = {**config, "_name_or_path": "Qwen/Qwen3-8B"}
+    assert [fit.head.head for fit in named.fitting_heads("me/tuned", saved_as)] == [fit.head.head for fit in exact]
+    assert named.fitting_heads("me/other", {"model_type": "qwen3", "vocab_size": 160}) == []
+
+
+def test_a_family_is_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `--draft auto` where the model of the family cannot be fetched: the text drafts, and both are said."""
+
+    def absent(hub_id: str, **more: object) -> str:
+        raise OSError("not there")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    monkeypatch.setitem(_listed._content()["families"][2], "vocab_sizes", [160])
+    with pytest.warns(
+        UserWarning, match=r"no head is listed for \S+, and draft head amd/PARD-Qwen3-0.6B: .*; took suffix"
+    ):
+        assert eyas.load(zoo.tiny("qwen3"), draft="auto", tokenizer=False).method == "suffix"
+
+
+def test_the_command_lists_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `eyas heads`: what fits, why, and what is left out with its reason."""
+    from eyas.cli import run
+
+    assert run(["heads", "Qwen/Qwen3-14B"]) == 0
+    said = capsys.readouterr().out
+    assert "deepseek-ai/dspark_qwen3_14b_block7  (dspark)" in said
+    assert "Gemma 4's, which are not computed here" in said
+    assert run(["heads", "me/nothing", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["heads"] == []

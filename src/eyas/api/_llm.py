@@ -90,7 +90,7 @@ class LLM:
     @property
     def own_heads(self) -> dict[str, str]:
         """Heads that come with the target, by the kind of head that a method reads."""
-        known = (head for plug in TARGET.plugs for head in plug.heads_for(self.target.name))
+        known = (head for plug in TARGET.plugs for head in plug.heads_for(self.target))
         return {head.method: head.head for head in known if not head.listed}
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:

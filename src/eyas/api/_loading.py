@@ -177,7 +177,7 @@ def _listed_drafter(
         CheckpointError: heads are listed, and none of them can be fetched and read.
     """
     reads = None if method is None else drafters.find(method).head_format
-    known = (head for plug in TARGET.plugs for head in plug.heads_for(target.name))
+    known = (head for plug in TARGET.plugs for head in plug.heads_for(target))
     heads = [head for head in known if head.listed and reads in (None, head.method)]
     failures = list[CheckpointError]()
     for head in heads:
@@ -188,13 +188,11 @@ def _listed_drafter(
             continue
         warnings.warn(f"draft auto: took {head.head}, which {head.listed}", stacklevel=3)
         return head.head, drafter
-    if failures:
+    if failures and not all(head.of_family for head in heads):
         rest = f" (and {len(failures) - 1} more listed heads fail)" if len(failures) > 1 else ""
         raise CheckpointError(f"draft auto: {failures[0]}{rest}") from failures[0]
-    warnings.warn(
-        f"draft auto: no head is listed for {target.name}; took {method or WITHOUT_HEAD}, which needs none",
-        stacklevel=3,
-    )
+    why = f"no head is listed for {target.name}" + "".join(f", and {failure}" for failure in failures)
+    warnings.warn(f"draft auto: {why}; took {method or WITHOUT_HEAD}, which needs none", stacklevel=3)
     return None, _load_drafter(target, None, method, options, draft_with)
 
 

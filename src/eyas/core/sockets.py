@@ -197,6 +197,7 @@ class KnownHead(NamedTuple):
     head: str  # a folder or a hub id
     method: str  # the kind of head, by which methods read it
     listed: str = ""  # who lists it, and for which target; "": it comes with the target
+    of_family: bool = False  # it was made for a family of models: where it cannot be had, others do
 
 
 class TargetPlug(Protocol):
@@ -206,8 +207,8 @@ class TargetPlug(Protocol):
         """Return the target that these arguments of `eyas.load` name; None if this plug does not know it.
         Read nothing large yet."""
 
-    def heads_for(self, name: str) -> Sequence[KnownHead]:
-        """Return heads for a loaded target of this name, in the order in which they are tried. Nothing is fetched."""
+    def heads_for(self, target: Target) -> Sequence[KnownHead]:
+        """Return heads for a loaded target, in the order in which they are tried. Nothing is fetched."""
 
 
 P = TypeVar("P")

@@ -16,14 +16,17 @@ from typing import Any
 
 from eyas import tiny
 from eyas.named import _smollm2
-from eyas.named._listed import ListedHead, listed_heads
+from eyas.named._listed import FittingHead, ListedHead, fitting_heads, left_out, listed_heads
 
 __all__ = [
     "EMBEDDED",
+    "FittingHead",
     "ListedHead",
     "NamedModel",
     "find",
+    "fitting_heads",
     "is_name",
+    "left_out",
     "listed_heads",
     "models",
     "of_target",

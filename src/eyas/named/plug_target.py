@@ -10,6 +10,7 @@ from typing import Any
 
 from eyas import named, tiny
 from eyas.core.sockets import KnownHead, KnownTarget, Source
+from eyas.core.target import Target
 
 __all__ = ["find_target", "heads_for"]
 
@@ -26,12 +27,13 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
     return None
 
 
-def heads_for(name: str) -> list[KnownHead]:
-    """Return the heads of the model that a loaded target of this name is, then those that others have published."""
-    model = named.of_target(name)
+def heads_for(target: Target) -> list[KnownHead]:
+    """Return the heads of the model that a loaded target is, then those that others have published."""
+    model, config = named.of_target(target.name), target.model.config.get_text_config(decoder=True)
     own = [] if model is None else [KnownHead(str(path), kind) for kind, path in model.heads.items()]
-    listed = named.listed_heads(name)
-    return own + [KnownHead(head.head, head.method, f"{head.source} lists for {head.target}") for head in listed]
+    settings = {**config.to_dict(), "_name_or_path": getattr(target.model, "name_or_path", "")}
+    fitting = named.fitting_heads(target.name, settings)
+    return own + [KnownHead(fit.head.head, fit.head.method, fit.why, fit.of_family) for fit in fitting]
 
 
 @contextmanager

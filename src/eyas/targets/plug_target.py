@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.core.sockets import KnownHead, KnownTarget, Source
+from eyas.core.target import Target
 from eyas.targets.gguf_files import as_folder, split_gguf
 from eyas.targets.pretrained import has_tokenizer
 
@@ -24,7 +25,7 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
     return None if file is None else KnownTarget(partial(_open, source, file, cache), takes_file=True)
 
 
-def heads_for(name: str) -> list[KnownHead]:
+def heads_for(target: Target) -> list[KnownHead]:
     """Return none: a file comes without heads."""
     return []
 

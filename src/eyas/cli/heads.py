@@ -1,0 +1,64 @@
+"""`eyas heads`: which published heads fit a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from eyas.cli._load import quiet
+from eyas.cli._options import AS_JSON
+
+GROUP = "Heads"
+EXAMPLES = """
+eyas heads Qwen/Qwen3-8B  # what --draft auto would try, in this order
+eyas heads FOLDER  # a fine-tune: also the heads of its base model, and models for its family
+eyas heads  # all heads that are listed
+"""
+NOTES = (
+    "Nothing is fetched but the config.json of a hub id. Heads in the list have not been tried: docs/checkpoints.md.",
+)
+
+
+def command(
+    model: Annotated[str | None, "Model", Parameter(help="The target: a folder or a hub id; none: all heads.")] = None,
+    /,
+    *,
+    as_json: AS_JSON = False,
+) -> None:
+    """List the published draft heads that fit a model."""
+    from eyas import named
+
+    if model is None:
+        found = [named.FittingHead(head, f"{head.source} lists for {head.target}") for head in named.listed_heads()]
+    else:
+        found = named.fitting_heads(model, _config(model))
+    if as_json:
+        heads = [{"head": fit.head.head, "method": fit.head.method, "why": fit.why} for fit in found]
+        print(json.dumps({"model": model, "heads": heads, "left_out": dict(named.left_out())}))
+        return
+    for fit in found:
+        print(f"{fit.head.head}  ({fit.head.method})\n    {fit.why}")
+    if not found:
+        print(f"no head is listed for {model}: the text itself drafts (--draft suffix)")
+    print("\nNot in the list:")
+    for heads_left_out, reason in named.left_out():
+        print(f"{heads_left_out}\n    {reason}")
+
+
+def _config(model: str) -> dict[str, Any]:
+    """Return the text config of a model; empty where it cannot be had: then its name alone says what fits."""
+    from transformers import AutoConfig
+
+    from eyas import named
+
+    place = named.place_of(model) if named.find(model) is None else ""
+    if not place:
+        return {}
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(place)
+    except (OSError, ValueError, KeyError):
+        return {}
+    return {**config.get_text_config(decoder=True).to_dict(), "_name_or_path": config.to_dict().get("_name_or_path")}

@@ -53,6 +53,9 @@ def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: 
     try:
         file = getattr(form, "EXPORT_FILE", getattr(form, "FILE", None))
         write(temporary, config, tensors, *([file] if file else []))
+        if hasattr(form, "finish"):
+            with write_errors(place):
+                form.finish(temporary, target)
         with write_errors(place):
             temporary.rename(place)
     finally:

@@ -17,14 +17,14 @@ from transformers.modeling_layers import MtpModel
 import eyas
 import heads
 import zoo
-from eyas import checkpoints
+from eyas import checkpoints, exports
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Batch, mtp
 from eyas.drafters._mtp_llama import llama_net
-from eyas.drafters._mtp_net import LayoutCache, _twin
+from eyas.drafters._mtp_net import LayoutCache, _twin, load_net
 from eyas.errors import CheckpointError, ModelError, OptionError
 from eyas.nn import Documents, DraftKVCache
 from reference import plain_decode, run
@@ -292,3 +292,37 @@ def test_families_without_modules(family: str) -> None:
     traceback."""
     with pytest.raises(ModelError, match=r"transformers makes no MTP module for a .*: choose another method than mtp"):
         mtp.Method.init_for_training(target_of(family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
+def test_a_module_is_stitched_into_its_target(family: str, tmp_path: Path) -> None:
+    """Guards `eyas export --format checkpoint`: transformers loads the new module in place of the old one, experts one by
+    one and the target's other tensors as they were; files are linked, not changed."""
+    target, old = with_module(family, tmp_path / "target")
+    before = (tmp_path / "target" / "model.safetensors").read_bytes()
+    head = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=6)
+    checkpoints.save(head.weights(), tmp_path / "head")
+    known = checkpoints.ExportTarget(str(tmp_path / "target"))
+    lines = exports.export(checkpoints.load(tmp_path / "head"), "checkpoint", tmp_path / "out", known)
+    assert any("--speculative-config" in line for line in lines)
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before
+    stitched = load_net(target, tmp_path / "out").state_dict()
+    assert stitched.keys() == head.net.state_dict().keys()
+    for name, weight in head.net.state_dict().items():
+        torch.testing.assert_close(stitched[name], weight)
+    again = type(target.model).from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(again(ids).logits, target.model(ids).logits)
+    assert not all(torch.equal(a, b) for a, b in zip(old.net.state_dict().values(), stitched.values(), strict=True))
+
+
+def test_refusals_of_stitching(tmp_path: Path) -> None:
+    """Guards one clear line where there is no target, or no engine for the family."""
+    target = heads.tiny_target()
+    weights = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=6).weights()
+    with pytest.raises(CheckpointError, match="checkpoints of a llama have no names"):
+        exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget("x"))
+    weights.config["target_model_type"] = "glm4_moe"
+    with pytest.raises(CheckpointError, match="name the target's folder"):
+        exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget())

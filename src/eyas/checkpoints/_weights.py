@@ -79,8 +79,8 @@ class Format(Protocol):
     At most one format recognises a folder, so their order does not matter. A format whose weights are
     not published as model.safetensors names its file in `FILE`.
 
-    A format of other engines has NAME, EXPORTS, `export` and `usage` too, and EXPORT_FILE where
-    they want another file.
+    A format of other engines has NAME, EXPORTS, `export` and `usage` too, EXPORT_FILE where they
+    want another file, and `finish(folder, target)` where they want more of them.
     """
 
     METHODS: tuple[str, ...]

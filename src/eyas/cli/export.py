@@ -25,7 +25,8 @@ eyas export HEAD --format speculators --target MODEL --output FOLDER  # names it
 eyas generate --draft FOLDER "Why ..."  # every export is read by eyas as well
 """
 NOTES = (
-    "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do).",
+    "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do); "
+    "vllm, sglang, speculators (DFlash, DFlash 2, DSpark); checkpoint (an MTP module, into a copy of its target).",
     "What an engine would compute in another way is refused, with the reason: see docs/export.md.",
 )
 

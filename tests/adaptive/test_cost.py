@@ -36,7 +36,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "eyas"
 
 
-GROWING = ("dflash", "dspark", "eagle2", "eagle3", "gemma4_assistant", "hydra", "medusa", "mtp", "peagle", "seagle")
+GROWING = (
+    "dflash", "dflash2", "dspark", "eagle2", "eagle3", "gemma4_assistant", "hydra", "medusa", "mtp", "pard", "peagle", "seagle",
+)  # fmt: skip
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:

@@ -47,7 +47,8 @@ class Alternating:
 @pytest.mark.quick("eagle2-sampled", "medusa-sampled")
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "name", ["eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dspark", "peagle", "mtp"]
+    "name",
+    ["eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dflash2", "dspark", "pard", "peagle", "mtp"],
 )
 def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
     """Guards the masks of growing trees, at every level: no candidate stands where the target gives

@@ -166,7 +166,15 @@ class BlockMethod(DraftMethod):
         options = options or cls.Options()
         new, layer = options.head, target_layer_shape(target, **shape)
         layers = fused_layers(new.layers, new.depth, target)
-        block_format = BlockFormat(new.block, mask_token(new.mask_token, target, counts_V), cls.new_from_anchor())
+        family = target.family
+        block_format = BlockFormat(
+            new.block,
+            mask_token(new.mask_token, target, counts_V),
+            cls.new_from_anchor(),
+            embed_scale=embed_scale(target),
+            logit_scale=family.logit_scale,
+            logit_cap=family.softcap or 0.0,
+        )
         width, extras = target.hidden_size * len(layers), cls.new_extras(options)
         net = random_net(lambda: BlockNet(layer, new.depth, width, target.vocab_size, extras), target, seed)
         return cls(target, options, net, layer, layers, block_format)

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.errors import OptionError
 from eyas.nn import (
     Attention,
     Documents,
@@ -137,6 +138,10 @@ class Convolution(nn.Module):
 
     def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()
+        if size % group:
+            raise OptionError(
+                f"groups of {group} channels do not divide the width {size}: choose another head.channels"
+            )
         self.taps, self.group = taps, group
         base = torch.zeros(2, taps, size)
         base[:, 0] = 1
@@ -217,7 +222,7 @@ class Selector(nn.Module):
 
     def forward(self, logits_B1V: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         """Return the logits [B, Q, V] after these tokens."""
-        best_B1K, index_B1K = logits_B1V.topk(self.candidates)
+        best_B1K, index_B1K = logits_B1V.topk(min(self.candidates, logits_B1V.shape[-1]))
         context_BQr = self.before(tokens_BQ) * self.hidden(hidden_B1D)
         added_BQK = context_BQr @ self.after(index_B1K[:, 0]).transpose(1, 2)
         logits_BQV = torch.full_like(logits_B1V, -math.inf).expand(-1, tokens_BQ.shape[1], -1)

@@ -49,7 +49,7 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
         return folder, name
     if folder.exists():
         raise CheckpointError(
-            f"draft head {name}: this is a file; give the folder that holds it together with its {_CONFIG}"
+            f"draft head {name}: this is a file, and heads in GGUF files are not read; give a folder with a {_CONFIG}"
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"draft head {name}: there is no such folder, and it is no hub id (owner/name)")

@@ -25,14 +25,18 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """See `dflash.read` and `dspark.read`."""
-    return (dspark if dspark.recognises(config, tensors) else dflash).read(config, tensors)
+    if dspark.recognises(config, tensors):
+        return dspark.read(config, tensors)
+    return dflash.read(config, tensors)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
     """Our config and tensors -> config.json and tensors. CheckpointError for what the form cannot say."""
     if method != "dspark" and not {"embed.weight", "head.weight"}.isdisjoint(tensors):
         raise CheckpointError("the head has embeddings or an lm_head of its own, which heads of DFlash's form have not")
-    return (dspark if method == "dspark" else dflash).write(method, config, tensors)
+    if method == "dspark":
+        return dspark.write(method, config, tensors)
+    return dflash.write(method, config, tensors)
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:

@@ -84,3 +84,13 @@ def test_an_earlier_text_is_drafted() -> None:
     again = llm.generate(prompt, max_new_tokens=24, features=(recall.Recalled(pool),))
     assert again.token_ids == text.token_ids
     assert again.stats.cycles < text.stats.cycles
+
+
+@pytest.mark.skipif(WING != "pard", reason="of models with masks")
+def test_a_model_with_masks_drafts() -> None:
+    """Guards the way from a method to a text."""
+    drafters, llm = importlib.import_module("eyas.drafters"), tiny_llm()
+    prompt = llm.ids("Hello there", raw=True)
+    method = drafters.find("pard").random(llm.target)
+    drafted = eyas.load(llm.target.model, method, tokenizer=False).generate(prompt, max_new_tokens=24)
+    assert drafted.token_ids == llm.generate(prompt, max_new_tokens=24).token_ids

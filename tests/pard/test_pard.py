@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import heads
 import zoo
 from eyas import checkpoints, drafters
 from eyas.api import load
@@ -32,7 +31,7 @@ SCALE = 0.5
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return heads.tiny_target()
+    return Target(zoo.tiny("llama"))
 
 
 def draft_model(pard2: bool = False, width: int = 0, **config: Any) -> PreTrainedModel:

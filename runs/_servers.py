@@ -18,11 +18,12 @@ Process = subprocess.Popen[bytes]
 
 
 @contextmanager
-def served(command: Sequence[object], log: Path) -> Iterator[tuple[str, Process]]:
+def served(command: Sequence[object], log: Path, end_seconds: float = END_SECONDS) -> Iterator[tuple[str, Process]]:
     """A server of this command, ready: its base URL and its process. It has ended when the block has.
 
     Args:
         command: {port} is filled in.
+        end_seconds: after SIGTERM; then it is killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,7 +36,7 @@ def served(command: Sequence[object], log: Path) -> Iterator[tuple[str, Process]
         finally:
             process.terminate()
             try:
-                process.wait(END_SECONDS)
+                process.wait(end_seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
 

@@ -63,13 +63,14 @@ def tooled_llm() -> eyas.LLM:
     return small_llm(tokenizer=tokenizer)
 
 
-class Running:
-    """A server with its clients."""
+URL_VARIABLE = "EYAS_SERVER_URL"  # where a server listens already that the contract is tested with
 
-    def __init__(self, service: Service, server: Server, port: int) -> None:
-        self.service = service
-        self.server = server
-        self.url = f"http://127.0.0.1:{port}"
+
+class Remote:
+    """A server somewhere, with its clients."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
         self._clients: list[openai.OpenAI] = []
 
     @property
@@ -91,6 +92,15 @@ class Running:
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
         """The same for asyncio."""
         return openai.AsyncOpenAI(**{"base_url": self.v1, "api_key": "none", "max_retries": 0, **options})
+
+
+class Running(Remote):
+    """A server in this process, with its clients."""
+
+    def __init__(self, service: Service, server: Server, port: int) -> None:
+        super().__init__(f"http://127.0.0.1:{port}")
+        self.service = service
+        self.server = server
 
     def wait_until_idle(self) -> None:
         """Wait until no sequence is left."""

@@ -1,7 +1,12 @@
-"""One model, one server and one browser for the tests of a session."""
+"""One model, one server and one browser for the tests of a session.
+
+Where EYAS_SERVER_URL names a server (`make scale`: a fleet of replicas), the tests of the server that all share are run
+against that one, and the others, which make servers of their own, are left out.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +15,21 @@ import pytest
 
 import eyas
 from eyas import tiny
-from serving import Running, running, small_llm
+from serving import URL_VARIABLE, Remote, running, small_llm
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the tests that do not use the shared server out, where that is another one."""
+    if os.environ.get(URL_VARIABLE):
+        items[:] = [item for item in items if _shares_server(item)]
+
+
+def _shares_server(item: pytest.Item) -> bool:
+    """Return whether a test uses this file's `server`, and changes nothing in its process."""
+    if "monkeypatch" in getattr(item, "fixturenames", ()):
+        return False
+    fixtures = item._fixtureinfo.name2fixturedefs.get("server", ())  # type: ignore[attr-defined]
+    return bool(fixtures) and fixtures[-1].func.__module__ == __name__
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +41,11 @@ def llm() -> eyas.LLM:
 
 
 @pytest.fixture(scope="session")
-def server(llm: eyas.LLM) -> Iterator[Running]:
+def server(llm: eyas.LLM) -> Iterator[Remote]:
     """A server of it."""
+    if url := os.environ.get(URL_VARIABLE):
+        yield Remote(url)
+        return
     with running(llm, rows=4) as one:
         yield one
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 from eyas.cli._errors import FULL
 from eyas.cli._options import STDIN
@@ -28,9 +28,6 @@ from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import parse_json
 from eyas.locks import locked_output
 from eyas.text import template_keywords
-
-if TYPE_CHECKING:
-    from eyas.api import LLM
 
 KINDS = ("prompt", "messages", "prompt_ids")
 
@@ -270,8 +267,7 @@ class FileRun:
     other settings.
     """
 
-    def __init__(self, llm: LLM, results: Results, counts: Sequence[str]) -> None:
-        self.llm = llm
+    def __init__(self, results: Results, counts: Sequence[str]) -> None:
         self.results = results
         self.noun = counts[0]
         self.counts = dict.fromkeys(counts, 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from eyas.cli._adapt import AdaptOptions, load_adapted, save_adapted
+from eyas.cli._answers import Answered, Answerer, MakeAnswerer, described
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
 from eyas.cli._files import FileRun, InvalidLine, Results, Task, differences, read_tasks
 from eyas.cli._load import note_no_head, record, sampling_of, structure_of, text_of
@@ -27,11 +27,12 @@ from eyas.cli._options import (
     option_group,
 )
 from eyas.cli._show import TimedStream, progress_bar, summary
+from eyas.cli._spread import spread
 from eyas.cli._view import CycleView
-from eyas.errors import EyasError, InputError
+from eyas.errors import InputError
 
 if TYPE_CHECKING:
-    from eyas.api import LLM, Piece, Prompt, Result
+    from eyas.api import LLM, Piece, Result
 
 GROUP = "Answers"
 EXAMPLES = """
@@ -83,6 +84,8 @@ class InputOptions:
     """off: decode plainly; N: at most N draft tokens a cycle."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
+    workers: Annotated[PositiveInt | None, "Machine", "N"] = None
+    """Answer the lines of --input with N processes, on Ray (docs/scale.md); results come in the order of the lines."""
 
 
 def command(
@@ -99,6 +102,8 @@ def command(
 ) -> int:
     """Answer a prompt, or a file of prompts."""
     _check(prompt, inputs)
+    if inputs.workers and adapt.adapt:
+        raise UsageError("--adapt lets one head learn from all answers: leave --workers out")
     names = ("ignore_eos", "system", "raw", "logprobs", "prompt_logprobs")
     keywords = {**sampling_of(sampling), **structure_of(structure), **{name: getattr(inputs, name) for name in names}}
     keywords |= _drafts(inputs)
@@ -115,11 +120,16 @@ def command(
         return 0
     with Results(inputs.output) as results:
         items = list(read_tasks(inputs.input))
+        run = _Run(results, inputs, keywords)
+        if inputs.workers:
+            tasks = run.remaining(items)
+            answerers = MakeAnswerer(model, draft, options, keywords, inputs.batch_size, results.first)
+            return run.answer(spread(tasks, answerers, inputs.workers, model.device), len(tasks))
         llm = load_adapted(adapt, model, draft, options)
-        run = _Run(llm, results, inputs, keywords)
         tasks = run.remaining(items)
+        run.check_same(llm)
         note_no_head(llm, model, draft)
-        status = run.answer(tasks)
+        status = run.answer(Answerer(llm, keywords, inputs.batch_size)(tasks), len(tasks))
         save_adapted(llm, adapt)
         return status
 
@@ -138,6 +148,8 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
         raise UsageError("--output goes with --input; for one prompt use --json")
     if inputs.batch_size and not inputs.input and inputs.n == 1:
         raise UsageError("--batch-size goes with --input or --n")
+    if inputs.workers and not inputs.input:
+        raise UsageError("--workers goes with --input")
     if inputs.n > 1 and (inputs.input or inputs.view):
         raise UsageError("--n gives several answers to one prompt: leave --input and --view out")
     if (inputs.logprobs is not None or inputs.prompt_logprobs is not None) and not (inputs.as_json or inputs.input):
@@ -243,80 +255,60 @@ def _shown(llm: LLM, answer: Piece | Result) -> str:
 class _Run(FileRun):
     """Answers the prompts of a file."""
 
-    def __init__(self, llm: LLM, results: Results, inputs: InputOptions, keywords: dict[str, Any]) -> None:
-        super().__init__(llm, results, ("results", "skipped", "bad", "tokens"))
+    def __init__(self, results: Results, inputs: InputOptions, keywords: dict[str, Any]) -> None:
+        super().__init__(results, ("results", "skipped", "bad", "tokens"))
         self.inputs = inputs
         self.keywords = keywords
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
         """Return the tasks that have no result yet. Raise OptionError if the results belong to other
         prompts or settings."""
-        from eyas.arguments import dtype_name
-
-        first, target = self.results.first, self.llm.target
-        settings = {
-            "target": target.name,
-            "dtype": dtype_name(target.dtype),
-            **asdict(target.runner.weight_format),
-        }
-        self.refuse_others(differences(first, settings) + differences(first.get("settings"), self.keywords))
+        self.refuse_others(differences(self.results.first.get("settings"), self.keywords))
         tasks = []
         for item in items:
             if isinstance(item, InvalidLine):
-                self._reject(item.line, item.reason)
+                self._reject(item)
             else:
                 tasks.append(item)
         todo = [task for task in tasks if not self.results.holds(task)]
         self.results_before = self.counts["skipped"] = len(tasks) - len(todo)
         if self.results_before:
             note(f"{self.results_before} of {len(tasks)} are in {self.results.path} already")
-            now = {"method": self.llm.method, "tree": self.llm.drafter.describe()}
-            drafted = [f"{name} {first.get(name)}" for name, value in now.items() if first.get(name) != value]
-            if drafted:
-                note(f"results already in {self.results.path} were made with {', '.join(drafted)}")
         return todo
 
-    def answer(self, tasks: Sequence[Task]) -> int:
-        """Answer the tasks and return the exit status: 2 when a line could not be used."""
-        with interruptible(self.kept):
-            self._generate(tasks)
+    def check_same(self, llm: LLM) -> None:
+        """Raise OptionError if the results were made with another target. Note if they were drafted otherwise."""
+        first = self.results.first
+        self.refuse_others(differences(first, described(llm)))
+        now = {"method": llm.method, "tree": llm.drafter.describe()}
+        drafted = [f"{name} {first.get(name)}" for name, value in now.items() if first.get(name) != value]
+        if self.results_before and drafted:
+            note(f"results already in {self.results.path} were made with {', '.join(drafted)}")
+
+    def answer(self, outcomes: Iterable[Answered | InvalidLine], total: int) -> int:
+        """Write the answers and return the exit status: 2 when a line could not be used."""
+        with interruptible(self.kept), progress_bar("generating", total) as bar:
+            for outcome in outcomes:
+                if isinstance(outcome, InvalidLine):
+                    self._reject(outcome)
+                else:
+                    self._write(outcome)
+                bar.show(self.counts["results"], f"tau {self.tau:.2f}")
         shown = [f"{value} {name}" for name, value in self.counts.items() if value or name == "results"]
         note(f"{', '.join(shown)}, tau {self.tau:.2f}")
         if self.inputs.as_json and self.results.path:
             self.print_json()
         return 2 if self.counts["bad"] else 0
 
-    def _reject(self, line: int, reason: str) -> None:
+    def _write(self, answered: Answered) -> None:
+        task = answered.task
+        origin = {"prompt_sha256": task.prompt_hash, "settings": self.keywords} if self.results.path else {}
+        self.results.write({**task.key, **answered.fields, **origin})
+        self.counts["results"] += 1
+        self.counts["tokens"] += len(answered.fields["token_ids"])
+        self.emitted += answered.emitted
+        self.cycles += answered.cycles
+
+    def _reject(self, line: InvalidLine) -> None:
         self.counts["bad"] += 1
-        problem(f"{'stdin' if self.inputs.input == STDIN else self.inputs.input}:{line}: {reason}")
-
-    def _generate(self, tasks: Sequence[Task]) -> None:
-        valid = list(self._valid(tasks))
-        keywords = {name: value for name, value in self.keywords.items() if name not in ("system", "raw")}
-        prompts = [prompt for _, prompt in valid]
-        with progress_bar("generating", len(valid)) as bar:
-            for i, result in self.llm.generate_each(prompts, batch_size=self.inputs.batch_size, **keywords):
-                task = valid[i][0]
-                origin = {"prompt_sha256": task.prompt_hash, "settings": self.keywords} if self.results.path else {}
-                self.results.write({**task.key, **record(self.llm, result), **origin})
-                self.counts["results"] += 1
-                self.counts["tokens"] += len(result.token_ids)
-                self.emitted += result.stats.tokens
-                self.cycles += result.stats.cycles
-                bar.show(self.counts["results"], f"tau {self.tau:.2f}")
-
-    def _valid(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Prompt]]:
-        """Yield the tasks that can be answered, with their prompts as token ids; a line that cannot
-        is reported."""
-        from eyas.arguments import MediaIds
-        from eyas.core.engine import Decoder
-
-        target, drafter, _ = self.llm.view(self.llm.adapter_named(self.keywords.get("adapter")))
-        probe = Decoder(target, drafter)
-        for task in tasks:
-            try:
-                request, _ = self.llm.request(task.prompt, **self.keywords, **task.template)
-                probe.cancel(probe.add(request))  # Decoder.add checks a request; nothing is decoded
-                yield task, MediaIds(request.prompt, request.media) if request.media else request.prompt
-            except EyasError as error:
-                self._reject(task.line, str(error))
+        problem(f"{'stdin' if self.inputs.input == STDIN else self.inputs.input}:{line.line}: {line.reason}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,12 @@ from cyclopts.types import PositiveFloat, PositiveInt
 
 from eyas.cli._data import check_files
 from eyas.cli._errors import UsageError, interruptible, note
-from eyas.cli._files import FileRun, Results, differences
-from eyas.cli._load import load, need_tokenizer, note_no_head, sampling_of
+from eyas.cli._files import FileRun, Results
+from eyas.cli._load import load, note_no_head, sampling_of
 from eyas.cli._options import AS_JSON, DraftOptions, MethodOptions, SamplingOptions, TargetOptions, option_group
+from eyas.cli._replies import MakeReplier, Replier, Replies, Reply, ReplyOptions, tokens_of
 from eyas.cli._show import progress_bar
+from eyas.cli._spread import spread
 from eyas.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 GROUP = "Heads"
 SHOWN_PROBLEMS = 20
-ROWS = {"cpu": 8}  # elsewhere 16
 EXAMPLES = """
 eyas regenerate --target MODEL --data chat.jsonl --output own.jsonl  # every turn of the assistant's, greedily
 eyas regenerate ... --draft HEAD --rows 32  # faster, with a head that is there already
@@ -67,6 +68,9 @@ class RegenerateOptions:
     """Tokens of a reply; a longer one is cut."""
     rows: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Conversations at a time. Default: 8 on a CPU, 16 elsewhere."""
+    workers: Annotated[PositiveInt | None, "Machine", "N"] = None
+    """Answer with N processes, each with --rows of its own, on Ray (docs/scale.md); conversations come in the order
+    of the data."""
 
 
 def command(
@@ -78,12 +82,31 @@ def command(
     options: MethodOptions,
 ) -> None:
     """Let the target answer the data's questions itself."""
-    answer_data(
-        job,
-        sampling_of(sampling),
-        lambda: load(model, draft, options),
-        lambda llm: note_no_head(llm, model, draft),
-    )
+    keywords = sampling_of(sampling)
+    if job.workers is None:
+        answer_data(job, keywords, lambda: load(model, draft, options), lambda llm: note_no_head(llm, model, draft))
+        return
+    if job.minutes is not None:
+        raise UsageError("--minutes goes with one process: leave --workers out")
+    _check(job)
+    with _outputs(job) as (results, dropped):
+        run = _Run(results, dropped, job)
+        maker = MakeReplier(model, draft, options, keywords, reply_options(job), results.first)
+        run.answer(partial(_spread_replies, maker, job.workers, model.device))
+
+
+def _spread_replies(
+    maker: MakeReplier,
+    workers: int,
+    device: str,
+    conversations: Iterable[Conversation],
+    total: int,
+    on_step: Callable[[int], None],
+) -> Iterator[Reply]:
+    """Yield the outcomes of conversations by workers."""
+    for outcome, by in spread(list(conversations), maker, workers, device):
+        on_step(tokens_of(outcome))
+        yield outcome, by
 
 
 def answer_data(
@@ -100,16 +123,27 @@ def answer_data(
         on_valid: called when nothing is wrong with the output, before the first answer.
     """
     _check(job)
+    with _outputs(job) as (results, dropped):
+        replier = Replier(load_llm(), sampling, reply_options(job))
+        replier.check_same(results.first, str(results.path))
+        on_valid(replier.llm)
+        run = _Run(results, dropped, job)
+        run.answer(replier.replies)
+        return run.counts
+
+
+def reply_options(job: RegenerateOptions) -> ReplyOptions:
+    """Return the options of the command that concern a reply."""
+    return ReplyOptions(job.max_new_tokens, job.last_only, job.drop_cut, job.rows)
+
+
+@contextmanager
+def _outputs(job: RegenerateOptions) -> Iterator[tuple[Results, Results | None]]:
+    """Open the file of the conversations, and that of those that are dropped."""
     with ExitStack() as files:
         results = files.enter_context(Results(job.output, ("key",), "messages"))
         dropped = files.enter_context(Results(f"{job.output}.dropped", ("key",), "reason")) if job.drop_cut else None
-        llm = load_llm()
-        need_tokenizer(llm)
-        run = _Run(llm, sampling, results, dropped, job)
-        run.check_same()
-        on_valid(llm)
-        run.answer()
-        return run.counts
+        yield results, dropped
 
 
 def _check(job: RegenerateOptions) -> None:
@@ -123,28 +157,12 @@ def _check(job: RegenerateOptions) -> None:
 class _Run(FileRun):
     """One run of the command."""
 
-    def __init__(
-        self, llm: LLM, sampling: dict[str, Any], results: Results, dropped: Results | None, job: RegenerateOptions
-    ) -> None:
-        from eyas.core.sampling import Sampling
-        from eyas.train.regenerate import GenerationSettings
-
-        super().__init__(llm, results, COUNTS)
-        self.config = GenerationSettings(Sampling(**sampling), job.max_new_tokens, job.last_only, job.drop_cut)
+    def __init__(self, results: Results, dropped: Results | None, job: RegenerateOptions) -> None:
+        super().__init__(results, COUNTS)
         self.dropped = dropped
         self.job = job
         self.first_problem = ""
         self.began = time.monotonic()
-        self.settings = {
-            **sampling,
-            "max_new_tokens": job.max_new_tokens,
-            "last_only": job.last_only,
-            "drop_cut": job.drop_cut,
-            **asdict(llm.target.runner.weight_format),
-        }
-        from eyas.targets.fingerprints import fingerprint
-
-        self.target = {"target": llm.target.name, "fingerprint": fingerprint(llm.target)}
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,26 +174,16 @@ class _Run(FileRun):
         """Return whether no further conversation may begin."""
         return self.job.minutes is not None and time.monotonic() - self.began > 60 * self.job.minutes
 
-    def check_same(self) -> None:
-        """Raise OptionError if the file holds answers of another target or with other settings."""
-        from eyas.targets.fingerprints import has_fingerprint
+    def answer(self, replies: Replies) -> None:
+        """Answer what has no answer yet.
 
-        there = self.results.first.get("by")
-        other = differences(there, self.settings)
-        recorded = there.get("fingerprint", "") if isinstance(there, dict) else ""
-        if there and not has_fingerprint(self.llm.target, str(recorded)):
-            name = there.get("target") if isinstance(there, dict) else there
-            other.insert(0, f"target {name!r} there, {self.llm.target.name!r} now")
-        self.refuse_others(other)
+        Args:
+            replies: from conversations, their number, and what is told the tokens of each cycle, to outcomes.
+        """
+        from eyas.train.regenerate import Regenerated
 
-    def answer(self) -> None:
-        from eyas.core.dormant import with_policy
-        from eyas.train.regenerate import Regenerated, regenerate
-
-        llm, counts = self.llm, self.counts
-        assert llm.tokenizer is not None
+        counts = self.counts
         todo = self._todo()
-        rows = min(self.job.rows or ROWS.get(llm.target.device.type, 16), max(1, len(todo)))
         with interruptible(self.kept), progress_bar("answering", len(todo)) as bar:
             self.began = time.monotonic()
 
@@ -184,12 +192,9 @@ class _Run(FileRun):
                 done = counts["conversations"] + counts["dropped"] + counts["bad"]
                 bar.show(done, f"{self.tokens_per_second:,.0f} tokens/s, tau {self.tau:.2f}")
 
-            conversations = self._conversations(todo)
-            drafter = with_policy(llm.drafter, llm.policy)
-            answers = regenerate(drafter, llm.tokenizer, llm.eos, conversations, self.config, rows, on_step)
-            for outcome in answers:
+            for outcome, by in replies(self._conversations(todo), len(todo), on_step):
                 if isinstance(outcome, Regenerated):
-                    self._write(outcome)
+                    self._write(outcome, by)
                 else:
                     self._pass_over(outcome)
         self._report()
@@ -214,8 +219,9 @@ class _Run(FileRun):
         return self.results.holds(line) or (self.dropped is not None and self.dropped.holds(line))
 
     def _conversations(self, todo: set[str]) -> Iterator[Conversation]:
-        from eyas.train.regenerate import parse_conversation, read_lines
+        from eyas.train.regenerate import GenerationSettings, parse_conversation, read_lines
 
+        settings = GenerationSettings(last_only=self.job.last_only)
         remaining = set(todo)
         for line in read_lines(self.job.data):
             if line.key["key"] not in remaining:
@@ -224,13 +230,13 @@ class _Run(FileRun):
                 return
             remaining.discard(str(line.key["key"]))
             try:
-                yield parse_conversation(line, self.config)
+                yield parse_conversation(line, settings)
             except InputError as error:
                 self._reject(f"{line.where}: {error}")
             if not remaining:
                 return
 
-    def _write(self, answered: Regenerated) -> None:
+    def _write(self, answered: Regenerated, by: Mapping[str, Any]) -> None:
         conversation, counts = answered.conversation, self.counts
         fields = {
             **conversation.line.key,
@@ -241,7 +247,7 @@ class _Run(FileRun):
             "finish": list(answered.finish),
             "tokens": list(answered.tokens),
             "ended": answered.ended,
-            "by": {**self.target, **self.settings},
+            "by": by,
         }
         absent = [name for name in ("id", "ended") if fields[name] in (None, "")]
         self.results.write({name: value for name, value in fields.items() if name not in absent})

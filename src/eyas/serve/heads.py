@@ -15,7 +15,7 @@ from eyas.serve.errors import ApiError
 from eyas.serve.protocol.tokens import DraftBody
 from eyas.serve.service import Heads, Service
 
-__all__ = ["GIVEN", "replace_draft"]
+__all__ = ["GIVEN", "change_head", "replace_draft"]
 
 GIVEN = "given"  # the name of the head that the server began with
 
@@ -28,15 +28,25 @@ async def replace_draft(service: Service, request: Request, body: DraftBody) -> 
     source = _source(service.heads, body)
     service.engine.check_open()
     try:
-        head = await service.in_worker(service.heads.load, source)
+        await change_head(service, source)
     except CheckpointError as error:
         raise ApiError(
             409, str(error), param="name" if body.path is None else "path", code="head_does_not_fit"
         ) from error
+    return JSONResponse({"object": "draft", "head": source, "method": service.llm.method})
+
+
+async def change_head(service: Service, source: str) -> None:
+    """Load the head of a folder or hub id, and let it draft between two cycles.
+
+    Raises:
+        CheckpointError: it cannot take the place of the one in use.
+    """
     heads = service.heads
+    assert heads is not None, "the head of this server can be replaced"
+    head = await service.in_worker(heads.load, source)
     done = service.engine.between_cycles(lambda: heads.put(head, source))
     await asyncio.wait_for(asyncio.wrap_future(done), service.settings.timeout)
-    return JSONResponse({"object": "draft", "head": source, "method": service.llm.method})
 
 
 def _check_admin(service: Service, request: Request) -> None:

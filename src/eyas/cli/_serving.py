@@ -1,0 +1,152 @@
+"""The options of `eyas serve`, and its server made of them: in the command's own process, or in one of Ray's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
+
+from eyas.cli._adapt import AdaptOptions, load_adapted
+from eyas.cli._errors import UsageError
+from eyas.cli._load import note_no_head
+from eyas.cli._options import DraftOptions, TargetOptions, option_group
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from eyas.api import LLM
+    from eyas.recall import Pools
+    from eyas.serve.service import Service
+    from eyas.serve.settings import Settings
+
+KEY_VARIABLE, ADMIN_VARIABLE = "EYAS_API_KEY", "EYAS_ADMIN_KEY"
+
+
+@option_group
+class ServeOptions:
+    """Where the server listens, and its limits."""
+
+    host: Annotated[str, "Server", "ADDRESS"] = "127.0.0.1"
+    """0.0.0.0 listens to the whole network."""
+    port: Annotated[NonNegativeInt, "Server", "N"] = 8000
+    """0: any that is free."""
+    name: Annotated[str | None, "Server", "NAME"] = None
+    """The model's name for clients. Default: the last part of the target's."""
+    api_key: Annotated[tuple[str, ...], "Server", "KEY"] = ()
+    """A key that clients need; may be given several times. Better: in the environment, as EYAS_API_KEY."""
+    admin_key: Annotated[str | None, "Server", "KEY"] = None
+    """The key that may replace the draft head (POST /v1/draft). Better: in the environment, as EYAS_ADMIN_KEY."""
+    cors_origin: Annotated[tuple[str, ...], "Server", "URL"] = ()
+    """Let web pages of this origin use the server; may be given several times."""
+    allowed_host: Annotated[tuple[str, ...], "Server", "NAME"] = ()
+    """Answer to this name in a request's Host header; may be given several times. Default: any, but only
+    this machine's own names where the server listens to this machine alone and needs no key."""
+    api_docs: Annotated[bool, "Server"] = False
+    """Show FastAPI's page of the interface at /docs; a browser loads its scripts from the network."""
+    json_logs: Annotated[bool, "Server"] = False
+    """Log one JSON object a line."""
+    rows: Annotated[PositiveInt, "Limits", "N"] = 8
+    """Sequences that are decoded together."""
+    queue: Annotated[NonNegativeInt, "Limits", "N"] = 256
+    """Sequences that may wait; a request beyond them gets status 429."""
+    prefill_budget: Annotated[PositiveInt | Literal["auto"], "Limits", "TOKENS|auto"] = "auto"
+    """Prompt tokens that are read between two cycles, so that a long prompt does not hold up other
+    answers; auto: for each prompt as many as take one and a half cycles."""
+    max_model_len: Annotated[PositiveInt | None, "Limits", "TOKENS"] = None
+    """Tokens of a prompt and its answer. Default: the target's context."""
+    max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096
+    """Tokens of one answer."""
+    max_body: Annotated[PositiveFloat, "Limits", "MIB"] = 16.0
+    """The largest body of a request; images are in it."""
+    remember: Annotated[NonNegativeInt, "Limits", "N"] = 256
+    """Responses whose conversation is kept in memory, for clients that go on by the id of a response or an item;
+    0: none."""
+    recall: Annotated[PositiveInt | None, "Speed", "MIB"] = None
+    """Draft also from earlier answers and from texts sent to /v1/corpora. Each key has so much memory for them.
+    Answers stay the same."""
+    recall_minutes: Annotated[PositiveFloat | None, "Speed", "N"] = None
+    """Forget texts that were not used for N minutes."""
+    recall_shared: Annotated[bool, "Speed"] = False
+    """Draft from the texts of all keys; how fast an answer comes then tells what others have asked."""
+    recall_folder: Annotated[str | None, "Speed", "FOLDER"] = None
+    """Keep the texts there from one start to the next; they are written when the server ends."""
+    timeout: Annotated[PositiveFloat, "Limits", "SECONDS"] = 600.0
+    """A request is given up after this time."""
+    drain: Annotated[PositiveFloat, "Limits", "SECONDS"] = 60.0
+    """After SIGTERM, running answers have this time to end."""
+    replicas: Annotated[PositiveInt | None, "Server", "N"] = None
+    """Serve with N processes behind one address, on Ray (docs/scale.md); each has --rows of its own."""
+    max_replicas: Annotated[PositiveInt | None, "Server", "N"] = None
+    """Start further replicas under load, up to N in all."""
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """All options of the command."""
+
+    server: ServeOptions
+    adapt: AdaptOptions
+    model: TargetOptions
+    draft: DraftOptions
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def kinds() -> tuple[type, ...]:
+        """Return the classes whose fields are options."""
+        return ServeOptions, AdaptOptions, TargetOptions, DraftOptions
+
+
+def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
+    """Return the application with its model loaded, and the service behind it."""
+    from eyas.adapt import Heads
+    from eyas.serve.app import make_app
+    from eyas.serve.hosts import allowed_hosts
+    from eyas.serve.service import Service
+
+    server, adapt = arguments.server, arguments.adapt
+    keys = [*server.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    if not all(key.strip() for key in keys):
+        raise UsageError("an --api-key is empty")
+    llm = load_adapted(adapt, arguments.model, arguments.draft, arguments.options)
+    note_no_head(llm, arguments.model, arguments.draft)
+    service = Service(llm, settings_of(server, llm), pools_of(server), Heads(llm, adapt.adapt_save))
+    service.warm_up()
+    hosts = allowed_hosts(server.host, server.allowed_host, bool(keys))
+    return make_app(service, keys, server.cors_origin, hosts, server.api_docs), service
+
+
+def pools_of(options: ServeOptions) -> Pools | None:
+    """Return the texts that requests are drafted from; None if nothing is remembered."""
+    from eyas.recall import Pools
+
+    if options.recall is None:
+        if options.recall_minutes or options.recall_shared or options.recall_folder:
+            raise UsageError("--recall-minutes, --recall-shared and --recall-folder need --recall MIB")
+        return None
+    age = options.recall_minutes and 60 * options.recall_minutes
+    folder = Path(options.recall_folder) if options.recall_folder else None
+    return Pools(options.recall * 2**20, age, shared=options.recall_shared, folder=folder)
+
+
+def settings_of(options: ServeOptions, llm: LLM) -> Settings:
+    """Return the settings of a server for this model."""
+    from eyas.serve.settings import Settings
+
+    name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]
+    context = min(options.max_model_len or llm.target.context, llm.target.context)
+    return Settings(
+        name,
+        rows=options.rows,
+        queue=options.queue,
+        prefill_budget=options.prefill_budget,
+        max_model_len=context,
+        max_tokens=min(options.max_tokens, context),
+        timeout=options.timeout,
+        max_body_bytes=int(options.max_body * 2**20),
+        remembered=options.remember,
+        admin_key=options.admin_key or os.environ.get(ADMIN_VARIABLE) or None,
+    )

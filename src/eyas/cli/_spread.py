@@ -1,0 +1,44 @@
+"""Work of a command on several processes, on Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from eyas.cli._load import need_packages
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+
+
+def wants_gpu(device: str) -> bool:
+    """Return whether a process whose --device this is takes a GPU."""
+    if device != "auto":
+        return device != "cpu"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def cores_for(processes: int) -> int:
+    """Return the cores of each of so many processes on this machine."""
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def spread(
+    items: Sequence[Item],
+    make: Callable[[], Callable[[Sequence[Item]], Iterable[Outcome]]],
+    workers: int,
+    device: str,
+) -> Iterator[Outcome]:
+    """Yield the outcomes of items, by workers of Ray's, in the order of the items.
+
+    Args:
+        make: returns what works, in a worker.
+    """
+    need_packages("--workers", "ray", "ray")
+    from eyas.cluster.data import Workers, worked
+
+    share = Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(device)))
+    return worked(items, make, share)

@@ -1,0 +1,120 @@
+"""Work on many items with several processes, on Ray Data.
+
+Each worker loads what works once, and takes a few items at a time. Ray gives the items of a worker that died to
+another one; the caller gets every outcome once, in the order of the items, and as fast as it takes them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+import ray.data
+
+from eyas.errors import EyasError, OptionError
+
+__all__ = ["Workers", "worked"]
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+Make = Callable[[], Callable[[Sequence[Any]], Iterable[Any]]]
+
+ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster that runs already
+PIECES = 8  # that the items of a worker come in, at least
+MAX_ITEMS = 64  # of one piece
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes.
+
+    Attributes:
+        number: how many there are.
+        cpus, gpus: what each uses.
+    """
+
+    number: int
+    cpus: float = 1
+    gpus: float = 0
+
+
+def worked(
+    items: Sequence[Item], make: Callable[[], Callable[[Sequence[Item]], Iterable[Outcome]]], workers: Workers
+) -> Iterator[Outcome]:
+    """Yield the outcomes of items, in the order of the items.
+
+    Args:
+        make: returns what works, in a worker's process.
+
+    Raises:
+        EyasError: what `make` or its result has raised.
+    """
+    if not items:
+        return
+    with _connected(workers):
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.preserve_order = True
+        size = piece_size(len(items), workers.number)
+        pieces = [{"items": pickle.dumps(items[i : i + size])} for i in range(0, len(items), size)]
+        done = ray.data.from_items(pieces, override_num_blocks=len(pieces)).map_batches(
+            _Worker,
+            fn_constructor_args=(make,),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=workers.number),
+            num_cpus=workers.cpus,
+            num_gpus=workers.gpus,
+        )
+        for row in done.iter_rows():
+            outcomes = pickle.loads(row["outcomes"])
+            if isinstance(outcomes, EyasError):
+                raise outcomes
+            yield from outcomes
+
+
+def piece_size(items: int, workers: int) -> int:
+    """Return how many items a worker takes at a time: enough to keep its rows full, and few enough that all workers
+    end together and that one which dies has done little in vain."""
+    return max(1, min(MAX_ITEMS, items // (PIECES * workers)))
+
+
+class _Worker:
+    """The class of Ray's actors."""
+
+    def __init__(self, make: Make) -> None:
+        self.failed: EyasError | None = None
+        try:
+            self.work = make()
+        except EyasError as error:  # a mistake of the user's, to be told as one line
+            self.failed = OptionError(str(error))
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"outcomes": [pickle.dumps(self._outcomes(piece)) for piece in batch["items"]]}
+
+    def _outcomes(self, piece: bytes) -> list[Any] | EyasError:
+        if self.failed is not None:
+            return self.failed
+        try:
+            return list(self.work(pickle.loads(piece)))
+        except EyasError as error:
+            return OptionError(str(error))
+
+
+@contextmanager
+def _connected(workers: Workers) -> Iterator[None]:
+    """Use the cluster that RAY_ADDRESS names, or start Ray on this machine while the block runs."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if os.environ.get(ADDRESS):
+        own: dict[str, Any] = {}
+    else:
+        own = {"num_cpus": workers.number * workers.cpus + 1, "include_dashboard": False}
+    ray.init(log_to_driver=False, **own)
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,62 @@
+"""The application of Ray Serve, and a fleet on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray import serve
+
+from eyas.cluster.gate import CALLBACK
+from eyas.cluster.options import APPLICATION, Fleet, deployment_options
+from eyas.cluster.replica import Replica, Server
+
+__all__ = ["application", "local_fleet", "run_until_signal"]
+
+VARIABLES = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere unless the user says so
+}
+ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster that runs already
+
+
+def application(make: Callable[[], Server], fleet: Fleet) -> Any:
+    """Return the application for `serve.run`, and for `serve deploy` by an import path."""
+    deployment = serve.deployment(serve.ingress()(Replica), **deployment_options(fleet))
+    return deployment.bind(make)
+
+
+@contextmanager
+def local_fleet(make: Callable[[], Server], fleet: Fleet, host: str, port: int) -> Iterator[None]:
+    """Serve on this address while the block runs.
+
+    Ray is started on this machine, unless RAY_ADDRESS names a cluster. At the end the replicas have `fleet.drain`
+    seconds for running answers.
+    """
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    most = fleet.max_replicas or fleet.replicas
+    own = {} if os.environ.get(ADDRESS) else {"num_cpus": most * fleet.cpus, "include_dashboard": False}
+    ray.init(log_to_driver=False, **own)
+    try:
+        options = {"host": host, "port": port}
+        serve.start(proxy_location="HeadOnly", http_options=options)
+        serve.run(application(make, fleet), name=APPLICATION)
+        yield
+        serve.delete(APPLICATION)
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def run_until_signal() -> None:
+    """Wait for SIGTERM or Ctrl-C."""
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eyas.errors import InputError
 
-READY_SECONDS, END_SECONDS = 300, 20
+READY_SECONDS, END_SECONDS = 600, 20
 Process = subprocess.Popen[bytes]
 
 

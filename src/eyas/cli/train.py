@@ -10,13 +10,17 @@ import io
 import os
 import time
 from contextlib import nullcontext, redirect_stderr
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts.types import PositiveInt
+
 from eyas.cli._data import check_source, training_data, training_options
-from eyas.cli._errors import Interrupted, note
-from eyas.cli._load import check_exact, load_target, quiet
+from eyas.cli._errors import Interrupted, UsageError, note
+from eyas.cli._load import check_exact, load_target, need_packages, quiet
 from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
+from eyas.cli._spread import cores_for, wants_gpu
 from eyas.errors import EyasError, OptionError
 from eyas.locks import check_output_folder
 
@@ -61,10 +65,16 @@ class HeadOptions:
     """The method that the head is for: see `eyas methods`."""
     init: Annotated[str | None, "Model", "PATH|HUB"] = None
     """Begin with this head instead of a new one; it keeps its draft vocabulary."""
+    workers: Annotated[PositiveInt | None, "Machine", "N"] = None
+    """Train with N processes that Ray starts, and starts again where one is lost (docs/scale.md); it does what torchrun
+    does. All machines must see --output."""
 
 
 def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOptions, options: TrainMethodOptions) -> int:
     """Train a draft head for a target."""
+    if head.workers is not None:
+        _train_with_workers(head, training, model, options)
+        return 0
     rank = _rank()
     try:
         with redirect_stderr(io.StringIO()) if rank > 0 else nullcontext():
@@ -79,6 +89,40 @@ def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOption
             raise
         time.sleep(GRACE_SECONDS)
         raise EyasError(f"process {rank}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What each of Ray's processes does."""
+
+    head: HeadOptions
+    training: dict[str, Any]
+    model: TargetOptions
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        _train(self.head, self.training, self.model, self.options)
+
+
+def _train_with_workers(
+    head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]
+) -> None:
+    if head.restart:
+        raise UsageError(
+            "a training that Ray begins again must go on: leave --restart out, and empty --output yourself"
+        )
+    need_packages("train --workers", "ray", "ray")
+    from eyas.cluster.data import Workers
+    from eyas.cluster.training import train_with
+
+    assert head.workers is not None
+    folder = str(Path(head.output).expanduser().absolute())  # Ray's processes work in other folders
+    data = tuple(str(Path(file).expanduser().absolute()) for file in head.data)
+    features = head.features and str(Path(head.features).expanduser().absolute())
+    head = replace(head, output=folder, data=data, features=features)
+    share = Workers(head.workers or 1, cpus=cores_for(head.workers or 1), gpus=float(wants_gpu(model.device)))
+    train_with(_Loop(head, dict(training), model, dict(options)), share)
+    note(f"the head is in {head.output}")
 
 
 def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import ray.data
 
 from eyas.errors import EyasError, OptionError
 
-__all__ = ["Workers", "worked"]
+__all__ = ["Workers", "connected", "piece_size", "worked"]
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -56,7 +56,7 @@ def worked(
     """
     if not items:
         return
-    with _connected(workers):
+    with connected(workers):
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.execution_options.preserve_order = True
@@ -106,7 +106,7 @@ class _Worker:
 
 
 @contextmanager
-def _connected(workers: Workers) -> Iterator[None]:
+def connected(workers: Workers) -> Iterator[None]:
     """Use the cluster that RAY_ADDRESS names, or start Ray on this machine while the block runs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if os.environ.get(ADDRESS):

@@ -1,0 +1,67 @@
+"""From one GPU to a fleet, by arithmetic: requests a second, where drafting stops paying, GPU hours of a corpus.
+
+    python runs/scale_arithmetic.py --output docs/results/scale_arithmetic.json
+
+For targets of 8B and 70B parameters (Llama 3's dimensions) with a typical EAGLE-3 head, `eyas.predict` gives the seconds
+of a pass and of a draft for so many requests at a time. A request has 1,024 tokens of context and an answer of 250.
+The prompts' own passes are left out, and so is what a server and a network take.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _common import parser, run, write
+
+from eyas.predict import MACHINES, Prediction, Settings, read_head, read_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+MODELS = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+CASES = (("8B", "h100", "bfloat16"), ("8B", "h200", "bfloat16"), ("70B", "h200", "int8"))
+ROWS = (1, 4, 16, 32, 64, 128, 256)
+CONTEXT, ANSWER = 1024, 250
+CORPORA = {"10B": 10e9, "1T": 1e12}
+
+
+def figures(name: str, machine: str, weights: str, rows: int) -> dict[str, Any]:
+    """Return what one GPU makes with so many requests at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps({**LLAMA, **MODELS[name]}))
+        model = read_model(str(path))
+    head = read_head(None, "eagle3", model)
+    prediction = Prediction(model, MACHINES[machine], head, Settings(weights, rows, CONTEXT))
+    best = prediction.trees(1)[0]
+    plain = rows / prediction.plain()
+    drafted = plain * max(1.0, best.speedup)
+    return {
+        "target": name,
+        "machine": machine,
+        "weights": weights,
+        "rows": rows,
+        "plain tokens/s": round(plain),
+        "speed-up": round(best.speedup, 2),
+        "interval": [round(best.low, 2), round(best.high, 2)],
+        "nodes": best.tree.nodes,
+        "tokens/s": round(drafted),
+        "answers/s": round(drafted / ANSWER, 2),
+        "GPU hours": {corpus: round(tokens / drafted / 3600) for corpus, tokens in CORPORA.items()},
+    }
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    write(options.output, {"context": CONTEXT, "answer": ANSWER, "cases": [figures(*case, rows) for case in CASES for rows in ROWS]})
+
+
+if __name__ == "__main__":
+    run(main)

@@ -16,13 +16,14 @@ from eyas.cli._errors import UsageError, interruptible, note
 from eyas.cli._files import FileRun, Results
 from eyas.cli._load import load, note_no_head, sampling_of
 from eyas.cli._options import AS_JSON, DraftOptions, MethodOptions, SamplingOptions, TargetOptions, option_group
-from eyas.cli._replies import MakeReplier, Replier, Replies, Reply, ReplyOptions, tokens_of
+from eyas.cli._replies import MakeReplier, Replier, ReplyOptions, tokens_of
 from eyas.cli._show import progress_bar
 from eyas.cli._spread import spread
 from eyas.errors import InputError
 
 if TYPE_CHECKING:
     from eyas.api import LLM
+    from eyas.cli._replies import Replies, Reply
     from eyas.train.regenerate import Conversation, DataLine, Regenerated, Skipped
 
 GROUP = "Heads"

@@ -60,7 +60,10 @@ def figures(name: str, machine: str, weights: str, rows: int) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__).parse_args()
-    write(options.output, {"context": CONTEXT, "answer": ANSWER, "cases": [figures(*case, rows) for case in CASES for rows in ROWS]})
+    write(
+        options.output,
+        {"context": CONTEXT, "answer": ANSWER, "cases": [figures(*case, rows) for case in CASES for rows in ROWS]},
+    )
 
 
 if __name__ == "__main__":

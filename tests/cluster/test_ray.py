@@ -109,3 +109,21 @@ def test_the_same_lines_as_in_one_process(command: str, tmp_path: Path) -> None:
     assert list(map(without_times, lines(several))) == expected
     assert run([*common, "--output", str(several), "--workers", "1"]) == 0
     assert len(lines(several)) == len(asked)
+
+
+@pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not here")
+def test_a_training_with_two_processes(tmp_path: Path) -> None:
+    """Guards against processes that train apart, each on its share: the losses are those of one process, up to the
+    rounding of sums."""
+    turns = [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "There was a hat. " * 9}]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"messages": turns, "id": i}) + "\n" for i in range(24)))
+    common = ["train", "--data", str(data), "--method", "mtp", "--accumulation", "2", "--steps", "2", "--device", "cpu"]
+    common += ["--log-every", "1", "--eval-every", "0", "--heldout-tokens", "200", "--output"]
+    assert run([*common, str(tmp_path / "one")]) == 0
+    assert run([*common, str(tmp_path / "two"), "--workers", "2"]) == 0
+    one, two = (
+        [line["loss"] for line in lines(tmp_path / name / "log.jsonl") if "loss" in line] for name in ("one", "two")
+    )
+    assert two == pytest.approx(one, rel=1e-4)
+    assert len(one) == 2

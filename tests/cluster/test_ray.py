@@ -18,8 +18,8 @@ from eyas.errors import InputError, OptionError
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
 
-from eyas.cli import run
-from eyas.cluster.data import Workers, piece_size, worked
+from eyas.cli import run  # noqa: E402 - what follows needs Ray
+from eyas.cluster.data import Workers, piece_size, worked  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -94,6 +94,17 @@ def test_ids_of_each_kind_of_server(server: Server, choice: dict[str, Any], plac
     assert "top_k" not in last  # 0 has another meaning elsewhere
 
 
+def test_further_fields_do_not_replace_what_is_audited(server: Server) -> None:
+    """Guards the verdict: llama.cpp takes the 40 most probable tokens unless it is told `top_k` 0, which must not be
+    said where a `top_k` is audited."""
+    server.answer = lambda body: ok(**LLAMA_CPP)
+    deployment = server.deployment(extra={"top_k": 0})
+    deployment.generate([1, 2], **GREEDY)
+    assert server.bodies[-1]["top_k"] == 0
+    deployment.generate([1, 2], **{**GREEDY, "temperature": 1.0, "top_k": 3})
+    assert server.bodies[-1]["top_k"] == 3
+
+
 def test_fields_that_a_server_refuses_are_left_out(server: Server) -> None:
     """Guards strict servers: the next form is asked for, down to the text, which is encoded again."""
     server.answer = lambda body: (400, {"error": "?"}) if {"return_token_ids", "logprobs"} & body.keys() else ok()

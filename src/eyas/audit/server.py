@@ -114,7 +114,7 @@ class ServerDeployment:
     def _body(self, prompt_ids: Sequence[int], max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
         given = {name: value for name, value in sampling.items() if name != "top_k" or value}
         base = {"model": self.model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens}
-        return {**base, **given, **self.fields, **self.extra}
+        return {**base, **self.fields, **self.extra, **given}  # what is audited is not replaced
 
     def _ids(self, choice: Mapping[str, Any]) -> list[int]:
         if self.ids_from == "token_ids":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from eyas.audit.deployments import Ask
+from eyas.audit.report import greedy_lines
 from eyas.audit.server import ServerDeployment
 from eyas.core.params import Sampling
 from eyas.errors import InputError
@@ -33,6 +34,7 @@ class Server:
     def __init__(self) -> None:
         self.answer: Answering = lambda body: ok(**VLLM)
         self.bodies: list[dict[str, Any]] = []
+        self.metrics = b"<html>"
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,7 +46,8 @@ class Server:
                 self.wfile.write(data)
 
             def do_GET(self) -> None:
-                self._send(200, {"data": [{"id": "m"}]} if self.path == "/v1/models" else b"<html>")
+                pages: dict[str, Any] = {"/v1/models": {"data": [{"id": "m"}]}, "/metrics": outer.metrics}
+                self._send(200, pages.get(self.path, b"<html>"))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -113,6 +116,25 @@ def test_fields_that_a_server_refuses_are_left_out(server: Server) -> None:
     assert deployment.ids_from == "text"
     server.answer = lambda body: ok(count=9)  # other tokens than the encoding's
     assert deployment.generate([1], **GREEDY).ids == ()
+
+
+def test_a_server_that_has_drafted_nothing_is_known(server: Server) -> None:
+    """Guards audits of servers whose drafts never come: no bias of drafts can be found there."""
+    deployment = server.deployment()
+    assert deployment.draft_tokens() is None
+    name = b"vllm:spec_decode_num_draft_tokens_total"
+    server.metrics = b'# HELP %s drafts\n%s{engine="0"} 0.0\nother_total 7.0\n' % (name, name)
+    assert deployment.draft_tokens() == 0
+    server.metrics = b'%s{engine="0"} 3.0\n%s{engine="1"} 4.0\n' % (name, name)
+    assert deployment.draft_tokens() == 7
+    greedy = dict.fromkeys(
+        ("prompts", "equals_itself", "plain_equals_itself", "equals_plain", "together_equals_alone", "tokens"), 1
+    )
+    lines = greedy_lines(
+        {**greedy, "together_at_once": True, "flips": [], "errors": [], "tokens_per_cycle": None, "logprobs": None,
+         "draft_tokens": 0}
+    )  # fmt: skip
+    assert lines[-1] == "The server has drafted 0 tokens since it started: this says nothing about drafts."
 
 
 def test_an_end_token_that_is_left_out_is_put_back(server: Server) -> None:

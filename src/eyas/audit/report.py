@@ -43,6 +43,9 @@ def greedy_lines(greedy: Mapping[str, Any]) -> list[str]:
     if (rate := greedy["tokens_per_cycle"]) is not None:
         nothing = ": next to nothing was drafted, so this says little about drafts" if rate < 1.05 else ""
         lines.append(f"A cycle emits {rate:.2f} tokens{nothing}.")
+    if (drafted := greedy.get("draft_tokens")) is not None:
+        nothing = "" if drafted else ": this says nothing about drafts"
+        lines.append(f"The server has drafted {drafted:,} tokens since it started{nothing}.")
     if (found := greedy["logprobs"]) is not None:
         lines.append(
             f"Log-probabilities of {found['tokens']} tokens differ from the referee's by {found['largest']:.1e} at most "

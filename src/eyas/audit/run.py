@@ -305,6 +305,7 @@ def audit(
         report["power"] = run.pilot()
         on_power(report["power"])
         report["sampled"], report["sequences"] = run.sample(), run.sequences()
+    report["greedy"]["draft_tokens"] = getattr(deployment, "draft_tokens", lambda: None)()
     return judge(report, plan.error)
 
 

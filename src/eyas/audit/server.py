@@ -28,6 +28,7 @@ from eyas.errors import InputError, one_line
 __all__ = ["ServerDeployment"]
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
+DRAFTED = "spec_decode_num_draft_tokens_total"
 # Fields beyond OpenAI's that return token ids or log-probabilities; the audit uses the first set that the server accepts.
 FIELDS: tuple[dict[str, Any], ...] = (
     {"return_token_ids": True, "logprobs": 0},
@@ -105,6 +106,16 @@ class ServerDeployment:
                 return Answer(tuple(ids), logprobs=logprobs)
             ids = [*ids, self.eos[0]]
         return Answer(tuple(ids[:max_new_tokens]), logprobs=logprobs)
+
+    def draft_tokens(self) -> int | None:
+        """Return how many tokens the server has drafted since it started, by its metrics (vLLM's names); None: unknown."""
+        try:
+            with self._opener.open(self.url.removesuffix("/v1") + "/metrics", timeout=self.timeout) as response:
+                lines = response.read().decode("utf-8", "replace").splitlines()
+            counts = [float(line.rsplit(" ", 1)[1]) for line in lines if DRAFTED in line and line[0] != "#"]
+        except (OSError, ValueError, IndexError):
+            return None
+        return int(sum(counts)) if counts else None
 
     def generate_together(self, asks: Sequence[Ask]) -> list[Answer]:
         """Answer several requests, `rows` of them at a time."""

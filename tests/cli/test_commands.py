@@ -56,6 +56,7 @@ def test_the_commands_are_the_files(run: Run) -> None:
         "export",
         "features",
         "generate",
+        "heads",
         "methods",
         "predict",
         "push",

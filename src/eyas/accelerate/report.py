@@ -46,6 +46,7 @@ def made_report(prospect: Prospect, journal: Journal, summary: Mapping[str, Any]
         "evaluations": evaluations,
         "forecast": {"before": before, "after": evaluations[-1]["forecast"] if evaluations else before},
         "reached": _figures_of(summary, prospect.method),
+        "warnings": list(summary.get("warnings") or ()),
     }
 
 
@@ -100,9 +101,12 @@ def _figures(report: Mapping[str, Any]) -> str:
         f"{found['tokens_per_second']:,.1f} tokens/s instead of {found['plain_tokens_per_second']:,.1f}, greedy, on "
         f"{found['prompts']} questions that were kept apart; {report['machine']}."
     )
+    doubts = "".join(f" **Measure again**: {warning}." for warning in report.get("warnings", ()))
     texts = {True: "All texts equal plain decoding's.", False: "**Some texts differ from plain decoding's.**"}
-    advice = "" if found["speedup"] > 1.02 else "On this machine the head does not make this model faster. "
-    return "\n".join([*lines, "", f"{advice}{speed} {texts.get(found['equal'], '')}".rstrip()])
+    advice = "" if found["speedup"] > 1.02 else "The head did not make this model faster here. "
+    if advice and not doubts:
+        advice += "More --minutes, and --data like what you will ask, make a better one. "
+    return "\n".join([*lines, "", f"{advice}{speed} {texts.get(found['equal'], '')}{doubts}".rstrip()])
 
 
 def _row(name: str, forecast: Mapping[str, Any]) -> str:

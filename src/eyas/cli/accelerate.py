@@ -74,7 +74,7 @@ class AccelerateOptions:
 
 def command(
     target: Annotated[
-        str | None, "Model", Parameter(help="The model: a folder, a hub id or a file in GGUF format.")
+        str | None, "Model", Parameter(help="The model: a name (smollm2), a folder, a hub id or a file in GGUF format.")
     ] = None,
     /,
     *,
@@ -101,6 +101,8 @@ def command(
         run = Run(job, model, folder, Journal(folder / "work", _settings(job, model)))
         report = run.report(material)
     print(report["text"])
+    named = "" if model.target is None else f" --target {shlex.quote(model.target)}"
+    note(f'the head is in {folder}: eyas generate{named} --draft {shlex.quote(str(folder))} "Your question"')
     if job.as_json:
         print(json.dumps({name: value for name, value in report.items() if name != "text"}))
 
@@ -170,6 +172,8 @@ class Models:
 
 def _show(prospect: Prospect) -> None:
     """Print what is going to be done, how long it takes, and what to expect."""
+    from eyas import named
+
     plan, speeds = prospect.plan, prospect.speeds
     rows = [
         ("regenerate", f"{plan.answers:,} questions, {speeds.answer_rate:,.0f} tokens/s", plan.answer_seconds),
@@ -189,13 +193,18 @@ def _show(prospect: Prospect) -> None:
     shown = ", ".join(f"{nodes}: {1e3 * seconds:.1f}" for nodes, seconds in passes if nodes in SHOWN_NODES)
     note(f"milliseconds of a pass of the target over so many nodes: {shown}")
     note(f"expected of the head: {_expected(prospect.forecast)}")
+    known = named.find(prospect.target)
+    if known is not None and known.best in known.heads:
+        note(f"{prospect.target} has a head of its own already, which eyas uses without --draft ({known.best})")
 
 
 def _expected(forecast: Forecast) -> str:
     """A forecast in words."""
     interval = f"{forecast.speedup:.2f} times plain decoding (likely {forecast.low:.2f} to {forecast.high:.2f})"
     if forecast.drafted <= 1:
-        return f"{interval}: on this machine no draft is expected to pay, and then none is made"
+        return (
+            f"{interval}: with such a head no draft is expected to pay on this machine, and eyas then decodes plainly"
+        )
     return (
         f"{interval}: {forecast.tau:.2f} tokens from a pass over {forecast.tree.nodes} nodes, "
         f"which costs {forecast.cost:.2f} plain ones"

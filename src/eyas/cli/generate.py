@@ -39,10 +39,10 @@ EXAMPLES = """
 eyas generate "Tell me a story."  # the embedded model
 eyas generate --target MODEL --draft HEAD --temperature 0.7 -  # the prompt from stdin
 eyas generate --input prompts.jsonl --output results.jsonl  # many; run it again to continue after an interrupt
-eyas generate --json-schema person.json "Who are you?"  # JSON of this schema, and nothing else
+eyas generate --json-schema person.json "Who are you?"  # JSON of this schema
 eyas generate --target MODEL --prompt-ids 1,15043 --json  # no tokenizer needed
 eyas generate --target MODEL --image cat.png "What is this?"  # a model that reads images
-eyas generate "Tell me a story." --view story.html  # every cycle's tree, in a browser
+eyas generate "Tell me a story." --view story.html  # every cycle's tree
 """
 NOTES = (
     'Lines of --input: {"prompt": "..."} or {"messages": [...]} or {"prompt_ids": [...]}, with an optional "id" and "tools".',
@@ -85,7 +85,7 @@ class InputOptions:
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Answer the lines of --input with N processes, on Ray (docs/scale.md); results come in the order of the lines."""
+    """Processes that answer the lines of --input, on Ray (docs/scale.md)."""
 
 
 def command(
@@ -126,8 +126,9 @@ def command(
             answerers = MakeAnswerer(model, draft, options, keywords, inputs.batch_size, results.first)
             return run.answer(spread(tasks, answerers, inputs.workers, model.device), len(tasks))
         llm = load_adapted(adapt, model, draft, options)
+        run.refuse_others(differences(results.first, described(llm)))
         tasks = run.remaining(items)
-        run.check_same(llm)
+        run.note_other_drafts(llm)
         note_no_head(llm, model, draft)
         status = run.answer(Answerer(llm, keywords, inputs.batch_size)(tasks), len(tasks))
         save_adapted(llm, adapt)
@@ -276,10 +277,9 @@ class _Run(FileRun):
             note(f"{self.results_before} of {len(tasks)} are in {self.results.path} already")
         return todo
 
-    def check_same(self, llm: LLM) -> None:
-        """Raise OptionError if the results were made with another target. Note if they were drafted otherwise."""
+    def note_other_drafts(self, llm: LLM) -> None:
+        """Note if the results that are there were drafted otherwise."""
         first = self.results.first
-        self.refuse_others(differences(first, described(llm)))
         now = {"method": llm.method, "tree": llm.drafter.describe()}
         drafted = [f"{name} {first.get(name)}" for name, value in now.items() if first.get(name) != value]
         if self.results_before and drafted:

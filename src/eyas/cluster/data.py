@@ -1,7 +1,8 @@
 """Work on many items with several processes, on Ray Data.
 
 Each worker loads what works once, and takes a few items at a time. Ray gives the items of a worker that died to
-another one; the caller gets every outcome once, in the order of the items, and as fast as it takes them.
+another one; the caller gets every outcome once, in the order of the items, and as fast as it takes them. Items and
+outcomes go between these processes as pickles, as all of Ray's own messages do; none is read from a file.
 """
 
 from __future__ import annotations

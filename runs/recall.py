@@ -100,9 +100,16 @@ def unrelated() -> Iterator[Chat]:
 WORK = {"agent": agent, "edits": edits, "retrieval": retrieval, "rollouts": rollouts, "unrelated": unrelated}
 
 
-def asked(url: str, messages: Chat, seed: int, sampled: bool, tokens: int) -> dict[str, Any]:
+def model_of(url: str) -> str:
+    """Return the first model that a server lists."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as reply:
+        name: str = json.load(reply)["data"][0]["id"]
+        return name
+
+
+def asked(url: str, model: str, messages: Chat, seed: int, sampled: bool, tokens: int) -> dict[str, Any]:
     """Return the tokens, seconds and text of one answer."""
-    body = {"messages": messages, "max_tokens": tokens, "temperature": float(sampled), "seed": seed, "model": "any"}
+    body = {"messages": messages, "max_tokens": tokens, "temperature": float(sampled), "seed": seed, "model": model}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -120,8 +127,11 @@ def measure(work: str, command: Sequence[str], log: Path, tokens: int, seed: int
     """Return the answers of one server to all requests of a kind of work."""
     requests = list(WORK[work]())
     with served(command, log) as (url, _):
-        asked(url, [{"role": "user", "content": "Hello"}], 0, False, 8)  # what is made ready at the first request
-        return [asked(url, chat, seed + n, work == "rollouts", tokens) for n, chat in enumerate(requests)]
+        model = model_of(url)
+        asked(
+            url, model, [{"role": "user", "content": "Hello"}], 0, False, 8
+        )  # what is made ready at the first request
+        return [asked(url, model, chat, seed + n, work == "rollouts", tokens) for n, chat in enumerate(requests)]
 
 
 def figures(rows: Rows, work: str, names: Sequence[str], without: dict[str, str], rounds: int) -> dict[str, Any]:

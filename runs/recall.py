@@ -1,4 +1,4 @@
-"""What memory over requests brings: servers with it and without it, asked the same, in turns.
+"""Measure what memory over requests brings: ask servers with it and without it the same, in turns.
 
     python runs/recall.py --target smollm2-q4_1 --output docs/results/recall.json
     python runs/recall.py --output FILE.json --beside "llama.cpp=llama-server -m MODEL.gguf --port {port} -np 1" \\
@@ -74,7 +74,7 @@ def edits() -> Iterator[Chat]:
 
 
 def retrieval() -> Iterator[Chat]:
-    """Yield questions about passages that overlap with those of the question before."""
+    """Yield questions about three passages, two of which the question before was about too."""
     sources = ("docs/how_it_works.md", "docs/controller.md", "docs/predict.md", "docs/adapt.md", "docs/audit.md")
     passages = [passage(source, 400, 800) for source in sources]
     for number in range(9):

@@ -261,7 +261,7 @@ class BlockMethod(DraftMethod):
     def level_logits(
         self, net: BlockNet, logits_BSV: Tensor, hidden_BSD: Tensor, tokens_BQ: Tensor, level: int
     ) -> Tensor:
-        """Return the logits [B, Q, v] of the children of nodes at this depth, from those of the slots."""
+        """Return the logits [B, Q, v] of the children of nodes at this depth, given the logits of the slots."""
         logits_BQV = logits_BSV[:, level : level + 1].expand(-1, tokens_BQ.shape[1], -1)
         if net.selector is not None:
             logits_BQV = net.selector(logits_BSV[:, level, None], hidden_BSD[:, level, None], tokens_BQ)

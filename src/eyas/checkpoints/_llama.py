@@ -145,8 +145,8 @@ def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | N
 
 
 def in_halves(tensors: Mapping[str, Tensor], config: Mapping[str, Any], head_dim: int) -> dict[str, Tensor]:
-    """Return our tensors for a RoPE that turns the two halves of a head, as LLaMA's does, from those of a
-    head whose RoPE turns neighbouring channels ("rope_is_neox_style": false): queries and keys have their
+    """Return our tensors for a RoPE that turns the two halves of a head, as LLaMA's does, made of the
+    tensors of a head whose RoPE turns neighbouring channels ("rope_is_neox_style": false): queries and keys have their
     channels reordered, which leaves their products as they are."""
     if flag(config, "rope_is_neox_style", True) and not flag(config, "rope_interleave", False):
         return dict(tensors)

@@ -140,7 +140,7 @@ def reply_options(job: RegenerateOptions) -> ReplyOptions:
 
 @contextmanager
 def _outputs(job: RegenerateOptions) -> Iterator[tuple[Results, Results | None]]:
-    """Open the file of the conversations, and that of those that are dropped."""
+    """Open the file of the conversations, and the file of the dropped ones."""
     with ExitStack() as files:
         results = files.enter_context(Results(job.output, ("key",), "messages"))
         dropped = files.enter_context(Results(f"{job.output}.dropped", ("key",), "reason")) if job.drop_cut else None

@@ -93,7 +93,7 @@ def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOption
 
 @dataclass(frozen=True)
 class _Loop:
-    """What each of Ray's processes does."""
+    """Train in one of Ray's processes."""
 
     head: HeadOptions
     training: dict[str, Any]

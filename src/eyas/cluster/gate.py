@@ -117,7 +117,7 @@ class Body:
 
     @property
     def content(self) -> bytes:
-        """What is kept of it."""
+        """The part of the body that is kept."""
         return b"".join(message.get("body", b"") for message in self._messages)
 
     def replay(self) -> Receive:

@@ -50,7 +50,7 @@ class Replica:
     def __init__(self, make: Callable[[], Server]) -> None:
         """`make` loads the model and makes the server."""
         self.server = make()
-        self.head: str | None = None  # the one that `reconfigure` has put in
+        self.head: str | None = None  # put in by `reconfigure`
 
     async def __serve_build_asgi_app__(self) -> App:
         return FleetApp(self.server.app, self._tell)

@@ -29,7 +29,7 @@ __all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line", "speed
 OWN = ("prompt", "messages", "turns", "prompt_ids")  # a line of the user's own file holds exactly one of them
 NAMES = ("id", "question_id", "prompt_id", "task_id")  # keys of a line's id in the formats; the first one counts
 SUMMARISE = "Summarize: "  # as in Spec-Bench's and EAGLE's files
-# What stands in SPEED-Bench's published files for texts that its authors may not pass on.
+# SPEED-Bench's published files have this in place of each text that its authors may not publish.
 MISSING = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 

@@ -95,9 +95,10 @@ def test_names_of_the_pages() -> None:
 @pytest.mark.slow
 @needs_weights
 def test_the_embedded_model_is_small_and_intact() -> None:
-    """Guards the repository's size, the packing, and that positions up to 4,096 exist."""
+    """Guards the repository's size (two heads of SmolLM2 are 28 MB of it), the packing, and that
+    positions up to 4,096 exist."""
     size = sum(f.stat().st_size for f in tiny.FOLDER.rglob("*") if f.is_file())
-    assert size < 75_000_000
+    assert size < 80_000_000
     model = tiny.model()
     target = Target(model)
     assert target.head_is_exact

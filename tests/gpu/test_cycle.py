@@ -263,7 +263,7 @@ def test_wrong_kernels_are_found(
 ) -> None:
     """Guards texts: a kernel that a compiler breaks, or that does not compile, is not used."""
     # thresholds are searched for seconds here, and their kernel is right in each of these cases
-    monkeypatch.setattr(OPS, "scores", REFERENCE.scores)
+    monkeypatch.setattr(type(OPS), "scores", staticmethod(REFERENCE.scores))
     real = getattr(_cycle_ops, module)()
     monkeypatch.setattr(_cycle_ops, module, lambda: SimpleNamespace(**{**vars(real), name: kernel}))
     assert fault_of_kernels(CPU, OPS) == fault

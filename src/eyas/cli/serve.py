@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from eyas.cli._adapt import AdaptOptions
-from eyas.cli._cluster import build_app, serve_fleet
+from eyas.cli._cluster import build_app, serve_fleet, server_class
 from eyas.cli._load import need_packages
 from eyas.cli._options import DraftOptions, MethodOptions, TargetOptions
 from eyas.cli._serving import ServeArguments, ServeOptions, loaded_app
 
-__all__ = ["build_app", "command"]  # `eyas.cli.serve:build_app` is the import path for `serve deploy`
+# `eyas.cli.serve:build_app` is the import path for `serve deploy`, `eyas.cli.serve:EyasLLMServer` the one for
+# `server_cls` of ray.serve.llm
+__all__ = ["build_app", "command"]
 
 GROUP = "Answers"
 EXAMPLES = """
@@ -16,6 +20,13 @@ eyas serve  # the embedded model, on http://127.0.0.1:8000
 eyas serve --target MODEL --draft HEAD --rows 16 --port 8080
 """
 NOTES = ("Clients of OpenAI's interface use it with base_url http://HOST:PORT/v1; the page at / shows every cycle.",)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class for `ray.serve.llm` when it is asked for: nothing else needs its module."""
+    if name == "EyasLLMServer":
+        return server_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def command(

@@ -136,13 +136,13 @@ class Totals:
         self.prompt_logprobs += delta.prompt_logprobs
 
     def speculation(self) -> dict[str, Any]:
-        """Acceptance, under the names of vLLM's `metrics.speculative_decoding`."""
+        """Return acceptance, under the names of vLLM's `metrics.speculative_decoding`; without drafts 1.0 and 0.0, as there."""
         drafts = [cycle for cycle in self.cycles if cycle.drafted]
         sums = CycleSums.from_cycles(drafts)
         reached = (sums.drafts, *sums.accepted_at, 0) if drafts else (0,)
         return {
-            "mean_acceptance_length": 1 + sums.accepted / sums.drafts if drafts else None,
-            "draft_acceptance_rate": sums.accepted / sums.drafted if drafts else None,
+            "mean_acceptance_length": 1 + sums.accepted / sums.drafts if drafts else 1.0,
+            "draft_acceptance_rate": sums.accepted / sums.drafted if drafts else 0.0,
             "acceptance_histogram": [here - deeper for here, deeper in pairwise(reached)],
             "num_spec_steps": sums.drafts,
             "num_accepted_draft_tokens": sums.accepted,

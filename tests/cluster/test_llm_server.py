@@ -27,6 +27,11 @@ class Anything(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+def request(**fields: Any) -> Anything:
+    """Return a request, as Ray's ingress has made it."""
+    return Anything.model_validate(fields)
+
+
 def config(**engine: Any) -> Any:
     """Return what the class reads of a LLMConfig."""
     loading = SimpleNamespace(model_id="small", model_source="embedded")
@@ -63,13 +68,13 @@ def test_answers_are_those_of_the_server() -> None:
         server = serve.EyasLLMServer.__new__(serve.EyasLLMServer)
         await server.__init__(config(method="suffix", rows=2))  # Ray calls it in the replica's event loop
         await server.check_health()
-        chat = Anything(model="small", messages=messages, max_tokens=4, temperature=0)
+        chat = request(model="small", messages=messages, max_tokens=4, temperature=0)
         info = SimpleNamespace(headers={"X-Session-Id": "a", "Content-Length": "9"})
         answers = [
             await every(server.chat(chat, info)),
             await every(server.chat(chat.model_copy(update={"stream": True}))),
-            await every(server.completions(Anything(model="small", prompt="Once", max_tokens=3, temperature=0))),
-            await every(server.tokenize(Anything(prompt="Once"))),
+            await every(server.completions(request(model="small", prompt="Once", max_tokens=3, temperature=0))),
+            await every(server.tokenize(request(prompt="Once"))),
             await every(server.chat(chat.model_copy(update={"temperature": -1}))),
         ]
         await server._running.__aexit__(None, None, None)
@@ -111,7 +116,7 @@ def test_a_client_that_goes_is_noticed() -> None:
     async def use() -> None:
         answer = asked(app, "/", {}, {})
         assert (await anext(answer))["status"] == 200
-        await answer.aclose()  # type: ignore[attr-defined]
+        await answer.aclose()
 
     asyncio.run(use())
     assert seen == ["http.disconnect"]

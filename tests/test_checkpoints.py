@@ -270,7 +270,7 @@ def test_bad_folders(tmp_path: Path) -> None:
     """Guards against tracebacks for what people type: a file, a folder that is not there, an empty
     one, one without weights."""
     head = put(tmp_path / "head")
-    refused(head / "model.safetensors", "this is a file, and heads in GGUF files are not read; give a folder")
+    refused(head / "model.safetensors", "this is a file; give a folder")
     refused(tmp_path / "nowhere", "there is no such folder")
     refused(str(tmp_path / "nowhere"), r"there is no such folder, and it is no hub id \(owner/name\)")
     (tmp_path / "empty").mkdir()

@@ -24,10 +24,13 @@ from torch import Tensor
 from eyas.errors import CheckpointError, InputError, first_line
 from eyas.files import CHECKSUMS, is_altered
 
-__all__ = ["find", "mapping", "read_config", "read_pickle", "read_tensors", "short", "write"]
+__all__ = [
+    "GGUF", "check_finite", "check_sum", "find", "mapping", "read_config", "read_pickle", "read_tensors", "short", "write",
+]  # fmt: skip
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
+GGUF = ".gguf"
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
 # files that may be in one folder with the weights of a whole model
@@ -40,16 +43,19 @@ _PICKLED_FILES = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
 
 def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[Path, str]:
-    """Return the local folder, fetched from the hub if necessary, and its name for messages."""
+    """Return the local folder, fetched from the hub if necessary, or a local file in GGUF format, and its name for
+    messages."""
     name = os.fspath(path_or_hub_id)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
             raise InputError(f"revision {revision!r} is for a hub id, but {name} is a folder here: leave it out")
         return folder, name
+    if folder.is_file() and folder.suffix == GGUF:
+        return folder, name
     if folder.exists():
         raise CheckpointError(
-            f"draft head {name}: this is a file, and heads in GGUF files are not read; give a folder with a {_CONFIG}"
+            f"draft head {name}: this is a file; give a folder with a {_CONFIG}, or a file in GGUF format ({GGUF})"
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"draft head {name}: there is no such folder, and it is no hub id (owner/name)")
@@ -149,15 +155,20 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one file, all of whose numbers are finite."""
-    _check_sum(path)
+    check_sum(path)
     tensors = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
     for name, tensor in tensors.items():
-        checked = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
-        if checked and not all(bound.isfinite() for bound in tensor.aminmax()):
-            raise CheckpointError(
-                f"{path.name}: tensor {name} holds NaN or infinite values: the file is broken, or its training failed"
-            )
+        check_finite(path.name, name, tensor)
     return tensors
+
+
+def check_finite(file: str, name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError for a tensor of floats with NaN or infinite values."""
+    checked = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
+    if checked and not all(bound.isfinite() for bound in tensor.aminmax()):
+        raise CheckpointError(
+            f"{file}: tensor {name} holds NaN or infinite values: the file is broken, or its training failed"
+        )
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -185,7 +196,7 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    _check_sum(path)
+    check_sum(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -195,7 +206,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_sum(path: Path) -> None:
+def check_sum(path: Path) -> None:
+    """Raise CheckpointError for a file that is not the one whose checksum is beside it."""
     if is_altered(path):
         raise CheckpointError(
             f"{path.name} is not the file whose SHA-256 is in {CHECKSUMS}: it is damaged; install or fetch it again"

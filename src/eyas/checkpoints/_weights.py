@@ -80,7 +80,8 @@ class Format(Protocol):
     not published as model.safetensors names its file in `FILE`.
 
     A format of other engines has NAME, EXPORTS, `export` and `usage` too, EXPORT_FILE where they
-    want another file, and `finish(folder, target)` where they want more of them.
+    want another file, and `finish(folder, target)` where they want more of them. A format of single files has
+    SUFFIX and `unpack`, which makes of a file what other formats read.
     """
 
     METHODS: tuple[str, ...]
@@ -89,6 +90,9 @@ class Format(Protocol):
     """The format's name for `eyas export`; formats of several methods may share one."""
     EXPORTS: tuple[str, ...]
     """The methods whose heads are exported to this format."""
+
+    SUFFIX: str
+    """The ending of the files that `unpack` reads."""
 
     def recognises(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         """Return whether config.json and the tensor names belong to this format, even if `read`
@@ -99,6 +103,9 @@ class Format(Protocol):
     ) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         """Published config and tensors -> method, our config, our tensors. Unknown names or
         settings are errors."""
+
+    def unpack(self, path: Path) -> Published:
+        """A file -> config.json and tensors in a form of another format."""
 
     def write(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
         """Our config and tensors -> config.json and the tensors to publish."""
@@ -114,8 +121,8 @@ class Format(Protocol):
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
-    """Load a draft head from a folder, or from the hub as "owner/name"; an existing folder takes
-    precedence.
+    """Load a draft head from a folder, from a file in GGUF format, or from the hub as "owner/name"; what exists here
+    takes precedence.
 
     The format is recognised from config.json and the tensor names. From the hub only the config and
     weight files are fetched (safetensors, or .bin where there are none).
@@ -130,13 +137,19 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
     """
     folder, source = find(path_or_hub_id, revision)
     try:
-        config = read_config(folder)
+        config, tensors = _published(folder)
         _check_fingerprint(mapping(config, "eyas").get("target_fingerprint"))
-        tensors = _without_buffers(read_tensors(folder))
         method, our_config, our_tensors = _recognise(config, tensors).read(config, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"draft head {source}: {error}") from error
     return Weights(method, our_config, our_tensors, source)
+
+
+def _published(place: Path) -> Published:
+    """Return config.json and the tensors of a folder, or what a format makes of a file."""
+    if not place.is_file():
+        return read_config(place), _without_buffers(read_tensors(place))
+    return next(form.unpack(place) for form in formats() if getattr(form, "SUFFIX", None) == place.suffix)
 
 
 def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -204,10 +204,10 @@ def _own_checkpoint(target: Target) -> str:
 
 
 def _is_trained_head(source: str | Path) -> bool:
-    """Return whether the config.json there describes a module which eyas trained. A checkpoint's weights
-    are not fetched for that."""
+    """Return whether the config.json there describes a module which eyas trained, or the source is a file in GGUF
+    format, which is read as such a module. A checkpoint's weights are not fetched for that."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)
     except (OSError, ValueError):
-        return False
+        return Path(source).suffix == ".gguf"
     return bool(config.get("model_type") == MODEL_TYPE)

@@ -1,0 +1,392 @@
+"""Heads in GGUF files, turned into forms in which heads are published in folders: their readers check names, shapes
+and settings.
+
+    architecture of the file              turned into
+    eagle3                                vLLM's form of EAGLE-3 (`vllm`)
+    dflash                                z-lab's form of DFlash and DFlash 2 (`dflash`), DeepSpec's of DSpark (`dspark`); over a draft
+                                          vocabulary that of the speculators library (`speculators_block`)
+    qwen35, qwen35moe, qwen3next,         the MTP module behind the target's layers, `blk.L.nextn.*` and the layer beside them: a head as
+    glm4moe                               eyas writes it (`mtp`)
+
+Keys and names are those of llama.cpp's converter (convert_hf_to_gguf.py), whose changes are undone here: queries and
+keys of EAGLE-3 heads have their channels in pairs, d2t holds the target's ids themselves, norms of Qwen's modules
+have 1 added, the factors of llama3's RoPE are a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.checkpoints._block import DFLASH, DFLASH2, DSPARK, SLIDING
+from eyas.checkpoints._eagle3 import IDS, VLLM
+from eyas.checkpoints._gguf import File
+from eyas.checkpoints._weights import Published
+from eyas.checkpoints.mtp import MODEL_TYPE
+from eyas.errors import CheckpointError
+
+__all__ = ["METHODS", "SUFFIX", "read", "recognises", "unpack"]
+
+METHODS = ()
+SUFFIX = ".gguf"
+
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_HEAD_NORMS = {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
+_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
+_CONVOLUTIONS = {
+    f"{theirs}_conv_{part}": f"{ours}_conv.{name}"
+    for theirs, ours in (("attn", "attention"), ("ffn", "mlp"))
+    for part, name in (("base", "base_kernel"), ("proj.weight", "kernel_projection.weight"))
+}
+_SELECTOR = {
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
+    "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
+}
+_MARKOV = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "conf_proj.weight": "confidence_head.proj.weight",
+    "conf_proj.bias": "confidence_head.proj.bias",
+}
+# settings and tensors of block heads that compute something else, and what they mean
+_OTHER_BLOCKS = {
+    "dflash.hyper_connection.count": "the layers are DeepSeek-V4's",
+    "dflash.attention.value_scale": "the values of the attention have a factor",
+    "dflash.attention.scale": "the scores of the attention have a factor of their own (Gemma 4's layers)",
+    "blk.0.post_attention_norm.weight": "the layers are Gemma 4's",
+    "blk.0.attn_sinks.weight": "the attention has sinks",
+}
+
+MTP_TYPES = {
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
+    "glm4moe": "glm4_moe",
+}
+"""Architectures of files whose MTP module is read -> model_type of the target."""
+
+_MTP = {
+    **{f"nextn.{name}.weight": f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj")},
+    "nextn.shared_head_norm.weight": "post_norm.weight",
+}
+_MTP_LAYER = {
+    **{theirs: ours for theirs, ours in _LAYER.items() if theirs != "ffn_norm.weight"},
+    **_HEAD_NORMS,
+    **{f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate_inp.weight": "mlp.gate.weight",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
+}
+_UNUSED_TABLES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # copies of the target's
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return False: a file becomes a head of another form, which is recognised."""
+    return False
+
+
+def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Raise CheckpointError: no folder has this form."""
+    raise CheckpointError("a folder is not a file in GGUF format")
+
+
+def unpack(path: Path) -> Published:
+    """Return the head in a file in GGUF format as config.json and tensors of another form. CheckpointError for a file
+    without a head, and for a head that cannot be computed."""
+    file = File(path)
+    if file.architecture in _READERS:
+        return _READERS[file.architecture](file)
+    if file.get("ARCH.nextn_predict_layers"):
+        return _read_mtp(file)
+    raise CheckpointError(
+        f"{file.name} has the architecture {file.architecture!r} and no module of multi-token prediction: it is a model, not a "
+        f"head; heads have {', '.join(_READERS)}, targets with a module that is read {', '.join(MTP_TYPES)}"
+    )
+
+
+# --- kinds of heads ----------------------------------------------------------------------------------
+
+
+def _read_eagle3(file: File) -> Published:
+    if file.need("ARCH.block_count") != 1:
+        raise CheckpointError(
+            f"{file.name} has {file.need('ARCH.block_count')} layers; EAGLE-3 heads of llama.cpp have one"
+        )
+    config = {
+        **_layer_config(file),
+        "architectures": [VLLM],
+        "rope_scaling": _rope_scaling(file),
+        "target_hidden_size": file.need("ARCH.target_hidden_size"),
+        IDS: [int(layer) for layer in file.need("ARCH.target_layers")],  # inputs, as in vLLM's form
+        **{key: bool(file.get(f"ARCH.{key}", False)) for key in ("norm_before_residual", "norm_before_fc")},
+    }
+    names = {f"blk.0.{theirs}": f"layers.0.{ours}" for theirs, ours in _LAYER.items()}
+    names |= {"blk.0.attn_norm_2.weight": "layers.0.hidden_norm.weight", "enc.output_norm.weight": "input_norm.weight"}
+    tensors = _tensors(file, {**names, **_TABLES, "fc.weight": "fc.weight", "output_norm.weight": "norm.weight"})
+    for x, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+        name = f"layers.0.self_attn.{x}_proj.weight"
+        if name in tensors:
+            tensors[name] = _in_halves(tensors[name], config[heads])
+    tensors |= _draft_vocabulary(file, config["vocab_size"])
+    file.expect_no_more()
+    return {**config, "draft_vocab_size": len(tensors.get("d2t", ())) or config["vocab_size"]}, tensors
+
+
+def _read_block(file: File) -> Published:
+    for fact, meaning in _OTHER_BLOCKS.items():
+        if fact in file or file.get(fact) is not None:
+            raise CheckpointError(f"{file.name} has {fact}: {meaning}, which is not computed here")
+    layers = int(file.need("ARCH.block_count"))
+    config = {
+        **_layer_config(file),
+        "num_hidden_layers": layers,
+        "rope_scaling": _rope_scaling(file),
+        "block_size": file.need("ARCH.block_size"),
+        "mask_token_id": file.need("tokenizer.ggml.mask_token_id"),
+        "target_layer_ids": [
+            int(layer) - 1 for layer in file.need("ARCH.target_layers")
+        ],  # outputs, as z-lab names them
+        **_windows(file, layers),
+        **_factors(file),
+    }
+    names = {
+        "fc.weight": "fc.weight",
+        "enc.output_norm.weight": "hidden_norm.weight",
+        "output_norm.weight": "norm.weight",
+    }
+    for i in range(layers):
+        parts = {**_LAYER, **_HEAD_NORMS, **_CONVOLUTIONS}
+        names |= {f"blk.{i}.{theirs}": f"layers.{i}.{ours}" for theirs, ours in parts.items()}
+    tensors = _tensors(file, {**names, **_SELECTOR, **_MARKOV, **_TABLES})
+    maps = _draft_vocabulary(file, config["vocab_size"])
+    file.expect_no_more()
+    return _block_form(file, config, tensors, maps)
+
+
+def _block_form(
+    file: File, config: dict[str, Any], tensors: dict[str, Tensor], maps: Mapping[str, Tensor]
+) -> Published:
+    """Return a block head in the form that has a place for its parts."""
+    anchor = {"sample_from_anchor": bool(file.get("ARCH.sample_from_anchor", "markov_w1.weight" in file))}
+    markov = tensors.get("markov_head.markov_w1.weight")
+    confident = "confidence_head.proj.weight" in tensors
+    dspark = {
+        "markov_rank": 0 if markov is None else int(markov.shape[1]),
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": confident,
+        "confidence_head_with_markov": confident and markov is not None,
+    }
+    if maps:
+        return _speculators_form(config, {**dspark, **anchor}, {**tensors, **maps}, len(maps["d2t"]))
+    if "candidate_selector.predecessor_codebook" in tensors:
+        sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        second = {key: int(file.need(f"ARCH.{key}")) for key in sizes}
+        return {**config, "architectures": [DFLASH2], **second, **anchor}, tensors
+    if markov is None and not any(name in tensors for name in _TABLES.values()):
+        return {**config, "architectures": [DFLASH], **anchor}, tensors
+    return {**config, "architectures": [DSPARK], **dspark, **anchor}, tensors
+
+
+def _speculators_form(
+    config: dict[str, Any], dspark: Mapping[str, Any], tensors: dict[str, Tensor], drafted: int
+) -> Published:
+    """Return a head over a draft vocabulary in the form of the speculators library."""
+    for key in ("layer_types", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+        if config.get(key) not in (None, 1.0):
+            raise CheckpointError(
+                f"the head has a draft vocabulary and {key} {config[key]!r}; whether these mean what the speculators library "
+                "or what z-lab means by them is not in the file: use the head's folder, from which it was made"
+            )
+    layer_keys = [key for key in config if key not in ("block_size", "mask_token_id", "target_layer_ids", "is_causal")]
+    return {
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {key: config[key] for key in layer_keys} | {"model_type": "qwen3"},
+        "draft_vocab_size": drafted,
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
+        **dspark,
+    }, tensors
+
+
+def _read_mtp(file: File) -> Published:
+    """Return the first MTP module behind the layers of a target."""
+    if file.architecture not in MTP_TYPES:
+        raise CheckpointError(
+            f"{file.name} has the MTP module of a {file.architecture}, whose layer is stored in another way than transformers' "
+            f"class has it; modules of {', '.join(MTP_TYPES)} are read: use the target's checkpoint in Hugging Face layout"
+        )
+    behind = int(file.need("ARCH.block_count")) - int(file.need("ARCH.nextn_predict_layers"))
+    names = _MTP | {theirs: f"mtp_block.{ours}" for theirs, ours in _MTP_LAYER.items()}
+    shared = "shared_experts" if file.architecture == "glm4moe" else "shared_expert"
+    names |= {f"ffn_{x}_shexp.weight": f"mtp_block.mlp.{shared}.{x}_proj.weight" for x in ("gate", "up", "down")}
+    prefix = f"blk.{behind}."
+    tensors = _tensors(file, {prefix + theirs: f"layers.0.{ours}" for theirs, ours in names.items()})
+    if "layers.0.post_norm.weight" not in tensors:  # llama.cpp takes the target's last norm
+        tensors["layers.0.post_norm.weight"] = file.tensor("output_norm.weight")
+    halves = [f"{prefix}ffn_{x}_exps.weight" for x in ("gate", "up")]
+    if halves[0] in file:
+        tensors["layers.0.mtp_block.mlp.experts.gate_up_proj"] = torch.cat(
+            [file.tensor(half) for half in halves], dim=1
+        )
+    gate = "layers.0.mtp_block.mlp.shared_expert_gate.weight"
+    if gate in tensors:
+        tensors[gate] = tensors[gate].reshape(1, -1)
+    if file.architecture != "glm4moe":  # Qwen's norms multiply by 1 + weight, llama.cpp's by the weight
+        tensors = {name: tensor - 1 if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+    left = [name for name in file.unused(prefix) if not name.endswith(_UNUSED_TABLES)]
+    if left:
+        raise CheckpointError(f"{file.name}: the MTP module has tensors that are not known here: {', '.join(left)}")
+    return {
+        "model_type": MODEL_TYPE,
+        "target_model_type": MTP_TYPES[file.architecture],
+        "hidden_size": file.need("ARCH.embedding_length"),
+        "vocab_size": file.vocab_size(),
+        "max_position_embeddings": file.need("ARCH.context_length"),
+        "eyas": {},
+    }, tensors
+
+
+_READERS: Mapping[str, Callable[[File], Published]] = {"eagle3": _read_eagle3, "dflash": _read_block}
+
+
+# --- parts -------------------------------------------------------------------------------------------
+
+
+def _tensors(file: File, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return those of these tensors that the file has, under their new names."""
+    return {ours: file.tensor(theirs) for theirs, ours in names.items() if theirs in file}
+
+
+def _layer_config(file: File) -> dict[str, Any]:
+    """Return the keys of a LLaMA config.json."""
+    hidden, heads = int(file.need("ARCH.embedding_length")), int(file.need("ARCH.attention.head_count"))
+    width = int(file.get("ARCH.attention.key_length") or file.get("ARCH.rope.dimension_count") or hidden // heads)
+    turned = int(file.get("ARCH.rope.dimension_count", width))
+    if turned != width:
+        raise CheckpointError(
+            f"{file.name}: RoPE turns {turned} of the {width} channels of a head, and here all or none"
+        )
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": file.need("ARCH.feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.get("ARCH.attention.head_count_kv", heads),
+        "head_dim": width,
+        "hidden_act": file.get("ARCH.hidden_activation", "silu"),
+        "rms_norm_eps": file.need("ARCH.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": file.need("ARCH.context_length"),
+        "rope_theta": file.get("ARCH.rope.freq_base", 10000.0),
+        "vocab_size": file.vocab_size(),
+    }
+
+
+def _rope_scaling(file: File) -> dict[str, Any] | None:
+    """Return the `rope_scaling` of a config.json."""
+    kind = file.get("ARCH.rope.scaling.type", "none")
+    if "rope_freqs.weight" in file:
+        if kind != "none":
+            raise CheckpointError(f"{file.name} has both rope_freqs and a RoPE of type {kind}")
+        return _llama3_of(file.tensor("rope_freqs.weight").double(), file)
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": file.need("ARCH.rope.scaling.factor")}
+    if kind != "yarn":
+        return scaling  # its reader refuses a type that it does not know
+    if file.get("ARCH.rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+        raise CheckpointError(f"{file.name} has a YaRN with an extrapolation factor other than 1")
+    keys = {
+        "original_max_position_embeddings": "original_context_length",
+        "attention_factor": "yarn_attn_factor",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    }
+    found = {ours: file.get(f"ARCH.rope.scaling.{theirs}") for ours, theirs in keys.items()}
+    return scaling | {ours: value for ours, value in found.items() if value is not None}
+
+
+def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
+    """Return the llama3 scaling whose frequencies are divided by these factors [h/2]. The file holds no more of it.
+
+    With wavelengths w, factors are 1 / ((1 - s) / factor + s), where s = (length / w - low) / (high - low), cut to
+    0 ... 1. Only the ratios of length, low and high matter, so low is 1. CheckpointError for factors of another form.
+    """
+    theta, width = float(file.get("ARCH.rope.freq_base", 10000.0)), 2 * len(factors)
+    turns = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width) / (2 * math.pi)  # 1 / w
+    factor = float(factors.max())
+    inner = (factors > 1 + 1e-6) & (factors < factor * (1 - 1e-6))
+    if bool(torch.isclose(factors, torch.ones_like(factors)).all()) or int(inner.sum()) < 2:
+        raise CheckpointError(f"{file.name} has rope_freqs from which the scaling of RoPE cannot be told")
+    smooth = (1 / factors[inner] - 1 / factor) / (1 - 1 / factor)
+    lines = torch.stack([turns[inner], torch.ones_like(smooth)], dim=1)  # s = slope / w + offset
+    slope, offset = torch.linalg.lstsq(lines, smooth[:, None]).solution[:, 0].tolist()
+    high = 1 - 1 / offset
+    length = slope * (high - 1)
+    share = ((length * turns - 1) / (high - 1)).clamp(0, 1)
+    if not torch.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4):
+        raise CheckpointError(f"{file.name} has rope_freqs that are not those of a llama3 scaling, which alone is read")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _in_halves(weight: Tensor, heads: int) -> Tensor:
+    """Return rows of queries or keys for a RoPE that turns the two halves of a head; in the file it turns neighbours."""
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _draft_vocabulary(file: File, vocabulary: int) -> dict[str, Tensor]:
+    """Return d2t with offsets; the file holds the target's ids themselves."""
+    if "d2t" not in file:
+        return {}
+    ids = file.tensor("d2t").reshape(-1)
+    return {"d2t": ids - torch.arange(len(ids))} if len(ids) != vocabulary else {}
+
+
+def _windows(file: File, layers: int) -> dict[str, Any]:
+    """Return the keys of sliding windows, and whether slots see earlier slots only."""
+    keys: dict[str, Any] = {}
+    if (causal := file.get("ARCH.attention.causal")) is not None:
+        keys["is_causal"] = bool(causal)
+    window = int(file.get("ARCH.attention.sliding_window", 0))
+    if not window:
+        return keys
+    pattern = file.need("ARCH.attention.sliding_window_pattern")
+    slides = list(pattern) if isinstance(pattern, list) else [True] * layers
+    kinds = [SLIDING if slid else "full_attention" for slid in slides]
+    return keys | {"layer_types": kinds, "use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+
+
+def _factors(file: File) -> dict[str, Any]:
+    """Return the factors of embeddings and logits, and the cap of these."""
+    keys = {
+        "input_embedding_scale": "embedding_scale",
+        "output_multiplier": "logit_scale",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+    found = {ours: file.get(f"ARCH.{theirs}") for ours, theirs in keys.items()}
+    return {ours: value for ours, value in found.items() if value}

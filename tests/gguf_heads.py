@@ -1,0 +1,177 @@
+"""Heads as llama.cpp's converter writes them into GGUF files, made of heads in their published forms: for tests
+without llama.cpp. tests/interop/test_gguf.py compares with the converter itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "hidden_norm": "attn_norm_2",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.{shared}.{x}_proj": f"ffn_{x}_shexp" for shared in ("shared_expert", "shared_experts") for x in ("gate", "up", "down")},
+}  # fmt: skip
+OUTER = {
+    "norm": "output_norm",
+    "lm_head": "output",
+    "embed_tokens": "token_embd",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}
+SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+NUMBERS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
+
+
+def write(
+    path: Path, architecture: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], quantised: tuple[str, ...] = ()
+) -> Path:  # fmt: skip
+    """Write a file. Keys of settings that have no dot belong to the architecture; `quantised` tensors get eight bits."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in settings.items():
+        add(writer, key if key.startswith(("tokenizer.", "split.")) else f"{architecture}.{key}", value)
+    for name, tensor in tensors.items():
+        data = np.ascontiguousarray(tensor.detach().numpy())
+        if name in quantised:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(data.astype(np.float32), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that all heads have, from a LLaMA config.json."""
+    found = {theirs: config[ours] for ours, theirs in SIZES.items() if ours in config}
+    found |= {theirs: float(config[ours]) for ours, theirs in NUMBERS.items() if ours in config}
+    return {"block_count": config.get("num_hidden_layers", 1), **found}
+
+
+def eagle3(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: list[int]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An EAGLE-3 head in vLLM's form -> tensors and settings of a file; `layers` as the converter has them, inputs."""
+    settings = {**sizes(config), "target_layers": layers, "target_hidden_size": config["hidden_size"]}
+    settings |= {key: config.get(key, False) for key in ("norm_before_residual", "norm_before_fc")}
+    made = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if name == "d2t":
+            made["d2t"] = tensor + torch.arange(len(tensor))
+        elif name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            made[renamed(name, "post_attention_layernorm", "ffn_norm")] = in_pairs(tensor, heads)
+        elif name != "t2d":
+            made[renamed(name.replace("input_norm", "enc.output_norm"), "post_attention_layernorm", "ffn_norm")] = (
+                tensor
+            )
+    return made, settings
+
+
+def block(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A block head in z-lab's or DeepSpec's form -> tensors and settings of a file."""
+    merged = {**config, **config.get("dflash_config", {})}
+    settings = {
+        **sizes(config),
+        "block_size": merged["block_size"],
+        "tokenizer.ggml.mask_token_id": merged["mask_token_id"],
+    }
+    settings["target_layers"] = [layer + 1 for layer in merged["target_layer_ids"]]
+    for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+        settings |= {key: merged[key]} if key in merged else {}
+    if merged.get("use_sliding_window"):
+        settings["attention.sliding_window"] = merged["sliding_window"]
+        settings["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in merged["layer_types"]]
+    if merged.get("is_causal") is not None:
+        settings["attention.causal"] = merged["is_causal"]
+    if "markov_head.markov_w1.weight" in tensors:
+        settings["sample_from_anchor"] = merged["sample_from_anchor"]
+    made = {
+        renamed("enc.output_norm.weight" if name == "hidden_norm.weight" else name, "post_attention_layernorm", "ffn_norm"): tensor
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+    return made, settings
+
+
+def module(architecture: str, tensors: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """An MTP module as eyas writes it (layers.0.*) -> the tensors behind a target's layers in a file."""
+    made = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        inner = name.removeprefix("layers.0.")
+        value = tensor + 1 if architecture != "glm4moe" and name.endswith("norm.weight") else tensor
+        part = inner.removeprefix("mtp_block.")
+        if part == "mlp.experts.gate_up_proj":
+            gate, up = value.chunk(2, dim=1)
+            made |= {f"blk.{layers}.ffn_gate_exps.weight": gate, f"blk.{layers}.ffn_up_exps.weight": up}
+        elif part == inner:
+            made[f"blk.{layers}.nextn.{inner.replace('post_norm', 'shared_head_norm')}"] = value
+        else:
+            made[renamed(f"layers.{layers}.{part}", "post_attention_layernorm", "post_attention_norm")] = value
+    return made
+
+
+def renamed(name: str, after: str, norm: str) -> str:
+    """A published name in llama.cpp's form; `norm` is that of the norm `after` the attention."""
+    stem, _, kind = name.rpartition(".")
+    table = {**LAYER, after: norm}
+    if stem.startswith("layers."):
+        _, number, rest = (stem if kind in ("weight", "bias") else name).split(".", 2)
+        short = table[rest]
+        return f"blk.{number}.{short}.{kind}" if kind in ("weight", "bias") else f"blk.{number}.{short}"
+    return f"{OUTER.get(stem, stem)}.{kind}" if kind in ("weight", "bias") else OUTER.get(name, name)
+
+
+def in_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Rows for a RoPE that turns neighbouring channels, by the converter's words: reshape, swap, reshape."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)

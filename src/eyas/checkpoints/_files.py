@@ -35,8 +35,6 @@ _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
 # files that may be in one folder with the weights of a whole model
 _NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
-_SAFE_FILES = [_CONFIG, "*.safetensors", "*.safetensors.index.json"]
-_PICKLED_FILES = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
 
 # --- finding ---------------------------------------------------------------------------------------
@@ -59,39 +57,10 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"draft head {name}: there is no such folder, and it is no hub id (owner/name)")
-    folder = _fetch(name, revision)
+    from eyas.checkpoints._hub import fetch
+
+    folder = fetch(name, revision)
     return folder, f"{name}@{folder.name}"
-
-
-def _fetch(hub_id: str, revision: str | None) -> Path:
-    """Return the folder of a hub snapshot: config and safetensors, or pickled files where there are
-    no safetensors."""
-    import huggingface_hub
-
-    try:
-        folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_SAFE_FILES))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_PICKLED_FILES))
-    except Exception as error:  # the hub's client raises errors of several libraries
-        raise CheckpointError(
-            f"draft head {hub_id}: there is no such folder here, and {_refusal(error, revision)}"
-        ) from error
-    return folder
-
-
-def _refusal(error: Exception, revision: str | None) -> str:
-    """Return the reason why the hub did not deliver; for common ones it says what to do."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return "the hub gives it only to those who asked for access: ask there, then log in"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "the hub has no such repository, or keeps it private: check the name, or log in"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"the hub has no revision {revision!r} of it"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return "the hub cannot be reached, and no copy was fetched earlier: connect, or give a folder"
-    return f"fetching it from the hub failed ({type(error).__name__}: {first_line(error, 200)})"
 
 
 # --- reading ---------------------------------------------------------------------------------------

@@ -162,16 +162,21 @@ def test_a_refusal_names_its_field(server: Running, field: str, value: Any) -> N
         assert not any(words in error["message"] for words in ("Input should", "valid", "Field required", "Extra"))
 
 
-def test_token_ids_of_a_completion(server: Running) -> None:
-    """Guards `return_token_ids`, by which an audit reads what was drawn: every token once, those without text too."""
-    body = {"prompt": PROMPTS[3], "max_tokens": 9, "temperature": 0, "ignore_eos": True}
-    assert "token_ids" not in post(server, "/v1/completions", body).text
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_of_an_answer(path: str, server: Running) -> None:
+    """Guards `return_token_ids`, by which an audit and llama-benchy read what was drawn: every token once, those without
+    text too."""
+    asked = (
+        {"prompt": PROMPTS[3]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPTS[3]}]}
+    )
+    body = {**asked, "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    assert "token_ids" not in post(server, path, body).text
     found = []
     for stream in (False, True):
-        response = post(server, "/v1/completions", {**body, "return_token_ids": True, "stream": stream})
+        response = post(server, path, {**body, "return_token_ids": True, "stream": stream})
         lines = [line.removeprefix("data: ") for line in response.text.splitlines() if "choices" in line]
-        choices = [json.loads(line)["choices"][0] for line in lines]
-        found.append([token for choice in choices for token in choice["token_ids"]])
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        found.append([token for choice in choices for token in choice.get("token_ids", [])])
     assert len(found[0]) == 9
     assert found[0] == found[1]
 

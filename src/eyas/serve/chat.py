@@ -32,7 +32,13 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     made = await prepare(service, body)
     job = made.job
     dialect = ChatCompletion(
-        job, made.model, request_id(request.scope), service.token_texts, made.new_reader, job.keywords.get("logprobs")
+        job,
+        made.model,
+        request_id(request.scope),
+        service.token_texts,
+        made.new_reader,
+        job.keywords.get("logprobs"),
+        bool(body.return_token_ids),
     )
     return await reply(service, request, body, dialect)
 
@@ -101,6 +107,7 @@ class ChatCompletion(Dialect):
     texts: TokenTexts
     new_reader: Callable[[], MessageReader]
     logprobs: int | None = None  # most probable tokens to list; None: no log-probabilities
+    token_ids: bool = False  # of the answer, as in vLLM
 
     _readers: dict[int, MessageReader] = field(default_factory=dict)  # readers of the sequences of a stream
 
@@ -119,6 +126,7 @@ class ChatCompletion(Dialect):
             "logprobs": self._logprobs(totals.logprobs),
             "finish_reason": _finish(reader, totals.finish),
             "stop_reason": totals.stop_reason,
+            **({"token_ids": list(totals.token_ids)} if self.token_ids else {}),
         }
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
@@ -127,7 +135,8 @@ class ChatCompletion(Dialect):
         reader = self._readers[delta.index]
         choices = [_chunk_choice(delta.index, part) for part in reader.read(delta)]
         logprobs = self._logprobs(delta.logprobs)
-        if not choices and (logprobs or (delta.cycle and not delta.finish)):
+        ids = list(delta.token_ids) if self.token_ids else []
+        if not choices and (logprobs or ids or (delta.cycle and not delta.finish)):
             choices = [_chunk_choice(delta.index, {"content": ""})]
         if choices:
             choices[0]["logprobs"] = logprobs
@@ -135,6 +144,9 @@ class ChatCompletion(Dialect):
             choices.append(
                 {**_chunk_choice(delta.index, {}, _finish(reader, delta.finish)), "stop_reason": delta.stop_reason}
             )
+        if self.token_ids:
+            for number, choice in enumerate(choices):
+                choice["token_ids"] = [] if number else ids
         return choices
 
     def extra(self, totals: list[Totals]) -> dict[str, Any]:

@@ -154,6 +154,8 @@ class CountBody(Body):
         except ValidationError as error:
             raise invalid_body(error) from None
         chat.check()
+        if chat.return_token_ids:
+            raise ApiError(400, "messages hold no token ids: leave return_token_ids out", param="return_token_ids")
         return chat.placed([place for _, place in made])
 
     def limits(self) -> dict[str, Any]:

@@ -360,7 +360,6 @@ def test_heads_of_the_speculators_library(tmp_path: Path, target: Target) -> Non
     ("told", "message"),
     [
         (library("xpress"), "'xpress'"),
-        (library("mtp"), "'mtp'"),
         (library("dspark", markov_head_type="rnn"), "'rnn'"),
         (library("dflash", aux_hidden_state_layer_ids=[2, 1]), "aux_hidden_state_layer_ids"),
         (library("dflash", transformer_layer_config={"model_type": "gemma3_text"}), "'gemma3_text'"),

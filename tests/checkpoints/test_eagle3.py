@@ -79,7 +79,7 @@ def test_what_is_left_out(tmp_path: Path, form: str) -> None:
         "rms_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "max_positions": 512, "fc_bias": False, "qkv_bias": False,
         "layers": 1, "act": "silu", "draft_vocab_size": len(IDS), "target_hidden_size": D, "num_features": 3, "feature_layers": None,
         "layer_ids_as_published": None, "norm_before_fc": False, "fc_norm": False, "norm_before_residual": False, "carries": "raw",
-        "head": "own", "window": None,
+        "qk_norm": False, "head": "own", "window": None,
     }  # fmt: skip
 
 
@@ -537,10 +537,13 @@ REFUSED: dict[str, tuple[Head, str]] = {
         speculators(speculators_model_type="xpress"),
         "speculators type 'xpress'; .* of types 'eagle3', 'peagle', 'dflash'",
     ),
-    "mtp": (speculators(speculators_model_type="mtp"), "type 'mtp'"),
+    "mtp": (
+        speculators(speculators_model_type="mtp", transformer_layer_config=None),
+        "no transformer_layer_config with a model_type",
+    ),
     "qwen_layer": (
-        speculators(layer={"model_type": "qwen3"}),
-        "of model_type 'qwen3'; heads with a 'llama' layer are read",
+        speculators(layer={"model_type": "gemma4_text"}),
+        "of model_type 'gemma4_text'; heads with a 'llama' or 'qwen3' layer are read",
     ),
     "no_layer": (speculators(transformer_layer_config=None), "has no transformer_layer_config"),
     "norm_before_residual": (

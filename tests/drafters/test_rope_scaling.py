@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import zoo
-from eyas.blocks._net import Attention as BlockAttention
+from eyas.blocks._net import BlockAttention
 from eyas.checkpoints import Weights
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target

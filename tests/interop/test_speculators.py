@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from torch import Tensor
 
 import eyas
 import processes
+import zoo
 from eyas import checkpoints, exports
+from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.nn import Documents
 from heads import make
@@ -48,6 +52,13 @@ def test_logits(
     residual.config["norm_before_residual"] = True
     made["norm_before_residual"] = tmp_path / "residual"
     exports.export(residual, "speculators", made["norm_before_residual"], known)
+    made["Qwen3's layers"] = tmp_path / "qwen3"
+    exports.export(
+        with_head_norms(make("eagle3", target, **{"head.depth": 2}).weights()),
+        "speculators",
+        made["Qwen3's layers"],
+        known,
+    )
 
     tokens_N = torch.tensor(llm.ids("I want to book a table for two in San Jose tonight."))
     methods = {name: find("eagle3").load(checkpoints.load(place), target) for name, place in made.items()}
@@ -71,11 +82,47 @@ def test_logits(
         )
 
 
+def with_head_norms(head: checkpoints.Weights) -> checkpoints.Weights:
+    """The head with Qwen3's layers, which norm queries and keys."""
+    noise, h = torch.Generator().manual_seed(0), head.config["head_dim"]
+    layers = ["layer", *(f"later.{i}" for i in range(head.config["layers"] - 1))]
+    norms = {
+        f"{layer}.attention.{x}_norm.weight": 1 + 0.3 * torch.randn(h, generator=noise)
+        for layer in layers
+        for x in "qk"
+    }
+    return replace(head, config={**head.config, "qk_norm": True}, tensors={**head.tensors, **norms})
+
+
+def test_logits_of_mtp_modules(interop: Path, tmp_path: Path) -> None:
+    """Guards the order of the halves, which norm reads what, and names: the library's class, with random weights, saves a
+    module that eyas reads; in the first step both see the same. No false alarms, as above."""
+    target = Target(zoo.HYBRIDS["qwen3_5"]())
+    tokens_N = torch.arange(3, 23)
+    features_ND = target.encode(tokens_N[None], (target.num_layers,))[0]
+    (tmp_path / "layer.json").write_text(json.dumps(target.model.config.to_dict(), default=str))
+    tables = {"embed": target.family.embedding.weight, "lm_head": target.family.head.weight}
+    inputs = {
+        "tokens": tokens_N,
+        "features": features_ND,
+        **{name: table.detach().clone() for name, table in tables.items()},
+    }
+    save_file({name: value.contiguous() for name, value in inputs.items()}, tmp_path / "inputs.safetensors")
+    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
+    done = processes.run([interop, PROGRAMS / "mtp_logits.py", tmp_path], env=outside)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    theirs_NV = load_file(tmp_path / "logits.safetensors")["logits"]
+    method: Any = find("mtp").from_pretrained(tmp_path / "head", target)
+    ours_NV = logits(method, target, tokens_N, features_ND)[0, : len(theirs_NV)]
+    print(f"mtp: largest difference {(theirs_NV - ours_NV).abs().max():.1e}, deviation {ours_NV.std():.1f}")
+    torch.testing.assert_close(theirs_NV, ours_NV, rtol=1e-3, atol=1e-3)
+
+
 def logits(method: Any, target: Any, tokens_N: Tensor, features_NF: Tensor) -> Tensor:
     """Our logits [steps, N, V']."""
     rows_N, documents = torch.arange(len(tokens_N)), Documents((len(tokens_N),))
     with torch.no_grad():
         hidden = method.net.training_time_test(
-            features_NF, lambda i: target.embed(tokens_N[i]), rows_N, documents, STEPS
+            features_NF, lambda i: target.embed(tokens_N[i.clamp(max=len(tokens_N) - 1)]), rows_N, documents, STEPS
         )
         return torch.stack([method.head(hidden_ND) for hidden_ND in hidden])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,7 +34,6 @@ from eyas.nn import (
     SwiGLU,
     grouped_attention,
     packed_attention,
-    rope,
 )
 
 __all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore", "Selector"]
@@ -112,16 +111,7 @@ class BlockAttention(Attention):
     """Attention with norms over each head of queries and keys (Qwen3)."""
 
     def __init__(self, shape: LayerShape) -> None:
-        super().__init__(shape)
-        self.q_norm, self.k_norm = (RMSNorm(shape.head_dim, shape.rms_eps) for _ in range(2))
-
-    def query(self, x: Tensor, position: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
-        return rope(self.q_norm(q).to(q.dtype), position, self.frequency(x.device))
-
-    def key_value(self, x: Tensor) -> KeysValues:
-        k, v = super().key_value(x)
-        return self.k_norm(k).to(k.dtype), v
+        super().__init__(replace(shape, qk_norm=True))
 
     def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
         """Attention of the blocks to the slots that the mask shows, after their own keys and values

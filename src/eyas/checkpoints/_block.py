@@ -210,7 +210,6 @@ def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
     }
     for i in range(ours["layers"]):
         names |= layer_names(f"layers.{i}", f"layers.{i}")
-        names |= {f"layers.{i}.self_attn.{x}_norm.weight": f"layers.{i}.attention.{x}_norm.weight" for x in "qk"}
         names[f"layers.{i}.input_layernorm.weight"] = f"layers.{i}.input_norm.weight"
         for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
             names |= {

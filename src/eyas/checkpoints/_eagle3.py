@@ -11,6 +11,7 @@ Our tensors (D draft width, T target width, F = num_features * T, V vocabulary, 
     layer.hidden_norm.weight [D]                      norm of the hidden state
     layer.attention.{q,k,v}.weight [rows, 2D]         over [embedding, hidden state]; biases [rows], if qkv_bias
     layer.attention.o.weight [D, heads * head_dim]
+    layer.attention.{q,k}_norm.weight [head_dim]      if qk_norm
     layer.mlp_norm.weight [D]                         layer.mlp.{gate,up}.weight [I, D], layer.mlp.down.weight [D, I]
     later.i.input_norm.weight [D]                     i from 0: the layers after the first, which read hidden states only;
     later.i.attention.{q,k,v}.weight [rows, D]        the others of their tensors are named as the first layer's
@@ -30,6 +31,7 @@ Our config: the keys of an EAGLE-1 head (`safeailab`) and
     norm_before_fc           one norm over all features before fc
     fc_norm                  one norm over each feature before fc
     norm_before_residual     the layer's residual is the normed hidden state instead of the raw one
+    qk_norm                  the layers are Qwen3's: a norm over each head of queries and keys
     carries                  "raw" or "normed": whether the next state is taken before or after the final norm
     head                     "own", or "target" for a head that uses the target's
 """
@@ -58,11 +60,11 @@ from eyas.checkpoints._weights import differences, refuse_dtypes
 from eyas.errors import CheckpointError
 
 __all__ = [
-    "CARRIES", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "check_dtypes", "choice", "complete",
-    "draft_ids", "is_eagle3", "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
+    "CARRIES", "DEEPSPEC", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "check_dtypes",
+    "choice", "complete", "draft_ids", "is_eagle3", "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
 ]  # fmt: skip
 
-SGLANG, VLLM = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
+SGLANG, VLLM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
 NAME_THE_FORM = f'"architectures": ["{SGLANG}"] (SpecForge, SGLang, ModelOpt) or ["{VLLM}"] (vLLM)'
 """The line that a config.json needs if it does not say whose format it has."""
 
@@ -72,7 +74,7 @@ CARRIES, MEANINGS = ("raw", "normed"), ("input", "output")
 
 SETTINGS = {
     "carries", "draft_vocab_size", "fc_norm", "feature_layers", "head", "layer_ids", "layer_ids_as_published", "layers",
-    "norm_before_fc", "norm_before_residual",
+    "norm_before_fc", "norm_before_residual", "qk_norm",
 }  # fmt: skip
 """Keys of the "eyas" object that define the computation; all others are the writer's record and are
 kept as they are."""
@@ -146,6 +148,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
         "norm_before_fc": config.get("norm_before_fc") or False,
         "fc_norm": config.get("fc_norm") or False,
         "norm_before_residual": config.get("norm_before_residual") or False,
+        "qk_norm": config.get("qk_norm") or False,
         "carries": config.get("carries") or "raw",
         "window": config.get("window"),
         "head": config.get("head") or "own",
@@ -272,9 +275,10 @@ def assemble(
         several: whether there may be layers after the first.
     """
     refuse(config)
-    if any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in tensors):
+    if not settings.get("qk_norm") and any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in tensors):
         raise CheckpointError(
-            "the layer of this EAGLE-3 head is Qwen3's, with norms of queries and keys, which are not computed here"
+            "the layer of this EAGLE-3 head is Qwen3's, with norms of queries and keys, which readers of this form do not compute; "
+            f'if the head is one of DeepSpec, write "architectures": ["{DEEPSPEC}"]'
         )
     layer, count_of_layers = _layers_of(tensors, layers, several)
     _check_count(config, count_of_layers)

@@ -45,19 +45,24 @@ def publish_tensors(
 
 
 def publish(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str, qk_norm: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     """Convert to the parts that every format for other engines needs. CheckpointError for biases,
-    which none of them computes.
+    which none of them computes, and for Qwen3's layers.
 
     Args:
         reader: the engine's name, for messages.
+        qk_norm: whether the engine computes Qwen3's layers.
 
     Returns:
         our complete config; the keys of a LLaMA config.json; the tensors under their published names.
     """
     ours, published = publish_tensors(config, tensors, layer)
     refuse_qkv_bias(ours, reader)
+    if ours["qk_norm"] and not qk_norm:
+        raise CheckpointError(
+            f"the head has Qwen3's layers, with norms of queries and keys, and {reader} computes LLaMA's"
+        )
     if ours["fc_bias"] and bool(published.pop("fc.bias").any()):
         raise CheckpointError(f"the head has a bias of fc, and {reader} computes none in EAGLE-3 heads")
     keys = {**write_layer(ours), **window_keys(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}

@@ -40,6 +40,7 @@ _SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def layer_names(published: str, ours: str) -> dict[str, str]:
     """Published tensor name -> our name, for a layer with these prefixes; without its input norms."""
     names = {f"self_attn.{x}_proj.{kind}": f"attention.{x}.{kind}" for x in "qkv" for kind in ("weight", "bias")}
+    names |= {f"self_attn.{x}_norm.weight": f"attention.{x}_norm.weight" for x in "qk"}
     names |= {
         "self_attn.o_proj.weight": "attention.o.weight",
         "post_attention_layernorm.weight": "mlp_norm.weight",
@@ -60,6 +61,8 @@ def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -
         out[f"{layer}.attention.{name}.weight"] = (rows, inputs)
         if config["qkv_bias"]:
             out[f"{layer}.attention.{name}.bias"] = (rows,)
+    if config.get("qk_norm"):
+        out |= {f"{layer}.attention.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
     return out | {
         f"{layer}.attention.o.weight": (hidden, query),
         f"{layer}.mlp_norm.weight": (hidden,),

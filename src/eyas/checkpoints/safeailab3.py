@@ -24,6 +24,7 @@ from torch import Tensor
 
 from eyas.checkpoints._eagle3 import (
     CARRIES,
+    DEEPSPEC,
     IDS,
     NAME_THE_FORM,
     SGLANG,
@@ -46,14 +47,14 @@ METHODS = EXPORTS = ("eagle3",)
 NAME = "safeailab"
 
 EXTENDED = "EyasEagle3ForCausalLM"
-_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")
+_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "qk_norm")
 _NEEDS = (*_FLAGS, "feature_layers", "carries", "head", "layers")
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether this is an EAGLE-3 head that no other format claims, even if `read` refuses
     its architecture."""
-    claimed = architecture(config) in (SGLANG, VLLM) or "speculators_model_type" in config
+    claimed = architecture(config) in (SGLANG, VLLM, DEEPSPEC) or "speculators_model_type" in config
     return is_eagle3(config, names) and not claimed and not is_parallel(config, names)
 
 

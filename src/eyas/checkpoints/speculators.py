@@ -10,8 +10,8 @@ An export also has `speculators_config`, which names the target: `vllm serve FOL
 by itself. It always has embed_tokens, because the library's class drafts with zeros for a table
 that is missing (transformers initialises it before the target's is read).
 
-Block heads are read by `speculators_block`; heads of other types (mtp, xpress) and layers other than LLaMA's are refused by name. Our
-config and our tensor names: see `_eagle3`.
+Block heads are read by `speculators_block`, MTP modules by `speculators_mtp`; heads of other types (xpress) and layers
+other than LLaMA's and Qwen3's are refused by name. Our config and our tensor names: see `_eagle3`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,32 @@ from eyas.checkpoints._eagle3 import CARRIES, IDS, MASK, assemble, choice, is_pa
 from eyas.checkpoints._eagle3_writing import publish
 from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, first_line
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "VERSION", "export", "proposal", "read", "recognises", "usage"]
+__all__ = [
+    "EXPORTS",
+    "METHODS",
+    "NAME",
+    "VERSION",
+    "export",
+    "proposal",
+    "read",
+    "recognises",
+    "usage",
+    "with_defaults",
+]
 
 METHODS = ()
 NAME, EXPORTS = "speculators", ("eagle3", "peagle")
 VERSION = "0.9.0"  # version of the library whose classes the exports fit
-BLOCKS = ("dflash", "dflash2", "dspark")  # read by `speculators_block`
+OTHERS = ("dflash", "dflash2", "dspark", "mtp")  # read by `speculators_block` and `speculators_mtp`
 TOKENS = 3  # draft tokens of a cycle, unless the engine is told otherwise
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether config.json is of the library, and not of a block head."""
+    """Return whether config.json is of the library, and of no head that another module reads."""
     kind = config.get("speculators_model_type")
-    return kind is not None and kind not in BLOCKS and not is_parallel(config, names)
+    return kind is not None and kind not in OTHERS and not is_parallel(config, names)
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -49,15 +60,17 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     kind, layer = config["speculators_model_type"], mapping(config, "transformer_layer_config")
     if kind != "eagle3":
         raise CheckpointError(
-            f"this is a head of the speculators type {kind!r}; of that library, heads of types 'eagle3', 'peagle', 'dflash', 'dflash2' "
-            "and 'dspark' are read"
+            f"this is a head of the speculators type {kind!r}; of that library, heads of types 'eagle3', 'peagle', 'dflash', 'dflash2', "
+            "'dspark' and 'mtp' are read"
         )
     if not layer:
         raise CheckpointError("config.json has no transformer_layer_config, which holds the sizes of the layer")
-    if layer.get("model_type") != "llama":
+    if layer.get("model_type") not in ("llama", "qwen3"):
         raise CheckpointError(
-            f"the layer of this head is of model_type {layer.get('model_type')!r}; heads with a 'llama' layer are read"
+            f"the layer of this head is of model_type {layer.get('model_type')!r}; heads with a 'llama' or 'qwen3' layer are read"
         )
+    is_qwen3 = layer["model_type"] == "qwen3"
+    layer = with_defaults(layer, "qwen3") if is_qwen3 else layer
     if config.get("norm_before_residual") is None:
         raise CheckpointError(
             "config.json has no norm_before_residual, which speculators takes for false and vLLM for true; say which by adding "
@@ -70,6 +83,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         "carries": choice(eyas, "carries", CARRIES) or ("normed" if flag(config, "norm_output", False) else "raw"),
         "target_hidden_size": config.get("target_hidden_size"),
         "draft_vocab_size": config.get("draft_vocab_size"),
+        "qk_norm": is_qwen3,
     }
     refuse(config)
     return "eagle3", *assemble(layer, tensors, settings, ("layers.0",), eyas)
@@ -85,7 +99,9 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     sent = {name: tensor for name, tensor in tensors.items() if name != MASK}
     if "embed.weight" not in sent:
         sent["embed.weight"] = _narrow(target.embedding(), sent["fc.weight"].dtype)
-    ours, layer, their_tensors = publish(config, sent, "layers.0", "speculators")
+    ours, layer, their_tensors = publish(config, sent, "layers.0", "speculators", qk_norm=True)
+    if ours["qk_norm"]:
+        layer["model_type"] = "qwen3"
     if ours["head"] == "target":
         raise CheckpointError("the head uses the target's lm_head, and the library's class has one of its own")
     if ours["target_hidden_size"] != ours["hidden_size"]:
@@ -131,6 +147,17 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
 def proposal(tokens: int) -> dict[str, Any]:
     """Return the proposal method of a head that drafts this many tokens in a cycle."""
     return {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
+
+
+def with_defaults(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the config of a layer, with transformers' defaults for what the library leaves out."""
+    from transformers import AutoConfig
+
+    try:
+        full: dict[str, Any] = AutoConfig.for_model(**{**layer, "model_type": kind}).to_dict()
+    except Exception as error:  # transformers checks the values in its own ways
+        raise CheckpointError(f"transformer_layer_config cannot be read: {first_line(error, 200)}") from error
+    return {**full, **layer}
 
 
 def _narrow(table_VD: Tensor, head_dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,7 @@ from eyas.checkpoints._block import (
 from eyas.checkpoints._eagle3 import check_dtypes, draft_ids
 from eyas.checkpoints._llama import count, flag, mapping, read_layer, read_rope
 from eyas.checkpoints._weights import ExportTarget, Published
-from eyas.checkpoints.speculators import VERSION, proposal
+from eyas.checkpoints.speculators import VERSION, proposal, with_defaults
 from eyas.errors import CheckpointError
 
 __all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
@@ -161,19 +161,13 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
 
 def _layer(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the layers, with transformers' defaults for what the library leaves out."""
-    from transformers import AutoConfig
-
     layer = mapping(config, "transformer_layer_config")
     if not layer:
         raise CheckpointError("config.json has no transformer_layer_config, which holds the sizes of the layers")
     kind = layer.get("model_type", "qwen3")
     if kind not in ("qwen3", "llama"):
         raise CheckpointError(f"the layers of this head are of model_type {kind!r}; heads with qwen3 layers are read")
-    try:
-        full: dict[str, Any] = AutoConfig.for_model(**{**layer, "model_type": kind}).to_dict()
-    except Exception as error:  # transformers checks the values in its own ways
-        raise CheckpointError(f"transformer_layer_config cannot be read: {error}".replace("\\n", " ")) from error
-    return {**full, **layer, "model_type": "qwen3"}
+    return {**with_defaults(layer, kind), "model_type": "qwen3"}
 
 
 def _feature_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ EMBEDDING = "embed.weight"  # the head's own embedding table in a checkpoint
 MARGIN = 256  # slots that a recorded cycle reserves after the committed ones: enough for most drafts
 LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta",
-    "rope_scaling", "qkv_bias",
+    "rope_scaling", "qkv_bias", "qk_norm",
 )  # fmt: skip
 NetT = TypeVar("NetT", bound=nn.Module)
 

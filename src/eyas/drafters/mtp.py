@@ -204,10 +204,10 @@ def _own_checkpoint(target: Target) -> str:
 
 
 def _is_trained_head(source: str | Path) -> bool:
-    """Return whether the config.json there describes a module which eyas trained, or the source is a file in GGUF
-    format, which is read as such a module. A checkpoint's weights are not fetched for that."""
+    """Return whether the source is a module by itself: one that eyas or the speculators library trained, or a file in
+    GGUF format. A checkpoint's weights are not fetched for that."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)
     except (OSError, ValueError):
         return Path(source).suffix == ".gguf"
-    return bool(config.get("model_type") == MODEL_TYPE)
+    return config.get("model_type") == MODEL_TYPE or config.get("speculators_model_type") == "mtp"

@@ -53,6 +53,7 @@ class LayerShape:
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None
     qkv_bias: bool = False
+    qk_norm: bool = False  # norms over each head of queries and keys (Qwen3)
 
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values
@@ -214,6 +215,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(size, shape.num_kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.v = nn.Linear(size, shape.num_kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.o = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        if shape.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(shape.head_dim, shape.rms_eps) for _ in range(2))
         self._frequency: Tensor | None = None
 
     def frequency(self, device: torch.device) -> Tensor:
@@ -225,14 +228,14 @@ class Attention(nn.Module):
 
     def query(self, x: Tensor, position: Tensor) -> Tensor:
         """[..., in_size] -> rotated queries [..., H, h]."""
-        q = self.q(x)
-        return rope(q.unflatten(-1, (self.shape.num_heads, self.shape.head_dim)), position, self.frequency(x.device))
+        q = self.q(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
+        return rope(self.q_norm(q).to(q.dtype) if self.shape.qk_norm else q, position, self.frequency(x.device))
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[..., in_size] -> keys, not yet rotated, and values [..., K, h]."""
         k, v = self.k(x), self.v(x)
-        sizes = (self.shape.num_kv_heads, self.shape.head_dim)
-        return k.unflatten(-1, sizes), v.unflatten(-1, sizes)
+        k, v = (x.unflatten(-1, (self.shape.num_kv_heads, self.shape.head_dim)) for x in (k, v))
+        return self.k_norm(k).to(k.dtype) if self.shape.qk_norm else k, v
 
     def store(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> tuple[Tensor, Tensor]:
         """Store keys and values in the cache. Returns the visible ones, [R, K, W, h] each."""

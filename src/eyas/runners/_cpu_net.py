@@ -56,7 +56,8 @@ class CpuLayer:
     @staticmethod
     def suits(shape: LayerShape) -> bool:
         """Return whether the kernels support these sizes."""
-        return shape.head_dim in kernels.HEAD_DIMS and not (shape.hidden_size % 32 or shape.intermediate_size % 32)
+        odd = shape.qk_norm or shape.hidden_size % 32 or shape.intermediate_size % 32
+        return shape.head_dim in kernels.HEAD_DIMS and not odd
 
     def __call__(
         self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache

@@ -82,7 +82,7 @@ def with_gpu_kernels(net: Net, draft_weights: str) -> Net:
     for module in list(copy.modules()):
         if isinstance(module, RMSNorm):
             module.by_kernel, module.join_by_kernel = rms_norm, join_norms
-        if isinstance(module, DecoderLayer):
+        if isinstance(module, DecoderLayer) and not module.attention.shape.qk_norm:
             module.fused = GpuLayer(module, fp8)
         for name, child in list(module.named_children()):
             if fp8 and type(child) is nn.Linear and JoinedFp8Linears.suits([child]):

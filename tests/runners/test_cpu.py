@@ -4,6 +4,7 @@ and losslessness over every method."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,9 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.errors import OptionError
+from eyas.nn import LayerShape
 from eyas.runners import UnsuitedError
+from eyas.runners._cpu_net import CpuLayer
 from eyas.runners.cpu import FAMILIES, CpuRunner, make_cpu_runner
 from reference import plain_decode, run
 from test_lossless import DRAWN, OPTIONS
@@ -237,6 +240,13 @@ def test_what_does_not_suit_is_left_to_the_model() -> None:
         runners.with_fastest_runner(Target(zoo.tiny("llama", **SIZES).bfloat16()), "on")
     with pytest.raises(OptionError, match="unknown kernels"):
         runners.with_fastest_runner(target, "yes")
+
+
+def test_norms_of_queries_are_left_to_torch() -> None:
+    """Guards draft layers with norms of queries and keys (EAGLE-3 heads of DeepSpec), which the kernels would leave out."""
+    plain = LayerShape(64, 96, 2, 2, kernels.HEAD_DIMS[0])
+    assert CpuLayer.suits(plain)
+    assert not CpuLayer.suits(replace(plain, qk_norm=True))
 
 
 def test_other_numbers_are_noticed() -> None:

@@ -51,7 +51,11 @@ _PREFIX = "prefix_embeding_layer."
 _UNREAD = f"{_PREFIX}embed_tokens.weight"
 _LAYER_NAMES = {
     f"{_PREFIX}layers.0.input_layernorm.weight": "prefix.input_norm.weight",
-    **{name: ours for name, ours in layer_names(f"{_PREFIX}layers.0", "prefix").items() if not name.endswith("bias")},
+    **{
+        name: ours
+        for name, ours in layer_names(f"{_PREFIX}layers.0", "prefix").items()
+        if not name.endswith(("bias", "q_norm.weight", "k_norm.weight"))
+    },
     f"{_PREFIX}norm.weight": "prefix.norm.weight",
 }
 

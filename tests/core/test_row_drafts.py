@@ -13,7 +13,8 @@ from torch import Tensor
 
 import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
-from core.test_prompts import PARAMS, by_turns, decode, method_of, plain
+from core.test_prompts import CASES, PARAMS, decode, method_of, plain
+from covers import turn
 from eyas import drafters
 from eyas.core.dormant import with_policy
 from eyas.core.engine import Decoder, Request, Step
@@ -78,10 +79,10 @@ def test_ids_with_every_wish(name: str, target: Target) -> None:
     """Bugs: a session does not understand nodes that it has not drafted, a path deeper than its
     tree, or a cycle that it slept through; a limit cuts a node but not those below; rows are mixed
     up. Rows that sample their children are compared where the ids do not depend on the trees: with
-    a prediction, and without drafts."""
+    a prediction, and without drafts. Each method has one of the numbers of rows."""
     requests = []
     for i, kind in enumerate(("prediction", "off", 1, "both", 3, "auto", "prediction", "wrong", 2)):
-        request = Request(PROMPTS[i % len(PROMPTS)], 34 - 2 * i, SAMPLINGS[i % len(SAMPLINGS)])
+        request = Request(PROMPTS[i % len(PROMPTS)], 28 - 2 * i, SAMPLINGS[i % len(SAMPLINGS)])
         answer = plain(target, request)
         request = replace(
             request, draft=kind if isinstance(kind, int) or kind in ("off", "auto") else 5 if kind == "both" else "auto"
@@ -89,17 +90,15 @@ def test_ids_with_every_wish(name: str, target: Target) -> None:
         if kind in ("prediction", "both"):
             request = wish(request, prediction=changed(answer, i))
         requests.append(wish(request, prediction=tuple(range(9)) * 3) if kind == "wrong" else request)
-    for budget, rows, seed in ((9, 3, 1), by_turns(name, (None, 1, 2), (None, 4, 3))):
-        tokens, steps = decode(
-            Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed
-        )
-        for number, (request, ids) in enumerate(zip(requests, tokens, strict=True), start=1):
-            if request.sampling.greedy or name not in DRAWN or prediction_of(request) or request.draft == "off":
-                expected = plain(target, wish(request, draft="auto", prediction=()))
-                assert ids == expected, f"{rows} rows, {request.draft}, {request.sampling}"
-            own = [step for step in steps if step.request_id == number and not step.prefill]
-            check_candidates(request, own)
-        assert sum(step.extra.get("predicted", 0) for step in steps) > 20, "no prediction was accepted"
+    budget, rows, seed = turn(name, CASES, ((9, 3, 1), (None, 1, 2), (None, 4, 3)))
+    tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed)
+    for number, (request, ids) in enumerate(zip(requests, tokens, strict=True), start=1):
+        if request.sampling.greedy or name not in DRAWN or prediction_of(request) or request.draft == "off":
+            expected = plain(target, wish(request, draft="auto", prediction=()))
+            assert ids == expected, f"{rows} rows, {request.draft}, {request.sampling}"
+        own = [step for step in steps if step.request_id == number and not step.prefill]
+        check_candidates(request, own)
+    assert sum(step.extra.get("predicted", 0) for step in steps) > 20, "no prediction was accepted"
 
 
 def check_candidates(request: Request, steps: list[Step]) -> None:

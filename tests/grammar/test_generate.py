@@ -76,9 +76,11 @@ def plain(number: int) -> tuple[int, ...]:
     return tuple(plain_decode(target().model, request(number)))
 
 
-@pytest.mark.quick("suffix-*")
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.quick("suffix-1")
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*((name, 3) for name in drafters.names()), *((name, 1) for name in ("suffix", "eagle2", "eagle1"))],
+)
 def test_every_method(name: str, rows: int) -> None:
     """Guards masks at every node of every method's trees, rows that join and leave, and the cut
     where nothing may follow: greedy and seeded ids are those of plain decoding under the same

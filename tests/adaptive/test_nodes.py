@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
+from covers import turn
 from curves import curve
 from eyas import drafters, kernels
 from eyas.adaptive import AdaptiveController
@@ -111,12 +112,16 @@ def test_beyond_what_was_measured() -> None:
 LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(repetition_penalty=1.3))
 
 
+CHOSEN = ["suffix", "prompt_lookup", "rest", "eagle2", "lookahead"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("with_kernels", [True, False])
-@pytest.mark.parametrize("name", ["suffix", "prompt_lookup", "rest", "eagle2", "lookahead"])
+@pytest.mark.parametrize("name", CHOSEN)
 def test_text_stays_the_same_whatever_is_chosen(name: str, with_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: rows of a pass have unequal trees, and one reads another's node; what a guess is worth moves a token.
-    Greedy and sampled rows, batches that shrink; nodes that cost little, so that many are chosen."""
+    Greedy and sampled rows, batches that shrink; nodes that cost little, so that many are chosen. With kernels greedy
+    rows or mixed ones, and the other kind without, by turns."""
     monkeypatch.setattr(PassSeconds, "observe", lambda *_: None)  # a busy machine must not make nodes dear
     if with_kernels and not kernels.available():
         pytest.skip(f"no kernels here: {kernels.why_not()}")
@@ -130,11 +135,11 @@ def test_text_stays_the_same_whatever_is_chosen(name: str, with_kernels: bool, m
         lambda: costs, drafter.max_tree, False, drafter.chooses_nodes, fallback, target.runner.skips_padding
     )
     prompts = ((5, 6, 7, 5, 6, 7, 5, 6), tuple(range(20, 49)) * 2, (11,), (9, 8, 9, 8, 9))
-    for laws in ((LAWS[0],) * 4, LAWS):
-        requests = [Request(prompt, 40 - 3 * n, law) for n, (prompt, law) in enumerate(zip(prompts, laws, strict=True))]
-        got, steps = run(Decoder(target, with_policy(drafter, policy), 3), requests)
-        for request, ids in zip(requests, got, strict=True):
-            assert ids == plain_decode(target.model, request)
-        counts = [step.draft.tree.counts for step in steps if step.draft is not None and step.draft.tree.counts]
-        if drafter.chooses_nodes and name != "rest":
-            assert any(len(set(each)) > 1 for each in counts), "no pass had trees of unequal sizes"
+    laws = turn(name, CHOSEN, ((LAWS[0],) * 4, LAWS), offset=int(with_kernels))
+    requests = [Request(prompt, 40 - 3 * n, law) for n, (prompt, law) in enumerate(zip(prompts, laws, strict=True))]
+    got, steps = run(Decoder(target, with_policy(drafter, policy), 3), requests)
+    for request, ids in zip(requests, got, strict=True):
+        assert ids == plain_decode(target.model, request)
+    counts = [step.draft.tree.counts for step in steps if step.draft is not None and step.draft.tree.counts]
+    if drafter.chooses_nodes and name != "rest":
+        assert any(len(set(each)) > 1 for each in counts), "no pass had trees of unequal sizes"

@@ -185,7 +185,8 @@ def test_each_arm_in_the_real_loop(
     monkeypatch.setattr("eyas.audit.run.power", lambda *arguments: 1.0)  # its simulation has tests of its own
     monkeypatch.setattr("eyas.audit.run.PILOT_TOKENS", 100)  # which only that simulation reads
     monkeypatch.setattr(Plan, "short_answers", 100)  # the long ones find each of these biases
-    plan = Plan(PROMPTS, (Sampling(0.5),), tokens=3000, max_new_tokens=40)
+    tokens = 6000 if arm == "relaxed" else 3000  # its p-value is 4e-7 with half of them, the others' are far smaller
+    plan = Plan(PROMPTS, (Sampling(0.5),), tokens=tokens, max_new_tokens=40)
     rows = 50  # a forward of this model costs the same for 50 rows as for one; seeds belong to answers, not to rows
     report = audit(EyasDeployment(drafting, arm, rows, rule(arm)), EyasDeployment(plain, rows=rows), referee, plan)
     assert report["verdict"] == ("passed" if arm == "plain" else "failed"), report["reasons"]

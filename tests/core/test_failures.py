@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import zoo
+from covers import turn
 from eyas import drafters
 from eyas.core.cache import KVCache
 from eyas.core.dormant import Decision, with_policy
@@ -107,7 +108,12 @@ def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], 
 
 
 def check_isolation(
-    drafter: Drafter, failing: Request, error: type[EyasError], message: str, answered: list[tuple[Request, list[int]]]
+    drafter: Drafter,
+    failing: Request,
+    error: type[EyasError],
+    message: str,
+    answered: list[tuple[Request, list[int]]],
+    reuses: tuple[bool, ...] = (False, True),
 ) -> None:
     """The failing request comes between others, in two rows, twice; all others get their own texts,
     and the failing one the tokens that it gets without drafts."""
@@ -116,7 +122,7 @@ def check_isolation(
     exact = type(drafter).__module__.rpartition(".")[2] not in DRAWN
     is_poisoned = isinstance(drafter.target.runner, Poisoned)
     before = [] if is_poisoned else run_all(Decoder(drafter.target, make("vanilla", drafter.target)), [failing])[0][0]
-    for reuse in (False, True):
+    for reuse in reuses:
         decoder = Decoder(drafter.target, drafter, 2, reuse)
         if is_poisoned:
             drafter.target.runner.decoder = decoder
@@ -137,12 +143,14 @@ def check_isolation(
 @pytest.mark.parametrize("name", drafters.names())
 def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, list[int]]], name: str) -> None:
     """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of
-    the row would fail as well. Once in a cycle, once in the prompt."""
+    the row would fail as well. Once in a cycle, once in the prompt; one of them with texts that are
+    kept, by turns from method to method."""
     target = Target(model)
     target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
     late = wished((5, 6, 7), 12, processors=(forced(POISON, 5),))
-    for failing in (late, Request((POISON, 5, 6), 12)):
-        check_isolation(make(name, target), failing, ModelError, "logits are NaN", healthy)
+    for offset, failing in enumerate((late, Request((POISON, 5, 6), 12))):
+        reuses = turn(name, drafters.names(), ((False,), (True,)), offset)
+        check_isolation(make(name, target), failing, ModelError, "logits are NaN", healthy, reuses)
 
 
 class Now:

@@ -35,7 +35,7 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {**zoo.FAMILIES, **zoo.HYB
 LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=9, seed=4), Sampling())
 PROMPTS = ((5, 9, 3), tuple(range(20, 43)), (7,), (*range(20, 40), 3, 4))
 # the last prompt begins like the second one, which still runs when a row is free: its beginning is copied
-NEW = (6, 24, 9, 12)
+NEW = (6, 18, 9, 12)
 
 
 @cache
@@ -92,7 +92,7 @@ def test_every_method(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vanilla", "eagle2", "eagle3", "medusa", "suffix"])
+@pytest.mark.parametrize("name", ["eagle2", "suffix"])
 def test_one_row(name: str) -> None:
     check(name, "llama", rows=1)
 

@@ -48,15 +48,16 @@ def requests(count: int) -> list[Request]:
 @pytest.mark.parametrize("first", FIRST)
 def test_lossless(first: str, second: str) -> None:
     """Guards the merged cycle: greedy and sampled rows of different ages get the ids of the plain
-    loop, also where the first method draws its tree (verified as a deterministic tree)."""
+    loop, also where the first method draws its tree (verified as a deterministic tree). All of them
+    in three rows, two of them in one."""
     if second != "suffix" and first not in ("eagle1", "eagle2"):
         pytest.skip("each second method beside two first ones, each first one beside suffix")
     target, asked = Target(zoo.FAMILIES["llama"]()), requests(5)
     drafter = Merged(make(first, target), make(second, target))
     expected = [plain_decode(target.model, request) for request in asked]
-    for rows in (1, 3):
-        tokens, steps = run(Decoder(target, drafter, rows), asked)
-        assert tokens == expected, f"{rows} rows"
+    for rows, count in ((1, 2), (3, 5)):
+        tokens, steps = run(Decoder(target, drafter, rows), asked[:count])
+        assert tokens == expected[:count], f"{rows} rows"
         assert sum(step.accepted for step in steps) > 0
         assert all(step.draft is None or step.draft.q_BNV is None for step in steps)
 

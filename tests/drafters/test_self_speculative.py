@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zoo
+from covers import turn
 from eyas.api import load
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
@@ -94,7 +95,7 @@ def test_the_text_is_the_target_s(skip: str, family: str) -> None:
 def test_hybrids_without_an_inner_layer(family: str) -> None:
     """Guards kinds of layers that a configuration computes (Jamba, Bamba: a crash while decoding) and
     layers that are told their number (Zamba 2: a KeyError): the view says what the model says whose
-    layer passes its input on, and the text is the target's."""
+    layer passes its input on, and the text is the target's (without one of the layers, by turns)."""
     target, ids = Target(zoo.HYBRIDS[family]()), torch.arange(3, 20)[None]
     for skipped in (0, 1, 2):
 
@@ -107,6 +108,8 @@ def test_hybrids_without_an_inner_layer(family: str) -> None:
         hook.remove()
         view = without(target, parse_parts(str(skipped), target.num_layers))
         torch.testing.assert_close(view.model(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+        if skipped != turn(family, list(zoo.HYBRIDS), (0, 1, 2)):
+            continue
         requests = [Request(tuple(range(3, 8 + 4 * i)), 6, Sampling()) for i in range(2)]
         tokens, _ = run(Decoder(target, make(target, skip=str(skipped), depth=3), 2), requests)
         assert tokens == [plain_decode(target.model, request) for request in requests]

@@ -27,14 +27,23 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("_fake_cuda")
 
 
+def is_tried(case: Any) -> bool:
+    """Return whether it is one of the half of a method's plain combinations that hold every pair of their parts."""
+    ways = ("eagle2", "eagle3", "seagle", "medusa", "hydra")
+    special = case.rows > 1 or case.context > 4096 or case.top_p < 1 or case.verify != "real" or bool(case.options)
+    if special or case.method not in ways:
+        return True
+    return (ways.index(case.method) + bool(case.temperature) + (case.precision == "fp8") + case.kernels) % 2 == 0
+
+
 @pytest.mark.parametrize("method", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra"])
 def test_cycles_launch_what_the_page_says(counts: Any, method: str) -> None:
     """Bugs: a `.item()`, a mask or a number from the host inside a recorded cycle, which no graph
     can hold; an attention mask of an odd width, which is padded at every level; an operation more a
     layer or a level, which nobody notices on a CPU. Mended by: python runs/gpu_counts.py
-    --write."""
+    --write. Where a method has cases of two temperatures, precisions and ways, each pair of these comes once."""
     page = counts.written(counts.PAGE.read_text(encoding="utf-8"))
-    rows = [counts.row(case) for case in counts.CASES if case.method == method]
+    rows = [counts.row(case) for case in counts.CASES if case.method == method and is_tried(case)]
     assert rows
     assert [why for row in rows if (why := counts.difference(row, page))] == []
 

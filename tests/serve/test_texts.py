@@ -92,7 +92,7 @@ def test_alone(server: Running, cases: list[Case]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [3, 16])  # one row: test_alone
 def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
     """40 at once, and again while they come and go: rows, chunks of prompts, reused prefixes and
     neighbours change no text."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import eyas
 import zoo
+from covers import turn
 from eyas import checkpoints, drafters, runners
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
@@ -83,11 +84,12 @@ def asking(request: Request, adapter: str) -> Request:
 def test_every_method_switches(name: str, target: Target, folders: dict[str, str]) -> None:
     """Guards the switch before each forward: decoders of several adapters, and of none, step in
     turns on one model, and each gives the text of its own adapter. A forward with another's weights
-    changes some token: the texts of the adapters differ."""
+    changes some token: the texts of the adapters differ. Most methods have one of the adapters, by turns."""
     drafter = make(name, target)
     asked = [request for request, _ in requests("llama", 3, SAMPLINGS)][:2]
     wanted = {"": [tokens for _, tokens in requests("llama", 3, SAMPLINGS)]}
-    wanted |= {adapter: [tokens for _, tokens in answered(folders[adapter])] for adapter in SWITCHED}
+    adapters = SWITCHED if name in QUICK else (turn(name, drafters.names(), SWITCHED),)
+    wanted |= {adapter: [tokens for _, tokens in answered(folders[adapter])] for adapter in adapters}
     decoders, tokens = {}, dict[tuple[str, int], list[int]]()
     for adapter in wanted:
         view = drafter.for_target(target.with_adapter(adapter))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from eyas.cluster.options import Fleet, deployment_options
 from eyas.cluster.pages import merged
 from eyas.cluster.replica import FleetApp
+from eyas.cluster.scaling import POLICY, by_sequences
 from eyas.errors import OptionError
 
 PAGE = """# HELP a_total What is counted.
@@ -29,10 +31,30 @@ def test_fixed_and_scaled_fleets() -> None:
     assert fixed["num_replicas"] == 2
     assert "autoscaling_config" not in fixed
     assert "num_replicas" not in scaled
-    assert scaled["autoscaling_config"] == {"min_replicas": 2, "max_replicas": 6, "target_ongoing_requests": 4}
+    assert scaled["autoscaling_config"] == {
+        "min_replicas": 2, "max_replicas": 6, "target_ongoing_requests": 4, "policy": {"policy_function": POLICY},
+    }  # fmt: skip
     assert "request_router_config" in fixed
     assert "request_router_config" not in scaled
     assert scaled["user_config"] == {"draft": "head"}
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "before", "replicas"),
+    [((4, 4), (0, 0), 0, 2), ((4, 1), (3, 0), 5, 4), ((0, 0), (0, 0), 0, 0)],
+)
+def test_replicas_for_the_sequences(
+    running: tuple[int, int], waiting: tuple[int, int], before: int, replicas: int
+) -> None:
+    """Guards against counting requests: one with eight samples takes eight rows."""
+    figures = {"running": running, "waiting": waiting, "rows": (4, 4)}
+    context = SimpleNamespace(
+        aggregated_metrics={name: dict(zip("ab", values, strict=True)) for name, values in figures.items()},
+        total_queued_requests=before, target_num_replicas=7,
+    )  # fmt: skip
+    assert by_sequences(context) == (replicas, {})
+    context.aggregated_metrics = None
+    assert by_sequences(context) == (7, {})
 
 
 @pytest.mark.parametrize("wrong", [{"replicas": 0}, {"replicas": 3, "max_replicas": 2}])

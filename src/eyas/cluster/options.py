@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from eyas.cluster.scaling import POLICY
 from eyas.errors import OptionError
 
 __all__ = ["APPLICATION", "DEPLOYMENT", "Fleet", "deployment_options"]
@@ -78,5 +79,6 @@ def _count(fleet: Fleet) -> dict[str, Any]:
         "min_replicas": fleet.replicas,
         "max_replicas": fleet.max_replicas,
         "target_ongoing_requests": fleet.rows,
+        "policy": {"policy_function": POLICY},
     }
     return {"autoscaling_config": scaling}

@@ -47,6 +47,7 @@ ARCHES = ("mlp", "prefix-mlp")
 _LAYER_KEYS = {  # of our config, the shape of the prefix layer
     "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta", "rope_scaling", "qkv_bias",
 }  # fmt: skip
+_NEWER_KEYS = {"qk_norm"}  # not in the configs of earlier versions
 _PREFIX = "prefix_embeding_layer."
 _UNREAD = f"{_PREFIX}embed_tokens.weight"
 _LAYER_NAMES = {
@@ -113,7 +114,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     if output is None or output.ndim != 2:
         raise CheckpointError(f"there is no lm_head of the first head of architecture {arch}, which tells the sizes")
     layer = mapping(config, "eyas").get("layer")
-    if layer is not None and not (isinstance(layer, dict) and layer.keys() == _LAYER_KEYS):
+    if layer is not None and not (isinstance(layer, dict) and layer.keys() - _NEWER_KEYS == _LAYER_KEYS):
         raise CheckpointError(
             f'config.json has an "eyas": "layer" that is no shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
         )

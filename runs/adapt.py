@@ -43,7 +43,7 @@ def main() -> None:
         texts=(["book=FILE"], "KIND=FILE or KIND=FOLDER, texts that the head was not trained on"),
         suffix=(".py", "files of a folder that are read"), prompts=(10, "prompts of each kind"),
         prompt_tokens=(64, "tokens of a passage"), new=(128, "tokens of an answer"), long=(0, "tokens of a long answer"),
-        share=(0.0, "seconds of learning per second of drafting; 0: no bound"), lr=(5e-4, "the learning rate"),
+        share=(0.0, "seconds of learning per second of drafting; 0: no bound"), lr=(1e-4, "the learning rate"),
         temperature=(0.0, "of the answers"), tree=("16/5/3", "nodes/depth/branch of the tree"),
     )  # fmt: skip
     args = made.parse_args()

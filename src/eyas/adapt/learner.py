@@ -65,7 +65,7 @@ class Settings:
     """
 
     share: float = 0.03
-    lr: float = 5e-4
+    lr: float = 1e-4
     batch_tokens: int = 256
     steps: int = 4
     max_tokens: int = 16_384

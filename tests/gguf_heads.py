@@ -161,7 +161,7 @@ def module(architecture: str, tensors: Mapping[str, Tensor], layers: int) -> dic
 
 
 def renamed(name: str, after: str, norm: str) -> str:
-    """A published name in llama.cpp's form; `norm` is that of the norm `after` the attention."""
+    """Return the name that llama.cpp gives to a published tensor; the norm called `after` becomes `norm`."""
     stem, _, kind = name.rpartition(".")
     table = {**LAYER, after: norm}
     if stem.startswith("layers."):

@@ -1,5 +1,8 @@
-"""EAGLE-3 heads with layers of Qwen3's kind: those of DeepSpec compute what their authors describe, by transformers' own
-parts of Qwen3; they are saved and come back; who cannot compute them gets none. MTP modules of the speculators library."""
+"""EAGLE-3 heads whose layer is Qwen3's, and MTP modules of the speculators library.
+
+DeepSpec's heads give the logits of a reference that is built from transformers' own Qwen3 parts. The heads are saved and
+read again, and no export is written for an engine that cannot compute them.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def assert_same(read: Weights, made: Weights, atol: float = 0.0) -> None:
 
 
 def texts(target: Target, draft: Path, method: str) -> tuple[Any, Any]:
-    """Texts by a head, which are those of plain decoding, and what was accepted in each step."""
+    """Return the texts and what each step accepted, after comparing the texts with plain decoding."""
     laws = (Sampling(), Sampling(1.0, seed=3))
     requests = [Request(tuple(range(5, 5 + n)), 14, law) for n, law in zip((4, 21), laws, strict=True)]
     drafter = find(method).from_pretrained(draft, target)
@@ -139,7 +139,7 @@ def test_tables_of_the_target(target: Target, tmp_path: Path) -> None:
 
 
 def test_eight_bits(target: Target, tmp_path: Path) -> None:
-    """Guards quantised weights: those of gguf's own arithmetic."""
+    """Guards quantised weights: they are read as the gguf package dequantises them."""
     parts, settings = eagle3_parts(target)
     name = "blk.0.attn_output.weight"
     path = gguf_heads.write(tmp_path / "head.gguf", "eagle3", {**parts, name: torch.randn(48, 64)}, settings, (name,))
@@ -262,7 +262,7 @@ def family_of(name: str) -> Any:
 
 
 def test_files_without_a_head(target: Target, tmp_path: Path) -> None:
-    """Guards one clear line for a model, for a module in another form, for what is no such file."""
+    """Guards one clear line of error for a whole model, for a module in another form, and for a file that is not GGUF."""
     parts = {"token_embd.weight": torch.ones(4, 4)}
     refused(
         tmp_path, (parts, {"block_count": 2}), "architecture 'llama' and no module of multi-token prediction", "llama"

@@ -71,11 +71,11 @@ def test_answers_are_those_of_the_server() -> None:
         chat = request(model="small", messages=messages, max_tokens=4, temperature=0)
         info = SimpleNamespace(headers={"X-Session-Id": "a", "Content-Length": "9"})
         answers = [
-            await every(server.chat(chat, info)),
-            await every(server.chat(chat.model_copy(update={"stream": True}))),
-            await every(server.completions(request(model="small", prompt="Once", max_tokens=3, temperature=0))),
-            await every(server.tokenize(request(prompt="Once"))),
-            await every(server.chat(chat.model_copy(update={"temperature": -1}))),
+            await every(await server.chat(chat, info)),
+            await every(await server.chat(chat.model_copy(update={"stream": True}))),
+            await every(await server.completions(request(model="small", prompt="Once", max_tokens=3, temperature=0))),
+            await every(await server.tokenize(request(prompt="Once"))),
+            await every(await server.chat(chat.model_copy(update={"temperature": -1}))),
         ]
         await server._running.__aexit__(None, None, None)
         return answers

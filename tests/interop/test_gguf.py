@@ -62,7 +62,7 @@ def converted(sources: Path, model: Path, output: Path, target: Path | None = No
 
 
 def assert_same(read: Weights, made: Weights, atol: float = 0.0) -> None:
-    """Tensors and settings are those of the head that was converted."""
+    """Assert that the file holds the tensors and settings of the head that was converted."""
     assert read.method == made.method
     assert read.tensors.keys() == made.tensors.keys()
     for name, tensor in made.tensors.items():

@@ -273,7 +273,7 @@ _READERS: Mapping[str, Callable[[File], Published]] = {"eagle3": _read_eagle3, "
 
 
 def _tensors(file: File, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return those of these tensors that the file has, under their new names."""
+    """Return the tensors that `names` lists and the file has, under their new names."""
     return {ours: file.tensor(theirs) for theirs, ours in names.items() if theirs in file}
 
 

@@ -68,7 +68,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def _with_joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with those of single experts joined, as transformers' layers have them."""
+    """Return the tensors after joining the matrices of all experts into one, as transformers' layers store them."""
     single = {
         name: match for name in tensors if (match := re.fullmatch(r"(.*experts)\.(\d+)\.(\w+)_proj\.weight", name))
     }

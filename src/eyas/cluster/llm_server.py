@@ -19,6 +19,8 @@ from eyas.cluster.replica import App, Message, Server
 
 __all__ = ["LLMServer", "asked", "options_of"]
 
+Answers = AsyncGenerator[Any, None]  # an object of `ray.serve.llm`, or the events of a stream
+
 END = "\n\n"  # of an event in a stream
 OWN_HEADERS = {"content-length", "content-type", "host", "transfer-encoding"}  # of the request inside the process
 
@@ -72,8 +74,11 @@ class LLMServer:
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
-        """Return the options of `ray.serve.deployment`: those of the configuration, whose resources are reserved
-        as one bundle unless it names several."""
+        """Return the options of `ray.serve.deployment`.
+
+        They are the configuration's own. Ray reserves the resources of a replica as one bundle, unless the
+        configuration names several.
+        """
         options = dict(llm_config.deployment_config)
         actor = dict(options.get("ray_actor_options", {}))
         placement = llm_config.placement_group_config or {}
@@ -86,31 +91,23 @@ class LLMServer:
             "placement_group_strategy": placement.get("placement_group_strategy", "STRICT_PACK"),
         }
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Yield the answer to a chat: one object, or the events of a stream."""
-        async with aclosing(self._answer("/v1/chat/completions", "ChatCompletion", request, raw_request_info)) as parts:
-            async for part in parts:
-                yield part
+    async def chat(self, request: Any, raw_request_info: Any = None) -> Answers:
+        """Return the answer to a chat: one object, or the events of a stream."""
+        return self._answer("/v1/chat/completions", "ChatCompletion", request, raw_request_info)
 
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Yield the completion of a text: one object, or the events of a stream."""
-        async with aclosing(self._answer("/v1/completions", "Completion", request, raw_request_info)) as parts:
-            async for part in parts:
-                yield part
+    async def completions(self, request: Any, raw_request_info: Any = None) -> Answers:
+        """Return the completion of a text: one object, or the events of a stream."""
+        return self._answer("/v1/completions", "Completion", request, raw_request_info)
 
-    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Yield the token ids of a text or of a chat."""
-        async with aclosing(self._answer("/tokenize", "Tokenize", request, raw_request_info)) as parts:
-            async for part in parts:
-                yield part
+    async def tokenize(self, request: Any, raw_request_info: Any = None) -> Answers:
+        """Return the token ids of a text or of a chat."""
+        return self._answer("/tokenize", "Tokenize", request, raw_request_info)
 
-    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Yield the text of token ids."""
-        async with aclosing(self._answer("/detokenize", "Detokenize", request, raw_request_info)) as parts:
-            async for part in parts:
-                yield part
+    async def detokenize(self, request: Any, raw_request_info: Any = None) -> Answers:
+        """Return the text of token ids."""
+        return self._answer("/detokenize", "Detokenize", request, raw_request_info)
 
-    async def _answer(self, path: str, kind: str, request: Any, info: Any) -> AsyncGenerator[Any, None]:
+    async def _answer(self, path: str, kind: str, request: Any, info: Any) -> Answers:
         """Yield what the application answers to a request, in the classes of `ray.serve.llm`."""
         from ray.llm._internal.serve.core.configs import openai_api_models as models
 

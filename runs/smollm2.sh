@@ -81,6 +81,9 @@ longer eagle3 --head.draft-vocab 8192 --ttt.steps 7
 hybrid eagle3 --head.draft-vocab 8192 --ttt.steps 4 --ttt.objective hybrid
 overlap eagle3 --head.draft-vocab 8192 --ttt.steps 4 --ttt.objective acceptance
 mtp mtp --ttt.steps 4
+dflash dflash --head.layers 2,15,27 --head.depth 2 --head.block 7 --train.anchors 48
+pace dflash --head.layers 2,15,27 --head.depth 2 --head.block 7 --train.anchors 48 --train.weights pace
+dflash2 dflash2 --head.layers 2,15,27 --head.depth 2 --head.block 7 --train.anchors 48 --head.selector-rank 64
 HEADS
   "$PYTHON" runs/compare_heads.py --target smollm2-q4_1 "${heads[@]}" --limit "${LIMIT:-24}" --max-new-tokens 64 \
     --output docs/results/smollm2_edge.json

@@ -3,6 +3,7 @@ anchors and losses."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints, drafters
-from eyas.blocks._loss import choose_anchors
+from eyas.blocks._loss import BlockTraining, choose_anchors
 from eyas.blocks._method import BlockMethod, fused_layers
 from eyas.blocks._session import BlockSession
 from eyas.core.engine import Decoder, Request
@@ -26,7 +27,12 @@ from eyas.nn import Documents
 from eyas.train.loop import TrainConfig, train
 from reference import run
 
-NAMES = ("dflash", "dspark")
+NAMES = ("dflash", "dflash2", "dspark")
+SIZES = {
+    "dflash": {},
+    "dflash2": {"head.channels": 8, "head.selector_rank": 8, "head.candidates": 40},
+    "dspark": {"head.markov_rank": 8},
+}
 SMALL = {"head.layers": "1,2", "head.depth": 2, "head.block": 5, "tree.nodes": 9, "tree.branch": 3}
 PROMPT = (3, 17, 80, 41, 5, 99, 150, 12, 64)
 
@@ -38,8 +44,7 @@ def target() -> Target:
 
 def made(name: str, target: Target, **options: Any) -> BlockMethod:
     kind = drafters.find(name)
-    extra = {"head.markov_rank": 8} if name == "dspark" else {}
-    drafter = kind.random(target, build_options(kind.Options, {**SMALL, **extra, **options}), seed=1)
+    drafter = kind.random(target, build_options(kind.Options, {**SMALL, **SIZES[name], **options}), seed=1)
     assert isinstance(drafter, BlockMethod)
     return drafter
 
@@ -83,7 +88,7 @@ def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypat
         torch.testing.assert_close(hidden_nD, trained_1nD[0], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("name", "first"), [("dflash", 1), ("dspark", 0)])
+@pytest.mark.parametrize(("name", "first"), [("dflash", 1), ("dflash2", 1), ("dspark", 0)])
 def test_which_token_a_slot_predicts(name: str, first: int, target: Target) -> None:
     """Guards the off-by-one between the two: a loss of the first level alone has gradients for one slot."""
     drafter = made(name, target)
@@ -134,13 +139,25 @@ def test_a_batch_without_anchors(name: str, target: Target) -> None:
     assert (float(loss.total.detach()), int(loss.count)) == (0.0, 0)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_loss_is_the_plain_formula(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dflash", {}),
+        ("dflash", {"train.weights": "pace", "train.smoothing": 0.3}),
+        ("dflash2", {"train.weights": "pace"}),
+        ("dflash2", {"train.objective": "tokens"}),
+        ("dspark", {}),
+        ("dspark", {"train.weights": "pace", "train.smoothing": 1}),
+    ],
+)
+def test_the_loss_is_the_plain_formula(
+    name: str, options: dict[str, Any], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards labels, weights and chunks: the loss is that of a loop over anchors and levels,
     however small the chunks are."""
     monkeypatch.setattr("eyas.blocks._loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
     counted_N = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
-    drafter = made(name, target)
+    drafter = made(name, target, **options)
     batch, training, block_format = batch_of(drafter, (PROMPT,), counted_N), drafter.training, drafter.block_format
     loss, total = drafter.loss(batch), 0.0
     D = target.hidden_size
@@ -151,6 +168,7 @@ def test_the_loss_is_the_plain_formula(name: str, target: Target, monkeypatch: p
             hidden_nD = drafter.net.forward_packed(
                 batch.features_NF[:, :-D], drafter.embed(ids_1n), torch.tensor([anchor]), batch.documents
             )[0]  # fmt: skip
+            values, chances = list[float](), list[float]()
             for depth in range(1, block_format.levels + 1):
                 goal = anchor + depth
                 if goal >= len(PROMPT) or not counted_N[goal]:
@@ -165,9 +183,35 @@ def test_the_loss_is_the_plain_formula(name: str, target: Target, monkeypatch: p
                 if drafter.net.confidence is not None:
                     sure, rate = drafter.net.accepted(hidden_D, before).sigmoid(), torch.minimum(p_V, q_V).sum()
                     value = value - training.confidence * (rate * sure.log() + (1 - rate) * (1 - sure).log())
-                total += float(value) * 2.718281828459045 ** (-(depth - 1) / training.gamma)
+                if drafter.net.selector is not None:
+                    value = value + selection_loss(drafter, logits_V, hidden_D, before, p_V, PROMPT[goal])
+                values.append(float(value))
+                chances.append(float(q_V[PROMPT[goal]]))
+            total += sum(value * weight for value, weight in zip(values, weights_of(chances, training), strict=True))
     assert int(loss.count) == len(anchors)
     assert float(loss.total.detach()) == pytest.approx(total, rel=1e-4)
+
+
+def weights_of(chances: list[float], training: BlockTraining) -> list[float]:
+    """The weight of each prediction of a block."""
+    if training.smoothing is None:
+        return [2.718281828459045 ** (-level / training.gamma) for level in range(len(chances))]
+    smooth = [(1 - training.smoothing) * chance + training.smoothing for chance in chances]
+    reached = [math.prod(smooth[: level + 1]) for level in range(len(chances))]
+    return [sum(reached[level:]) for level in range(len(chances))]
+
+
+def selection_loss(
+    drafter: BlockMethod, logits_V: Tensor, hidden_D: Tensor, before: Tensor, p_V: Tensor, token: int
+) -> float:
+    """The cross-entropy of the selector among the tokens that it scores."""
+    selector: Any = drafter.net.selector
+    best_K = logits_V.topk(selector.candidates).indices
+    added_K = selector.after.weight[best_K] @ (selector.before.weight[before] * selector.hidden(hidden_D))
+    log_q_K = (logits_V[best_K] + added_K).log_softmax(-1)
+    if drafter.training.objective == "tokens":
+        return -float(log_q_K[best_K == token].sum())
+    return -float((p_V[best_K] / p_V[best_K].sum() * log_q_K).sum())
 
 
 def test_children_of_dspark_depend_on_their_parent(target: Target) -> None:
@@ -223,6 +267,8 @@ def test_trees_are_no_deeper_than_the_block(name: str, target: Target) -> None:
         ("dflash", {"head.mask_token": 160}, "160 embeddings"),
         ("dflash", {"train.gamma": 0}, "train.gamma"),
         ("dflash", {"train.objective": "law"}, "train.objective"),
+        ("dflash", {"train.weights": "even"}, "train.weights"),
+        ("dflash", {"train.smoothing": 0}, "train.smoothing"),
         ("dspark", {"stop": 1}, "stop"),
         ("dspark", {"head.markov_rank": 0}, "head.confidence"),
         ("dspark", {"train.overlap": -1}, "train.overlap"),
@@ -249,9 +295,7 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
     """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are
     accepted, and it is read back."""
     kind = drafters.find(name)
-    options = build_options(
-        kind.Options, {**SMALL, "train.anchors": 8, **({"head.markov_rank": 8} if name == "dspark" else {})}
-    )
+    options = build_options(kind.Options, {**SMALL, "train.anchors": 8, **SIZES[name]})
     drafter = kind.init_for_training(target, options, 1)
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)
@@ -269,9 +313,7 @@ def test_resumed_training_has_the_same_bits(
     """Guards what `state.pt` must hold: a run that was stopped half-way ends with the weights of
     one that was not, as the anchors follow from seed and step alone."""
     kind: Any = drafters.find(name)
-    options = build_options(
-        kind.Options, {**SMALL, "train.anchors": 4, **({"head.markov_rank": 8} if name == "dspark" else {})}
-    )
+    options = build_options(kind.Options, {**SMALL, "train.anchors": 4, **SIZES[name]})
     config = TrainConfig(
         lr=3e-3, steps=8, batch_tokens=128, max_length=32, eval_every=0, save_every=2, precision="float32"
     )

@@ -4,9 +4,12 @@ the training text.
 An anchor is a token used as a block's root; it and the next token must both be in the loss mask.
 The block sees the target's features of the tokens before the anchor and, but for the anchor, no
 token. Its prediction of depth d is the token d places after the anchor; it counts while all
-predictions before it in the block do, and weighs exp(-(d - 1) / gamma).
+predictions before it in the block do. It weighs exp(-(d - 1) / gamma), or, with D-PACE (arXiv 2605.18810), as
+much as it adds to the length that is accepted: with s = (1 - smoothing) q(token) + smoothing, the sum over
+the predictions from it on of the product of s up to each of them.
 
     tokens or distribution   cross-entropy with the token of the data, or with the target's distribution
+    selection                the same among the tokens that the selector scores, by the selector (DFlash 2)
     overlap                  sum of |q - p|: twice the chance that a draft token of q is rejected
     confidence               binary cross-entropy of the confidence head against 1 - that chance (DSpark)
 
@@ -29,7 +32,7 @@ from eyas.blocks._net import BlockFormat, BlockNet
 from eyas.core.target import Target
 from eyas.drafters._method import Batch, Loss
 
-__all__ = ["BlockTraining", "block_loss", "choose_anchors"]
+__all__ = ["BlockTraining", "block_loss", "choose_anchors", "pace_weights"]
 
 CHUNK_ELEMENTS = 1 << 22  # logits in memory at a time: 16 MiB in float32, a few times over
 
@@ -40,8 +43,9 @@ class BlockTraining:
 
     anchors: int  # blocks in each document, at most
     gamma: float  # levels after which a prediction weighs a factor e less
+    smoothing: float | None  # of D-PACE's weights; None: weights by gamma
     objective: str  # what the cross-entropy compares with: tokens of the data, or the target's distribution
-    cross_entropy: float
+    cross_entropy: float = 1.0
     overlap: float = 0.0
     confidence: float = 0.0
 
@@ -97,11 +101,22 @@ def block_loss(
         with torch.no_grad():
             true_CV = method.target.head(batch.features_NF[goal_K[part] - 1, -final:].to(method.target.dtype)).float()
         confidence_logit_C = net.accepted(hidden_CD, before_C).float() if net.confidence is not None else None
-        return _losses(logits_CV.float(), true_CV, tokens_N[goal_K[part]], confidence_logit_C, training)
+        token_C = tokens_N[goal_K[part]]
+        losses_C4 = _losses(logits_CV.float(), true_CV, token_C, confidence_logit_C, training)
+        if net.selector is None:
+            return losses_C4
+        selected_CV = net.selector(logits_CV[:, None], hidden_CD[:, None], before_C[:, None])[:, 0].float()
+        return _with_selection(losses_C4, selected_CV, true_CV, token_C, training)
 
-    losses_K3 = _in_chunks(guesses, hidden_KD, tokens_N[goal_K - 1], method.target.vocab_size)
-    total = (losses_K3[:, 0] * torch.exp(-level_K / training.gamma)).sum()
-    figures_K2, first_K, last_K = losses_K3[:, 1:].detach(), level_K == 0, level_K == block_format.levels - 1
+    losses_K4 = _in_chunks(guesses, hidden_KD, tokens_N[goal_K - 1], method.target.vocab_size)
+    if training.smoothing is None:
+        weight_K = torch.exp(-level_K / training.gamma)
+    else:
+        chance_AS = torch.zeros(counts_AS.shape, dtype=torch.float32, device=device)
+        chance_AS[block_K, level_K] = losses_K4[:, 3].detach()
+        weight_K = pace_weights(chance_AS, counts_AS, training.smoothing)[block_K, level_K]
+    total = (losses_K4[:, 0] * weight_K).sum()
+    figures_K2, first_K, last_K = losses_K4[:, 1:3].detach(), level_K == 0, level_K == block_format.levels - 1
     sums = {"accuracy": figures_K2[first_K, 0].sum(), "overlap": figures_K2[first_K, 1].sum()}
     if block_format.levels > 1:
         sums[f"accuracy at level {block_format.levels}"] = figures_K2[last_K, 0].sum()
@@ -122,6 +137,14 @@ def choose_anchors(batch: Batch, max_anchors: int, generator: torch.Generator | 
     return order_A[torch.arange(len(order_A)) - first_A < max_anchors].sort().values.to(batch.tokens_N.device)
 
 
+def pace_weights(chance_AS: Tensor, counts_AS: Tensor, smoothing: float) -> Tensor:
+    """Return D-PACE's weights [A, S] (arXiv 2605.18810), from q of the data's tokens: how much a prediction adds to the
+    length that is accepted. Predictions behind one that does not count weigh 0."""
+    counts_AS = counts_AS.int().cumprod(1)
+    reached_AS = ((1 - smoothing) * chance_AS + smoothing).cumprod(1) * counts_AS
+    return reached_AS.flip(1).cumsum(1).flip(1) * counts_AS
+
+
 def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Tensor:
     """int64 [A, n]: the anchor, then masks."""
     roots_A1 = tokens_N[anchor_A][:, None]
@@ -133,27 +156,43 @@ def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Te
 def _losses(
     logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, confidence_logit_C: Tensor | None, training: BlockTraining
 ) -> Tensor:
-    """[C, 3]: the loss of each prediction, whether its best token is the target's, and the overlap
-    of q and p."""
+    """[C, 4]: the loss of each prediction, whether its best token is the target's, the overlap of q and p, and q of
+    the token."""
     log_q_CV, p_CV = logits_CV.log_softmax(-1), true_CV.softmax(-1)
     distance_C = (log_q_CV.exp() - p_CV).abs().sum(-1)
     overlap_C = (1 - distance_C.detach() / 2).clamp(0, 1)
-    entropy_C = (
-        -log_q_CV.gather(1, token_C[:, None])[:, 0] if training.objective == "tokens" else -(p_CV * log_q_CV).sum(-1)
-    )
+    log_q_C = log_q_CV.gather(1, token_C[:, None])[:, 0]
+    entropy_C = -log_q_C if training.objective == "tokens" else -(p_CV * log_q_CV).sum(-1)
     loss_C = training.cross_entropy * entropy_C + training.overlap * distance_C
     if confidence_logit_C is not None:
         loss_C = loss_C + training.confidence * F.binary_cross_entropy_with_logits(
             confidence_logit_C, overlap_C, reduction="none"
         )
     right_C = (logits_CV.argmax(-1) == true_CV.argmax(-1)).float()
-    return torch.stack([loss_C, right_C, overlap_C], dim=1)
+    return torch.stack([loss_C, right_C, overlap_C, log_q_C.detach().exp()], dim=1)
+
+
+def _with_selection(
+    losses_C4: Tensor, selected_CV: Tensor, true_CV: Tensor, token_C: Tensor, training: BlockTraining
+) -> Tensor:
+    """Return the columns of `_losses` with the selector's loss added, and its figures instead. `selected_CV` is minus
+    infinity for tokens that it does not score; where the data's token is one of them, there is nothing to learn."""
+    scored_CV = selected_CV > -torch.inf
+    log_q_CV, p_CV = selected_CV.log_softmax(-1), true_CV.softmax(-1)
+    if training.objective == "tokens":
+        goal_CV = F.one_hot(token_C, selected_CV.shape[-1]) * scored_CV
+    else:
+        goal_CV = true_CV.masked_fill(~scored_CV, -torch.inf).softmax(-1)
+    loss_C = losses_C4[:, 0] - (goal_CV * log_q_CV.masked_fill(~scored_CV, 0.0)).sum(-1)
+    right_C = (selected_CV.argmax(-1) == true_CV.argmax(-1)).float()
+    overlap_C = torch.minimum(log_q_CV.detach().exp(), p_CV).sum(-1)
+    return torch.stack([loss_C, right_C, overlap_C, losses_C4[:, 3]], dim=1)
 
 
 def _in_chunks(
     guesses: Callable[[slice, Tensor, Tensor], Tensor], hidden_KD: Tensor, before_K: Tensor, vocab_size: int
 ) -> Tensor:
-    """`guesses` of all predictions [K, 3]. Logits exist for one chunk at a time; the backward
+    """`guesses` of all predictions [K, 4]. Logits exist for one chunk at a time; the backward
     computes them again."""
     rows, parts = max(1, CHUNK_ELEMENTS // vocab_size), []
     for first in range(0, len(hidden_KD), rows):

@@ -183,14 +183,19 @@ class BlockMethod(DraftMethod):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """A head whose layers add nothing yet, and whose Markov head prefers no token."""
+        """A head whose layers add nothing yet, whose convolutions change nothing, and whose Markov head and selector
+        prefer no token."""
         method = cls.random(target, options, seed, counts_V)
         with torch.no_grad():
             for layer in method.net.typed_layers:
                 layer.attention.o.weight.zero_()
                 layer.mlp.down.weight.zero_()
-            if method.net.markov is not None:
-                method.net.markov.after.weight.zero_()
+                for convolution in (layer.attention_conv, layer.mlp_conv):
+                    if convolution is not None:
+                        convolution.kernel.weight.zero_()
+            for prefers in (method.net.markov, method.net.selector):
+                if prefers is not None:
+                    prefers.after.weight.zero_()
         return method
 
     def weights(self) -> Weights:
@@ -293,10 +298,9 @@ class BlockMethod(DraftMethod):
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Return the loss of blocks at random anchors; see `_loss`. CheckpointError for a head whose parts are not
         trained here."""
-        extras = self.net.extras
-        if not self.block_format.is_plain or extras.taps or extras.selector_rank or self.draft_ids_v is not None:
+        if not self.block_format.is_plain or self.draft_ids_v is not None:
             raise CheckpointError(
-                "this head has windows, convolutions or a vocabulary of its own, and such heads are not trained here"
+                "this head has windows or a vocabulary of its own, and such heads are not trained here"
             )
         return block_loss(self, batch, self.training, generator)
 

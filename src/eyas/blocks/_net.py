@@ -16,8 +16,9 @@ key-value heads, W slots of the cache, D hidden, h head size, F features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -168,22 +169,18 @@ class BlockLayer(nn.Module):
         self.attention, self.mlp = BlockAttention(shape), SwiGLU(shape)
         self.input_norm, self.mlp_norm = (RMSNorm(shape.hidden_size, shape.rms_eps) for _ in range(2))
 
-    def decode(self, hidden_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
-        """Return the layer's output for the slots of blocks."""
-        x_RnD = self.input_norm(hidden_RnD)
-        if self.attention_conv is None:
-            return self.finish(hidden_RnD, self.attention.attend_cached(x_RnD, position_Rn, store, mask_R1nW))
-        x_RnD, weights_RnKD = self.attention_conv.before(x_RnD)
-        attended_RnD = self.attention.attend_cached(x_RnD, position_Rn, store, mask_R1nW)
-        return self.finish(hidden_RnD, self.attention_conv.after(attended_RnD, weights_RnKD))
+    def forward(self, hidden_RnD: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the layer's output for the slots of blocks. `attend`: the attention of its normed input [R, n, D]."""
+        hidden_RnD = hidden_RnD + _convolved(self.attention_conv, attend, self.input_norm(hidden_RnD))
+        return hidden_RnD + _convolved(self.mlp_conv, self.mlp, self.mlp_norm(hidden_RnD))
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + attended
-        x = self.mlp_norm(hidden)
-        if self.mlp_conv is None:
-            return hidden + self.mlp(x)  # type: ignore[no-any-return]
-        x, weights_RnKD = self.mlp_conv.before(x)
-        return hidden + self.mlp_conv.after(self.mlp(x), weights_RnKD)
+
+def _convolved(convolution: Convolution | None, part: Callable[[Tensor], Tensor], x_RnD: Tensor) -> Tensor:
+    """Return the output of a part of a layer, with the convolutions around it if it has any."""
+    if convolution is None:
+        return part(x_RnD)
+    x_RnD, weights_RnKD = convolution.before(x_RnD)
+    return convolution.after(part(x_RnD), weights_RnKD)
 
 
 class MarkovHead(nn.Module):
@@ -260,12 +257,13 @@ class BlockNet(nn.Module):
     ) -> Tensor:
         """Embeddings of the blocks, and each layer's mask -> the normed hidden of their slots [R, n, D]."""
         for layer, store, mask_R1nW in zip(self.typed_layers, stores, masks_R1nW, strict=True):
-            hidden_RnD = layer.decode(hidden_RnD, position_Rn, store, mask_R1nW)
+            attend = partial(layer.attention.attend_cached, position_Rn=position_Rn, store=store, mask_R1nW=mask_R1nW)
+            hidden_RnD = layer(hidden_RnD, attend)
         return self.norm(hidden_RnD)  # type: ignore[no-any-return]
 
     def forward_packed(self, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents) -> Tensor:
-        """For training, of nets without windows and convolutions: the normed hidden [A, n, D] of blocks
-        that begin at these tokens of a packed sequence.
+        """For training, of nets without windows: the normed hidden [A, n, D] of blocks that begin at these tokens of
+        a packed sequence.
 
         Args:
             hidden_AnD: embeddings of the blocks.
@@ -276,15 +274,18 @@ class BlockNet(nn.Module):
         position_N, context_ND = documents.position_N(device), self.context(features_NF)
         position_M = (position_N[anchor_A][:, None] + torch.arange(n, device=device)).flatten()
         queries = documents.query_rows((anchor_A - 1).repeat_interleave(n))
-        hidden_MD = hidden_AnD.flatten(0, 1)
-        for layer in self.typed_layers:
-            attention, x_MD = layer.attention, layer.input_norm(hidden_MD)
+
+        def attend(attention: BlockAttention, x_AnD: Tensor) -> Tensor:
+            x_MD = x_AnD.flatten(0, 1)
             keys_MKh, values_MKh = attention.rotated_key_value(x_MD, position_M)
             block = _of_each_slot(keys_MKh, A, n), _of_each_slot(values_MKh, A, n)
             keys_NKh, values_NKh = attention.rotated_key_value(context_ND, position_N)
             out_MHh = packed_attention(attention.query(x_MD, position_M), keys_NKh, values_NKh, queries, block)
-            hidden_MD = layer.finish(hidden_MD, attention.o(out_MHh.flatten(1)))
-        return self.norm(hidden_MD).unflatten(0, (A, n))  # type: ignore[no-any-return]
+            return attention.o(out_MHh.flatten(1)).unflatten(0, (A, n))  # type: ignore[no-any-return]
+
+        for layer in self.typed_layers:
+            hidden_AnD = layer(hidden_AnD, partial(attend, layer.attention))
+        return self.norm(hidden_AnD)  # type: ignore[no-any-return]
 
     def accepted(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Logit [...] of the expected rate of acceptance, from the hidden of a slot and the token

@@ -29,7 +29,7 @@ from eyas.drafters._options import check_choice, check_number, check_whole
 
 __all__ = ["Method", "Options", "TrainBlocks"]
 
-OBJECTIVES = ("distribution", "tokens")
+OBJECTIVES, WEIGHTS = ("distribution", "tokens"), ("decay", "pace")
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,25 @@ class TrainBlocks:
     """Blocks in each example, at most."""
     gamma: Annotated[float, TRAINING] = 4.0
     """A prediction d levels deep weighs exp(-(d - 1) / gamma)."""
+    weights: Annotated[str, TRAINING] = "decay"
+    """How predictions of a block weigh: less with each level (decay), or as much as they add to the
+    accepted length at present (pace: D-PACE)."""
+    smoothing: Annotated[float, TRAINING] = 0.5
+    """Of D-PACE: 1 counts each level as if all before it were accepted, 0 by their chances alone."""
     objective: Annotated[str, TRAINING] = "distribution"
     """Learn the target's distribution, or the tokens of the data (tokens)."""
 
     def __post_init__(self) -> None:
         check_whole("train", 1, anchors=self.anchors)
         check_number("train.gamma", self.gamma, lambda gamma: 0 < gamma < math.inf, "a number above 0")
+        check_choice("train.weights", self.weights, WEIGHTS)
+        check_number("train.smoothing", self.smoothing, lambda share: 0 < share <= 1, "above 0 and at most 1")
         check_choice("train.objective", self.objective, OBJECTIVES)
+
+    def loss(self, **parts: float) -> BlockTraining:
+        """Return the weights of the loss, of which a method has these parts beside plain cross-entropy."""
+        smoothing = self.smoothing if self.weights == "pace" else None
+        return BlockTraining(self.anchors, self.gamma, smoothing, self.objective, **parts)
 
 
 @dataclass(frozen=True)
@@ -77,4 +89,4 @@ class Method(BlockMethod):
     @property
     def training(self) -> BlockTraining:
         train: TrainBlocks = self.options.train
-        return BlockTraining(train.anchors, train.gamma, train.objective, cross_entropy=1.0)
+        return train.loss()

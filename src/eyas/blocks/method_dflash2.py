@@ -4,8 +4,8 @@ that makes children depend on their parent.
     each layer     conv -> attention -> conv, conv -> MLP -> conv: a slot also reads the slots before it in the block
     q at slot i, below a node with token x   =   softmax over the best tokens of logits + <before(x) * W hidden, after(token)>
 
-The selector scores the tokens of the highest logits only; others are not drafted. Trees and sessions
-are DFlash's. Published heads are read; none are trained here.
+The selector scores the tokens of the highest logits only; others are not drafted. Trees, sessions and training
+are DFlash's; the selector learns beside it, from the true token before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar
 from eyas.blocks._loss import BlockTraining
 from eyas.blocks._method import BlockMethod, NewBlockHead
 from eyas.blocks._net import Extras
+from eyas.blocks.method_dflash import TrainBlocks
 from eyas.core.options import NEW_HEADS
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._options import check_whole
@@ -25,7 +26,7 @@ __all__ = ["Method", "Options"]
 
 @dataclass(frozen=True)
 class NewHead(NewBlockHead):
-    """The architecture of a head with random weights. A published head brings its own."""
+    """The architecture of a head whose training begins. A trained head brings its own."""
 
     taps: Annotated[int, NEW_HEADS] = 2
     """Slots that a convolution reads."""
@@ -53,6 +54,7 @@ class Options:
     """Options of dflash2."""
 
     tree: DynamicTree = field(default_factory=DynamicTree)
+    train: TrainBlocks = field(default_factory=TrainBlocks)
     head: NewHead = field(default_factory=NewHead)
 
 
@@ -63,7 +65,6 @@ class Method(BlockMethod):
     head_format = "dflash2"
     label = "DFlash 2"
     summary = "DFlash 2: DFlash with convolutions in a block, and children that depend on their parent"
-    trainable = False
 
     @classmethod
     def new_extras(cls, options: Any) -> Extras:
@@ -76,5 +77,5 @@ class Method(BlockMethod):
 
     @property
     def training(self) -> BlockTraining:
-        """Raise NotImplementedError: none are trained here."""
-        raise NotImplementedError("heads of DFlash 2 are trained by their authors' code")
+        train: TrainBlocks = self.options.train
+        return train.loss()

@@ -107,9 +107,7 @@ class Method(BlockMethod):
     @property
     def training(self) -> BlockTraining:
         train: TrainDSpark = self.options.train
-        return BlockTraining(
-            train.anchors, train.gamma, train.objective, train.cross_entropy, train.overlap, train.confidence
-        )
+        return train.loss(cross_entropy=train.cross_entropy, overlap=train.overlap, confidence=train.confidence)
 
     def mask_leaves(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         net: BlockNet = self.decoding_net

@@ -6,6 +6,7 @@
 #     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
+#     DATA=../shared/data runs/smollm2.sh further eagle3 # the head in eyas-tiny goes on with PARTS=bd, features made on the way
 #     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
 #     DATA=../shared/data runs/smollm2.sh edge         # heads trained in other ways on TOKENS tokens each, compared (an hour)
 #     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts in all)
@@ -42,7 +43,7 @@ pack() { # PART
 }
 
 data() { # the options that name all chats to learn from
-  for packed in runs/answers/smollm2_*.npz; do
+  for packed in runs/answers/smollm2_[${PARTS:-abcd}].npz; do
     local part
     part=$(basename "$packed" .npz)
     "$PYTHON" runs/smollm2.py chats --chats "$CHATS" --answers "$packed" --output "$OUT/$part.jsonl" >&2
@@ -66,6 +67,12 @@ train)
   "$PYTHON" -m eyas train --target smollm2-q4_1 --method "$2" --features "$OUT/features" --output "$OUT/$2" "${options[@]}" \
     --lr "${LR:-2e-3}" --tokens "${TOKENS:-3000000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
     --save-every 25 --eval-every "${EVALUATE:-100}"
+  ;;
+further)
+  # shellcheck disable=SC2046
+  "$PYTHON" -m eyas train --target smollm2-q4_1 --method "${2:?method}" --init "tiny/eyas_tiny/weights/smollm2_$2" $(data) \
+    --max-length 512 --heldout 0.01 --output "$OUT/further_$2" --ttt.steps 4 --lr "${LR:-1e-3}" --tokens "${TOKENS:-500000}" \
+    --batch-tokens 2048 --seed 2 --heldout-tokens 15000 --precision float32 --save-every 25 --eval-every 0
   ;;
 edge)
   # name, method, options: what the head or its loss has that the first one has not
@@ -103,7 +110,7 @@ ship)
   "$PYTHON" runs/smollm2.py ship --answers "$OUT/${2:?method}" --output "tiny/eyas_tiny/weights/smollm2_$2"
   ;;
 *)
-  sed -n '2,13s/^# \?//p' "$0" >&2
+  sed -n '2,14s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

@@ -1,5 +1,5 @@
 """For every test: a cache folder of its own, so that no measurement from elsewhere is read and none
-is left behind; and a limit of work."""
+is left behind; and a limit of work. Which tests run: tests/tiers.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
+
+from tiers import (  # noqa: F401  # hooks of pytest
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 
 try:
     from eyas import kernels
@@ -41,28 +48,6 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`quick` makes the other members slow; the longest tests begin first: with several processes,
-    the end waits for none of them."""
-    missing: dict[str, set[str]] = {}
-    for item in items:
-        if (quick := item.get_closest_marker("quick")) is not None:
-            member = item.name.partition("[")[2].removesuffix("]")
-            named = {name for name in quick.args if name == member or fnmatchcase(member, name)}
-            missing.setdefault(item.nodeid.partition("[")[0], set(quick.args)).difference_update(named)
-            if not named:
-                item.add_marker(pytest.mark.slow)
-    wrong = [
-        f"{test}: quick names {', '.join(sorted(names))}, which it does not have"
-        for test, names in missing.items()
-        if names
-    ]
-    if wrong and not any("::" in argument for argument in config.args):  # there, members may have been left out
-        raise pytest.UsageError("\n".join(wrong))
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.hookimpl(wrapper=True)

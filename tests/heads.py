@@ -73,7 +73,9 @@ def training_target(batch: Batch, target: Target, goal: int, objective: str) -> 
     return target.head(batch.features_NF[goal - 1]).softmax(-1)
 
 
-def short_training(drafter: Drafter, folder: Path) -> tuple[float, list[dict[str, float]], dict[str, float]]:
+def short_training(
+    drafter: Drafter, folder: Path, steps: int = 40
+) -> tuple[float, list[dict[str, float]], dict[str, float]]:
     """Train for a few steps; returns the held-out loss before, the losses of the evaluations, and
     the final figures."""
     heldout = language(12, 1)
@@ -81,7 +83,7 @@ def short_training(drafter: Drafter, folder: Path) -> tuple[float, list[dict[str
     with torch.no_grad():
         first = drafter.loss(packed(batches, batches.plan(0)[0], drafter))
     config = TrainConfig(
-        lr=3e-3, steps=40, batch_tokens=256, max_length=32, eval_every=10, save_every=20, precision="float32"
+        lr=3e-3, steps=steps, batch_tokens=256, max_length=32, eval_every=steps // 4, save_every=20, precision="float32"
     )
     evaluate = chain_figures(heldout, prompts=3, new_tokens=8, depth=3, tree_prompts=1)
     outcome = train(drafter, language(60, 0), heldout, config, folder, evaluate=evaluate)

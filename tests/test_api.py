@@ -515,6 +515,7 @@ def test_streams_that_are_not_read(llm: LLM) -> None:
     assert chat.send("Hi").token_ids == plain(llm, [{"role": "user", "content": "Hi"}], 9)
 
 
+@pytest.mark.slow
 def test_no_tokenizer_and_a_broken_one(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Guards the two reasons why text cannot be read: they were said to be one."""
     bare = tmp_path / "bare"

@@ -11,6 +11,7 @@ import ast
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,14 +106,20 @@ def imports_of(package: Path, rules: Rules) -> list[Import]:
     modules, imports = modules_of(package), []
     known = {*modules, *(f"{package.name}.{name}" for name in rules.layers)}
     for importer, file in modules.items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr)):
+        for node in _importing(file.read_text(encoding="utf-8")):
             for imported in _imported_by(node, importer, file, known):
                 if imported != importer:
                     imports.append(
                         Import(importer, imported, f"{file.relative_to(package.parent).as_posix()}:{node.lineno}")
                     )
     return imports
+
+
+@cache
+def _importing(source: str) -> tuple[ast.stmt | ast.expr, ...]:
+    """Return what may import: statements, and calls. Several tests read the same files."""
+    nodes = ast.walk(ast.parse(source))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
 
 
 def _imported_by(node: ast.stmt | ast.expr, importer: str, file: Path, modules: set[str]) -> Iterator[str]:
@@ -238,6 +245,7 @@ def test_packages_keep_their_layers() -> None:
     assert not gone, f"EXCEPT lists what is no longer imported: {gone}"
 
 
+@pytest.mark.slow
 def test_wings_import_rings_only() -> None:
     """Guards what makes a wing optional: no module of a ring or of another wing comes to a module of a wing, by any
     way and wherever the imports stand. The command line alone imports wings."""

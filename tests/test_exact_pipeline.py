@@ -179,6 +179,7 @@ def check_distribution(name: str, folder: Path, requests: int, new: int = 18) ->
     return p_values
 
 
+@pytest.mark.cover(name=1)
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", METHODS)

@@ -38,6 +38,7 @@ def test_the_page_is_made_from_the_record(command: Any) -> None:
     )
 
 
+@pytest.mark.cover(model_type=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", QUICK)
 def test_types_that_work(command: Any, model_type: str) -> None:
@@ -49,7 +50,7 @@ def test_types_that_work(command: Any, model_type: str) -> None:
     assert found["tau"] > 2, "the drafter's paths must be accepted, or the trial proves little"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_and_survives_a_crash(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: one type's crash ends the run or is not written down; a second run tries everything anew."""
     families, tried = command("families"), []

@@ -58,23 +58,17 @@ def check(family: str, drafter: Drafter, rows: int, answered: tuple[tuple[Reques
     return sum(len(s.tokens) for s in cycles) / len(cycles)
 
 
-QUICK = {"llama", "gemma2", "gpt2", "gpt_oss", "phi3"}  # each differs from the others in something
-
-
-@pytest.mark.quick("llama")
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.FAMILIES]
-)
-def test_every_family_with_an_oracle(family: str) -> None:
+@pytest.mark.cover
+@pytest.mark.quick("llama-shape0")
+@pytest.mark.parametrize("shape", [(12, 5, 0), (20, 3, 1), (7, 6, 2)])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_with_an_oracle(family: str, shape: tuple[int, int, int]) -> None:
     """Guards target, cache and masks: a wrong position, window, mask or slot changes some token.
     Five requests share three rows, so rows join and leave between cycles; the oracle's long paths
-    are accepted, so that rows commit different numbers of nodes."""
-    target = Target(model(family))
+    are accepted, so that rows commit different numbers of nodes. A shape: nodes, depth, a seed."""
     answered = requests(family, 5, SAMPLINGS)
-    answers = {r.prompt: list(t) for r, t in answered}
-    for nodes, depth, seed in ((12, 5, 0), (20, 3, 1), (7, 6, 2)):
-        tau = check(family, Oracle(target, answers, nodes, depth, seed), 3, answered)
-        assert tau > 2, "the oracle's paths must be accepted, or this test proves little"
+    tau = check(family, Oracle(Target(model(family)), {r.prompt: list(t) for r, t in answered}, *shape), 3, answered)
+    assert tau > 2, "the oracle's paths must be accepted, or this test proves little"
 
 
 TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
@@ -128,6 +122,7 @@ def test_every_method(name: str) -> None:
             assert tuple(new) == expected, f"{request.sampling}"
 
 
+@pytest.mark.cover(name=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("name", drafters.names())
@@ -175,6 +170,7 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
     assert sum(s.accepted for s in steps) > 0, "nothing was accepted: this head should be right now and then"
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 @pytest.mark.parametrize("window", [{}, {"window.size": 9, "window.sink": 2}])

@@ -84,7 +84,7 @@ def test_every_change_applies() -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="every mutation is tried in a forked process")
 def test_every_mutation_is_found() -> None:

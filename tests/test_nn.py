@@ -69,7 +69,7 @@ def test_flex_attention_says_the_same(steps: int) -> None:
         torch.testing.assert_close(mine, packed_attention(q, k, v, queries, later), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what torch's tracer does itself
 def test_a_compiled_mask_is_the_same() -> None:
     """Guards that CUDA's way to the mask can be traced, for batches of other sizes too (here
@@ -112,7 +112,7 @@ print(kilobytes("VmHWM") - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from Linux's /proc")
 def test_memory_grows_with_the_length_not_its_square() -> None:
     """Forward and backward over one document: 4 times the length takes at most 6 times the memory

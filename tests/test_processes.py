@@ -72,6 +72,7 @@ def test_signals() -> None:
         assert child.returncode == -number
 
 
+@pytest.mark.slow
 def test_what_imports_read_is_read_by_a_new_process() -> None:
     """Guards variables that libraries read once: with others than the session's, a child starts cold."""
     code = "import sys; print('torch' in sys.modules)"

@@ -192,7 +192,7 @@ def test_acceptance(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "acceptance" / "answers.jsonl").read_bytes() == answers
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the bench of `make bench`: every contestant's row, texts equal, plain decoding over
     itself is 1; --table shows a record."""
@@ -210,7 +210,7 @@ def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "| eagle2 8/4/2 |" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the other half of `make bench`: every target whose passes it times is built; only the
     timing itself is left out."""
@@ -230,7 +230,7 @@ def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch)
     assert {len(rows) for name, rows in curves.items() if name.endswith("by context")} == {len(speed.CONTEXTS)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_long_context(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the forced text: every method's cycles emit the same text, all but the token of the
     prompt's pass."""
@@ -276,7 +276,7 @@ def test_the_rate_with_the_least_loss_is_taken(
     assert [(head.lr, head.tokens, head.seed) for head in compared] == [(2e-3, 300_000, 0)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the way from chats to figures: heads are trained by `eyas train`, texts are equal, and
     a second run trains nothing again."""
@@ -316,6 +316,7 @@ def test_data_source(command: Any, tmp_path: Path) -> None:
     assert sorted(len(a) for a, _ in pairs)[:2] == [2, 4]
 
 
+@pytest.mark.cover(read=1)
 @pytest.mark.parametrize(
     "read", [["--data", "a.jsonl", "--data", "b.jsonl"], ["--features", "folder"]], ids=["data", "features"]
 )
@@ -385,6 +386,7 @@ def test_the_table_of_heads(command: Any) -> None:
 # --- runs/gpu.py -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can
@@ -485,6 +487,7 @@ def test_mistakes_in_the_options_for_a_gpu(command: Any, tmp_path: Path) -> None
             gpu.main(["--device", "cuda", "--output", str(tmp_path / "x.json")])
 
 
+@pytest.mark.exhaustive
 def test_what_runs_on_a_gpu_needs_few_packages() -> None:
     """Guards a machine that has torch and transformers and cannot install anything: no package of
     the command line or of pictures."""

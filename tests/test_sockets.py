@@ -63,6 +63,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.cover(hidden=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", LEFT_OUT)
 def test_an_optional_part_is_missing(hidden: str, target: Path, tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ assert "mine" in [getattr(form, "NAME", "") for form in formats()]
 """
 
 
+@pytest.mark.slow
 def test_methods_and_formats_of_other_distributions(tmp_path: Path) -> None:
     """Guards the way by which a method or a format becomes a distribution: its entry point is enough."""
     for name, content in DISTRIBUTION.items():

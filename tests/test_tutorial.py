@@ -13,7 +13,7 @@ from eyas import tiny
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorial.ipynb"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
 )

@@ -38,7 +38,7 @@ TESTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("wing", WINGS)
 def test_a_wing_alone(wing: str, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from test_lossless import make
 ALWAYS = Settings(share=1e9, lr=5e-3, steps=2, batch_tokens=64)
 
 
-@pytest.mark.quick("mtp-*")
+@pytest.mark.cover(runner=2)
+@pytest.mark.quick("mtp-kernels")
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_ids_stay_the_same_while_a_head_learns(name: str, runner: str) -> None:
@@ -97,6 +98,7 @@ def test_what_is_kept_is_what_the_target_has_read(name: str) -> None:
     assert len(learner.texts.texts) == 4
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_private_requests() -> None:
     target = target_by("model")
     learner = Learner(make("mtp", target), ALWAYS)
@@ -164,6 +166,7 @@ def test_the_budget_is_kept() -> None:
     assert learner.steps in (3, 4)  # a tenth of 40 s
 
 
+@pytest.mark.slow
 def test_worse_weights_go_back() -> None:
     """Guards the way back: the old weights draft again, what was learnt is forgotten, and the learning rate halves.
     The lengths are made up: the new weights' are shorter."""
@@ -188,6 +191,7 @@ def test_worse_weights_go_back() -> None:
     assert all(torch.equal(value, student[key]) for key, value in good.net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_worse_stay() -> None:
     """The same with equal lengths; every fourth comparison is with the head that was given."""
     target = target_by("model")
@@ -205,6 +209,7 @@ def test_weights_that_are_not_worse_stay() -> None:
     assert learner.good.net is learner.method.net is not learner.given.net
 
 
+@pytest.mark.slow
 def test_a_learnt_head_is_saved(tmp_path: Path) -> None:
     """Guards the file: it is read as any head, and no head that was there is overwritten."""
     model = zoo.tiny("llama")

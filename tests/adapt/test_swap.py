@@ -33,6 +33,8 @@ def other(name: str, target: Target, seed: int = 9, options: dict[str, Any] | No
     return kind.random(target, build_options(kind.Options, {**usual, **(options or {})}), seed=seed)
 
 
+@pytest.mark.cover
+@pytest.mark.quick("mtp-model", "eagle3-kernels")
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "mtp", "seagle", "peagle"])
 def test_a_swap_between_cycles(name: str, runner: str) -> None:
@@ -62,6 +64,7 @@ def drafted(decoder: Decoder) -> list[list[int]]:
     return [step.draft.tokens_BN[step.row].tolist() for step in steps if step.draft is not None]
 
 
+@pytest.mark.slow
 def test_the_law_of_sampled_children_when_heads_change() -> None:
     """Guards q: with EAGLE-1 children are drawn from it, and a swap between draft and verification, or a q of other
     weights, would bend the distribution. The head changes in every cycle. Counts of the third token, against their
@@ -114,6 +117,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert vars(drafter) == before
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("learns", [False, True])
 def test_swap_draft(tmp_path: Path, learns: bool) -> None:
     model = zoo.tiny("llama")

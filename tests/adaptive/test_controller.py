@@ -42,6 +42,7 @@ def test_a_useless_head_costs_at_most_three_percent(costs: Costs, grows: bool) -
     assert machine.share("draft", since=500) > 0, "it is never tried again"
 
 
+@pytest.mark.cover
 @pytest.mark.quick("costs1-0.1")
 @pytest.mark.parametrize("guesses", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("costs", [FLAT, STEEP, DEAR_DRAFT])
@@ -78,6 +79,7 @@ def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
     assert dear.speedup(500) > 0.98
 
 
+@pytest.mark.cover
 @pytest.mark.quick("costs0-1")
 @pytest.mark.parametrize(("costs", "rows"), [(FLAT, 1), (FLAT, 3), (curve(0.1, 0.1), 1)])
 def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
@@ -91,6 +93,7 @@ def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) 
     assert sum(decision.drafts_every_row for decision in machine.decisions[500:]) >= 4, "the head is never tried again"
 
 
+@pytest.mark.slow
 def test_a_fallback_that_is_better_than_a_good_head() -> None:
     """Bug: the fallback is only ever compared with plain decoding, so a head that pays hides it."""
     world = {"right": lambda t: 0.9}
@@ -98,6 +101,7 @@ def test_a_fallback_that_is_better_than_a_good_head() -> None:
     assert machine.speedup() > 0.9 * SimulatedMachine(MIDDLE, **world).run(FixedPolicy(None, FALLBACK), 500).speedup()
 
 
+@pytest.mark.quick("0.2-0.97")
 @pytest.mark.parametrize(("right", "gain"), [(0.95, 1.1), (0.2, 0.97)])
 def test_good_guesses_come_before_a_good_head(right: float, gain: float) -> None:
     """Bug: a head that pays hides good guesses from the text, or bad guesses take the head's place. The text has

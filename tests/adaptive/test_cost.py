@@ -94,6 +94,7 @@ def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPa
     assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
 
 
+@pytest.mark.cover(name=5)
 @pytest.mark.quick("eagle2")
 @pytest.mark.parametrize("name", GROWING)
 def test_measuring(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

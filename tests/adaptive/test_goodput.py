@@ -69,6 +69,7 @@ def grown(shape: TreeSize, law: Sampling) -> Draft:
         return session.draft(roots)
 
 
+@pytest.mark.cover(shape=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [TreeSize(4, 3, 3), TreeSize(12, 5, 4), TreeSize(64, 4, 2)])

@@ -115,6 +115,7 @@ LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, se
 CHOSEN = ["suffix", "prompt_lookup", "rest", "eagle2", "lookahead"]
 
 
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("name", CHOSEN)

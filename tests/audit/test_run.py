@@ -57,6 +57,7 @@ class Wrong:
         return self.change(self.right.generate(prompt_ids, **keywords))
 
 
+@pytest.mark.slow
 def test_eyas_passes_greedily(plain: eyas.LLM, drafting: eyas.LLM, referee: Referee) -> None:
     """Guards the null arm of the greedy part: equal texts, also beside others, with log-probabilities and cycles."""
     report = audit(EyasDeployment(drafting, rows=3), EyasDeployment(plain), referee, greedy_plan())
@@ -174,7 +175,7 @@ def test_the_law_of_short_answers(referee: Referee) -> None:
     assert sum(ending.values()) == pytest.approx(1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != "temperature"])
 def test_each_arm_in_the_real_loop(
     plain: eyas.LLM, drafting: eyas.LLM, referee: Referee, arm: str, monkeypatch: pytest.MonkeyPatch

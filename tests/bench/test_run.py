@@ -218,6 +218,7 @@ class Breaks(Contestant):
         return self.inner.answer(question)
 
 
+@pytest.mark.cover(after=1)
 @pytest.mark.parametrize("after", [0, 3], ids=["at once", "in between"])
 def test_a_contestant_that_fails_is_a_row_that_says_why(llm: LLM, tmp_path: Path, after: int) -> None:
     """Bug: one broken method takes the whole bench down. Resumed, it is not asked again, and the

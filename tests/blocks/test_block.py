@@ -289,6 +289,7 @@ def test_default_layers(target: Target) -> None:
         fused_layers("auto", 2, Target(zoo.tiny("llama", num_hidden_layers=3)))
 
 
+@pytest.mark.cover(name=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:

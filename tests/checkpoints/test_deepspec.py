@@ -127,6 +127,7 @@ def test_logits_of_deepspec(target: Target, tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(method, target, tokens_N)[:-1], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick("off")
 @pytest.mark.parametrize("kernels", ["off", "auto"])
 def test_deepspec_drafts(kernels: str, target: Target, tmp_path: Path) -> None:
     """Guards sessions with norms of queries and keys, and the kernels, which do not compute such a layer: texts are those of

@@ -301,6 +301,7 @@ def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
 # --- the embedded model ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "name"), [case for case in CASES if case[0] in tiny.HEADS])
 def test_embedded_heads_draft_the_same(method: str, name: str, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def first_matrix(tensors: Mapping[str, Tensor]) -> str:
     return next(name for name in tensors if name.endswith(("fc.weight", "eh_proj.weight")))
 
 
+@pytest.mark.cover(head=1)
 @pytest.mark.slow
 def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the reading of every setting: 3,000 seeded mutants of each config.json are read or refused."""

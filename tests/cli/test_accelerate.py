@@ -123,7 +123,7 @@ def test_every_step_is_done_once_however_often_the_run_is_stopped(
     assert answer.exit_code == 0, answer.output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_training_that_was_stopped_goes_on(
     run: Run, questions: Path, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_training_that_was_stopped_goes_on(
     assert steps == list(range(len(steps)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_whole_run_measures_plans_trains_and_reports(run: Run, tmp_path: Path) -> None:
     """Bug: what is measured does not fit what the steps take. Everything is real here: the trials, the

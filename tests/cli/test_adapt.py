@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_head_learns_and_is_saved(answer: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Bugs: the options do not reach the learner; the text changes; the head that was saved cannot be used."""
     plain = answer("hello", "--draft", "head", "--tree", "fixed")

@@ -46,6 +46,7 @@ def quick(tmp_path: Path) -> tuple[object, ...]:
     return ("audit", "--target", "llama", "--kernels", "off", *greedy, "--output", tmp_path / "out", "--json")
 
 
+@pytest.mark.slow
 def test_eyas_in_this_process(run: Run, tmp_path: Path) -> None:
     """Guards the whole command: a pass, its status, its files."""
     result = run(*quick(tmp_path), "--draft", "head")

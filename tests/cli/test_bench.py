@@ -103,6 +103,7 @@ def test_all_names_who_cannot_run_and_why(run: Run, bench: tuple[object, ...], w
         ), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("embedded")
 def test_small_trees_of_the_embedded_model(
     run: Run, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +268,7 @@ def test_comparing(run: Run, refused: Refused, bench: tuple[object, ...], tmp_pa
     assert "cannot be read as a summary" in refused("bench", "--compare", outs[0], tmp_path / "nothing")
 
 
+@pytest.mark.exhaustive
 def test_simulated_acceptance_is_said_everywhere(
     run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path
 ) -> None:
@@ -343,6 +345,7 @@ def test_a_method_that_fails_takes_no_other_one_down(
 # --- interruptions -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_kill_9_loses_one_prompt_at_most(
     run: Run, bench: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -239,6 +239,7 @@ def test_doctor_without_the_embedded_model(run: Run, embedded: Path, monkeypatch
     ]
 
 
+@pytest.mark.cover(content=2)
 @pytest.mark.quick("[]")
 @pytest.mark.parametrize("content", ["[]", "7", "null", "{}", '"x"', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"])
 def test_doctor_with_checksums_that_are_none(run: Run, embedded: Path, content: str) -> None:
@@ -308,7 +309,7 @@ def test_chat_survives_what_a_turn_cannot(run: Run) -> None:
     assert "Ctrl-C stops an answer" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
     command = [sys.executable, "-m", "eyas", "chat", "--target", world / "llama", "--max-new-tokens", "480"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -383,7 +383,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_the_library_of_the_command_line() -> None:
     """Guards a GPU machine without a network: `import eyas` and the bench need none of the packages
     that only the command line or pictures need, and `python -m eyas` says in a line which one it

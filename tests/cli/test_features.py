@@ -146,7 +146,7 @@ def test_ctrl_c_keeps_whole_shards(
     assert "is complete" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
     """Killed as soon as some shards are there: each of them is whole, and the same command makes
     the rest.

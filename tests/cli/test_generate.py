@@ -49,6 +49,7 @@ def test_json_has_the_promised_keys(answer: Run, world: Path) -> None:
     assert found["tokens_per_second"] == pytest.approx(23 / (found["seconds"] - found["prefill_seconds"]))
 
 
+@pytest.mark.slow
 def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
     """The command adds a stream up by itself; it must come to the same result as LLM.generate."""
     import eyas
@@ -227,6 +228,7 @@ def key(result: dict[str, Any]) -> Any:
     return result.get("id", result.get("line"))
 
 
+@pytest.mark.cover(batch=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_file_of_prompts(run: Run, answer: Run, tmp_path: Path, batch: int) -> None:
@@ -364,7 +366,7 @@ def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -
         assert precious.read_text() == content
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
     """Ctrl-C in the middle of a file: whole lines stay, the message says how to go on, and going on
     does not repeat them.

@@ -127,7 +127,7 @@ def test_what_is_there_is_not_done_again(run: Run, command: tuple[object, ...], 
     assert output.read_text() == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
     """A false alarm needs a machine that answers 150 questions before this process is woken by the third."""
     write(tmp_path / "chat.jsonl", [talk(f"number {i}", "x") for i in range(150)])

@@ -35,6 +35,7 @@ def shell(world: Path, arguments: tuple[object, ...], redirection: str) -> subpr
 # --- standard streams ---------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_closed_standard_streams(world: Path, tmp_path: Path) -> None:
     """`eyas generate hi >&-` ended with a traceback; and a file opened later must not become
     standard output."""
@@ -49,6 +50,7 @@ def test_closed_standard_streams(world: Path, tmp_path: Path) -> None:
     assert "the prompt is empty" in silent.stderr
 
 
+@pytest.mark.cover(moment=1)
 @pytest.mark.parametrize("moment", ["import cyclopts", "import torch", "import transformers"])
 def test_ctrl_c_while_it_starts(moment: str) -> None:
     """Within the first second, Ctrl-C printed a traceback of whatever was being imported. The
@@ -147,6 +149,7 @@ def without(packages: set[str], *lines: tuple[object, ...]) -> subprocess.Comple
     return processes.run([sys.executable, "-c", code], env=processes.environment())
 
 
+@pytest.mark.exhaustive
 def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
     """matplotlib and scipy are for tests and pictures; rich-click was needed for every command."""
     extras = {
@@ -166,6 +169,7 @@ def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_command_says_what_to_install(tmp_path: Path) -> None:
     done = without({"fastapi"}, ("serve", "--target", tmp_path / "no model"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -238,6 +242,7 @@ def test_json_that_python_refuses_is_a_bad_line(run: Run, refused: Run, tmp_path
     )
 
 
+@pytest.mark.cover(made_by=2)
 @pytest.mark.parametrize("made_by", [5, [], "x", None, {"fingerprint": 5}])
 def test_an_old_output_with_strange_settings(run: Run, tmp_path: Path, made_by: Any) -> None:
     """`"by": 5` in an output of regenerate, or settings that are no object, ended in a traceback."""

@@ -100,6 +100,7 @@ def test_an_older_method(run: Run, command: tuple[object, ...], tmp_path: Path) 
     assert json.loads(used.stdout)["method"] == "eagle2"
 
 
+@pytest.mark.exhaustive
 def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """The most frequent tokens that count, of the training examples; another head's stays when
     training begins with it; and it belongs to the state, so that a resumed run finds the very
@@ -122,6 +123,7 @@ def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple
     assert "draft vocabulary or embeddings of the head" in refused.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
     """A head that was trained with a sliding window sees whole examples here: published with its
     window, it would be served otherwise than it was trained. And no flag of a window passes that
@@ -144,6 +146,7 @@ def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_pa
     )
 
 
+@pytest.mark.exhaustive
 def test_interrupted_and_resumed_is_the_same_head(
     run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +174,7 @@ def test_interrupted_and_resumed_is_the_same_head(
     assert all(bool((again[name] == value).all()) for name, value in whole.items())
 
 
+@pytest.mark.exhaustive
 def test_two_processes_one_is_killed_and_one_goes_on(
     run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def test_tune_refuses(refused: Callable[..., str]) -> None:
     assert "needs a trained head" in refused("tune", "--target", "llama", "--method", "eagle3")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) -> None:
     """Bugs: a tree that the user describes is changed; auto is not the default, says other ids, or
     grows beyond what was allowed."""
@@ -92,7 +92,7 @@ def test_a_wrong_mode(refused: Callable[..., str]) -> None:
     assert "atuo" in refused("generate", "--target", "llama", "--tree", "atuo", "hi")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
     """Bugs: `tree=auto` and `head=random` of a part of --methods are taken for options of the
     method, or do nothing; trees that do not grow are governed unasked, so that a slow method looks

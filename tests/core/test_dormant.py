@@ -111,6 +111,7 @@ class Chance(Policy):
                 assert step.accepted == 0
 
 
+@pytest.mark.cover(name=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Target) -> None:
@@ -211,6 +212,7 @@ class Awake(Policy):
         pass
 
 
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("vanilla", "lookahead")])
 def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
@@ -311,6 +313,7 @@ class SmallerTrees(Policy):
         pass
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "dflash", "small_model"])
@@ -415,6 +418,7 @@ class Checked(Drafter):
         return session
 
 
+@pytest.mark.cover(law=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("law", SAMPLINGS)
 def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) -> None:

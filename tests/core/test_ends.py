@@ -125,6 +125,7 @@ def answer(name: str, end: str, sampling: Sampling, prediction: tuple[int, ...])
     return tokens, steps[-1].finish
 
 
+@pytest.mark.cover
 @pytest.mark.quick("eagle2-*", "suffix-stop*", "vanilla-structure*", "lookahead-eos")
 @pytest.mark.parametrize(("name", "end", "sampling"), CASES, ids=[f"{name}-{end}" for name, end, _ in CASES])
 def test_nothing_is_asked_behind_the_end(name: str, end: str, sampling: Sampling) -> None:

@@ -89,6 +89,7 @@ def test_rows_join_and_leave_between_cycles(target: Target) -> None:
     assert [tokens[i + 1] for i in range(6)] == alone
 
 
+@pytest.mark.cover(name=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 def test_prefix_reuse(target: Target, name: str) -> None:

@@ -139,6 +139,7 @@ def check_isolation(
                 assert new == plain or not (exact or request.sampling.greedy)
 
 
+@pytest.mark.cover(name=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, list[int]]], name: str) -> None:
@@ -190,6 +191,7 @@ def raises(ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
+@pytest.mark.cover
 @pytest.mark.quick("sampling0-vanilla")
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)])

@@ -63,7 +63,7 @@ def test_joint_law() -> None:
     assert abs(surprise(model())) < 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_test_has_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """States that stay as they were after the prompt."""
     monkeypatch.setattr(RowStates, "commit", lambda self, *rest: None)

@@ -64,6 +64,7 @@ def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> Answer
     return tuple((request, answer(family, request)) for request in made)
 
 
+@pytest.mark.cover(family=6)
 @pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_an_oracle(family: str) -> None:
@@ -82,6 +83,7 @@ def test_every_family_with_an_oracle(family: str) -> None:
         )
 
 
+@pytest.mark.cover(family=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_generate(family: str) -> None:
@@ -103,6 +105,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.cover(name=5)
 @pytest.mark.quick("suffix-*")
 @pytest.mark.parametrize(("name", "family"), METHODS)
 def test_every_method(name: str, family: str) -> None:
@@ -162,6 +165,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.cover(family=1)
 @pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", KEPT)
 def test_chats_keep_their_state(family: str) -> None:
@@ -215,6 +219,7 @@ def test_a_stream_that_is_closed_early(family: str) -> None:
     assert tuple(tokens[tickets[1]]) == texts[1][len(second.prompt) :]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family"),

@@ -219,6 +219,7 @@ def test_the_joint_law_is_the_targets(rule: str) -> None:
     assert abs(z_of(decode(RULES[rule], noise_of(GumbelNoise)))) < 4
 
 
+@pytest.mark.cover(rule=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "tree", "confident chain", "dynamic tree", "block and tree"])
 def test_the_joint_law_with_penalties(rule: str) -> None:
@@ -230,6 +231,7 @@ def test_the_joint_law_with_penalties(rule: str) -> None:
     assert z_of(text_BT) > 100
 
 
+@pytest.mark.cover(rule=4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.slow
 def test_numbers_that_are_read_twice_are_noticed(rule: str) -> None:

@@ -68,6 +68,7 @@ def test_the_laws_matter() -> None:
     assert all(len(answer) >= 9 for _, answer in answered())
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())

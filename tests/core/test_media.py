@@ -102,6 +102,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.cover(name=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), PAIRS)
 def test_every_method(name: str, model: str) -> None:
@@ -115,6 +116,7 @@ def test_every_method(name: str, model: str) -> None:
     assert texts == expected
 
 
+@pytest.mark.cover(kind=1)
 @pytest.mark.slow
 def test_long_paths(kind: str, target: Target) -> None:
     """Guards trees behind images: paths of several nodes are accepted, with three rows."""
@@ -254,6 +256,7 @@ def test_targets_without_a_processor() -> None:
         llm.generate([{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], max_new_tokens=4)
 
 
+@pytest.mark.cover
 @pytest.mark.quick("qwen2_5_vl-True")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_attached(kind: str, sampled: bool) -> None:

@@ -89,6 +89,7 @@ def prompts_of(target: Target) -> list[Request]:
     return [Request(prompt, 20 - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate(prompts)]
 
 
+@pytest.mark.cover(name=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
@@ -105,6 +106,7 @@ def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
         assert sum(step.prefill for step in steps) == len(requests)
 
 
+@pytest.mark.cover(name=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("vanilla", "rest", "eagle2 by chance")])
 def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
@@ -135,6 +137,7 @@ def shared_prompts(target: Target) -> list[Request]:
     return [Request(prompt, 18 - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate(prompts)]
 
 
+@pytest.mark.cover(name=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_of_other_rows(name: str, target: Target) -> None:

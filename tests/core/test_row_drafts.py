@@ -73,6 +73,7 @@ def changed(text: Sequence[int], seed: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+@pytest.mark.cover(name=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_ids_with_every_wish(name: str, target: Target) -> None:
@@ -111,6 +112,7 @@ def check_candidates(request: Request, steps: list[Step]) -> None:
         assert step.extra.get("predicted", 0) <= step.accepted
 
 
+@pytest.mark.cover(name=6)
 @pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", PARAMS)
 def test_forced_tokens_are_drafted(name: str, target: Target) -> None:

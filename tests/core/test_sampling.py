@@ -301,6 +301,7 @@ def test_accept_tests_and_gumbels_are_uniform(stream: int) -> None:
     assert stats.kstest(gumbel_V.numpy(), "gumbel_r").pvalue > 1e-6
 
 
+@pytest.mark.slow
 def test_accepts_have_their_chances() -> None:
     """Guards the accept test: chi-square of 40,000 per chance and sibling, false alarm 1e-6 each;
     chances 0 and 1 never err.

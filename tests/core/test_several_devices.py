@@ -70,6 +70,7 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
         return decoder
 
 
+@pytest.mark.cover(family=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("lfm2", marks=pytest.mark.slow)]
@@ -83,6 +84,7 @@ def slow(names: list[str], quick: tuple[str, ...]) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.cover(name=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow([n for n in drafters.names() if n != "self_speculative"], ("eagle3", "suffix")))
 def test_every_method(name: str) -> None:
@@ -91,12 +93,14 @@ def test_every_method(name: str) -> None:
     assert list(decoder.target_session.cache.bytes_by_device(1)) == [FIRST, SECOND]
 
 
+@pytest.mark.cover(name=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle2", "suffix"])
 def test_one_row(name: str) -> None:
     check(name, "llama", rows=1)
 
 
+@pytest.mark.cover(family=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["gemma2", "gpt2", "gpt_oss", "gemma4", "llama4", "deepseek_v3", "lfm2", "qwen3_5", "falcon_h1", "mamba2"]
@@ -111,6 +115,7 @@ def swapped(device_map: Mapping[str, int]) -> dict[str, int]:
     return {name: 1 - place for name, place in device_map.items()}
 
 
+@pytest.mark.cover(kind=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mtp", "medusa"])
 @pytest.mark.parametrize("kind", ["swapped", "by turns", "ends apart"])
@@ -164,6 +169,7 @@ def test_caches_hold_the_same() -> None:
         }
 
 
+@pytest.mark.cover(kind=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(media_models.MODELS))
 def test_images(kind: str) -> None:

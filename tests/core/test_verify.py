@@ -384,6 +384,7 @@ def chosen_cases() -> list[Any]:
     return [*tight, *(pytest.param(n, s, False, id=f"{n}-{s}-forced", marks=pytest.mark.slow) for n, s in forced)]
 
 
+@pytest.mark.cover
 @pytest.mark.quick("kernels-binary-T=1-tight", "kernels-ragged-all-tight")
 @pytest.mark.parametrize(("name", "sampling", "tight"), chosen_cases())
 def test_chosen_trees_are_exact(name: str, sampling: str, tight: bool) -> None:
@@ -397,6 +398,7 @@ def test_chosen_trees_are_exact(name: str, sampling: str, tight: bool) -> None:
     check_exact(ToyModels(4, depth + 3, sampling=SAMPLINGS[sampling]), chosen_cycle(name, tight), depth + 2, 2)
 
 
+@pytest.mark.cover(both_ways=1)
 @pytest.mark.slow
 def test_five_tokens_and_a_deep_chain() -> None:
     """Guards another vocabulary and more cycles. Enumeration: no odds."""
@@ -554,6 +556,7 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | 
     return cycle
 
 
+@pytest.mark.cover
 @pytest.mark.quick("kernels-three-near", "kernels-mixed-near", "kernels-three-far")
 @pytest.mark.parametrize(
     "q",
@@ -571,6 +574,7 @@ def test_drawn_trees_are_exact(name: str, q: str) -> None:
     check_exact(ToyModels(vocab, depth + 3, q), drawn_cycle(name), depth + 2, 2)
 
 
+@pytest.mark.cover
 @pytest.mark.quick("kernels-binary-T=1.5,k=2-3-2", "kernels-binary-all-3-2")
 @pytest.mark.parametrize(("name", "sampling", "vocab", "lengths"), [
     ("binary", "T=1", 3, 2), ("chain", "T=0.6", 4, 1), ("ragged", "T=0.6", 3, 2), ("three", "T=1.5,k=2", 4, 3),
@@ -670,6 +674,7 @@ def slow_block(tokens: list[int], p_NV: Tensor, q_NV: Tensor, root: int, noise: 
     )
 
 
+@pytest.mark.cover(both_ways=1)
 @pytest.mark.slow
 def test_a_block_against_a_slow_one() -> None:
     """Guards positions, uniform numbers and rows of blocks with the real noise: 300 rows, each as
@@ -922,6 +927,7 @@ def random_batch(seed: int, drawn: bool, B: int = 24, V: int = 6) -> tuple[Draft
     return draft, scores_BNV, torch.randint(0, 400, (B,), generator=generator), GumbelNoise.from_sampling(samplings)
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_random_trees_against_a_slow_verification(drawn: bool) -> None:

@@ -44,6 +44,7 @@ class Alternating:
         return []
 
 
+@pytest.mark.cover
 @pytest.mark.quick("eagle2-sampled", "medusa-sampled")
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def foretold(net: Net, target: Target, tokens: list[int], features_TD: Tensor) -
         known.append(out_SD[-1])
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -146,6 +147,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS[1:])
 @pytest.mark.parametrize(("method", "options"), SHAPES, ids=str)
@@ -164,6 +166,7 @@ def test_same_text_as_plain_decoding(
 # --- trained and stored ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(inputs=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -> None:

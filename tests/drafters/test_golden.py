@@ -59,6 +59,7 @@ def duplicates_slots(case: dict[str, Any], context: int) -> bool:
     return bool(case.get("enable_seagle")) and case["window_size"] < context < case["window_size"] + case["sink_size"]
 
 
+@pytest.mark.cover(case=14)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])
 def test_decoding(method: str, case: dict[str, Any]) -> None:
@@ -91,6 +92,7 @@ def read_at_once(drafter: Drafter, features_NF: torch.Tensor, ids_N: torch.Tenso
     return drafter.net.training_time_test(features_NF, lambda index: embeddings_ND, rows, documents, 1)[0]
 
 
+@pytest.mark.cover(case=14)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), ALL, ids=[f"{m}-{c['id']}" for m, c in ALL])
 def test_hidden_states(method: str, case: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "init_for_training"])
@@ -277,6 +278,7 @@ def test_a_batch_in_which_nothing_counts(target: Target, options: dict[str, Any]
     assert (found.total.item(), int(found.count)) == (0.0, 0)
 
 
+@pytest.mark.cover(options=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"objective": "tokens"}, PLUS], ids=str)
 def test_trained_a_little(target: Target, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -150,6 +150,7 @@ def test_a_row_that_is_kept() -> None:
     assert session.states[0].pool.after(1) == []
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 5, 2), (6, 2, 4), (5, 3, 5)])
 @pytest.mark.parametrize("reuse", [False, True])

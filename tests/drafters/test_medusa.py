@@ -52,6 +52,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "init_for_training"])
@@ -281,6 +282,7 @@ def test_a_batch_in_which_nothing_counts(target: Target) -> None:
     assert (found.total.item(), int(found.count)) == (0.0, 0)
 
 
+@pytest.mark.cover(objective=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["tokens", "distribution"])
 def test_trained_a_little(target: Target, tmp_path: Path, objective: str) -> None:

@@ -43,6 +43,7 @@ def requests(count: int) -> list[Request]:
     return [Request(tuple([*phrase, i] * (2 + i)), 30 - 3 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(count)]
 
 
+@pytest.mark.cover(first=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["suffix", "prompt_lookup", "lookahead"])
 @pytest.mark.parametrize("first", FIRST)
@@ -170,6 +171,7 @@ def test_keep_is_what_both_know(one: int, other: int, kept: int) -> None:
     assert session.truncate(0, 20) == kept
 
 
+@pytest.mark.cover(first=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["eagle2", "seagle", "small_model", "suffix"])
 def test_a_chat(first: str) -> None:

@@ -108,6 +108,7 @@ def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> No
                 assert torch.allclose(got, expected[:, part], atol=1e-5)
 
 
+@pytest.mark.cover(family=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
 def test_lossless(family: str, tmp_path: Path) -> None:
@@ -215,7 +216,9 @@ def test_a_trained_module_comes_back(tmp_path: Path) -> None:
     """Guards the form on disk, the method that a folder chooses, and heads of another target; the
     text stays that of plain decoding."""
     target = heads.tiny_target()
-    first, losses, figures = heads.short_training(mtp.Method.init_for_training(target, seed=1), tmp_path / "head")
+    first, losses, figures = heads.short_training(
+        mtp.Method.init_for_training(target, seed=1), tmp_path / "head", steps=20
+    )
     assert losses[-1]["loss"] < losses[0]["loss"] < first
     assert figures["tau"] >= 1
     llm = eyas.load(

@@ -198,6 +198,7 @@ def check_texts(decoder: Decoder) -> None:
         assert row is None or index.tokens == row.tokens[:-1]
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("law", [Sampling(), Sampling(0.6, top_k=8, seed=1)])

@@ -152,6 +152,7 @@ def test_heads_of_others(target: Target, tmp_path: Path) -> None:
         drafters.find("peagle").load(made("eagle3", target).weights(), target)
 
 
+@pytest.mark.cover(name=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_view_is_the_model_without_those_parts(family: str) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("skip", ["2", "1a,2m", "exit:2"])
@@ -90,6 +91,7 @@ def test_the_text_is_the_target_s(skip: str, family: str) -> None:
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
 
+@pytest.mark.cover(family=3)
 @pytest.mark.quick("jamba", "zamba2")
 @pytest.mark.parametrize("family", zoo.HYBRIDS)
 def test_hybrids_without_an_inner_layer(family: str) -> None:

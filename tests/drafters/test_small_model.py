@@ -76,6 +76,7 @@ TREES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.cover(options=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", TREES)
 def test_chosen_trees_give_the_ids_of_plain_decoding(options: dict[str, Any], target: Target) -> None:
@@ -87,7 +88,7 @@ def test_chosen_trees_give_the_ids_of_plain_decoding(options: dict[str, Any], ta
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_drawn_chain_keeps_the_law() -> None:
     """Guards the law of sampled text: of the second and third tokens of 1,500 seeds, against the
     exact law of a model of 9 tokens. Pearson's statistic has 8 degrees of freedom; a false alarm

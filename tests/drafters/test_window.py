@@ -69,6 +69,7 @@ def trees(drafter: Drafter, request: Request) -> list[list[int]]:
     ]
 
 
+@pytest.mark.cover(method=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
@@ -87,6 +88,7 @@ def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -
     assert trees(narrow, request) != trees(plain, request)
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("sink", [0, 3])

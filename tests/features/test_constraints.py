@@ -50,6 +50,7 @@ def answers() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(plain_decode(target().model, request)) for request in requests())
 
 
+@pytest.mark.cover(name=10)
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())

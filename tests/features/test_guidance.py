@@ -68,6 +68,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.cover(method=10)
 @pytest.mark.quick("eagle2-*", "suffix-*")
 @pytest.mark.parametrize(("method", "sampling", "limit"), PAIRS)
 def test_a_trie_sees_only_prefixes_that_can_happen(target: Target, method: str, sampling: Sampling, limit: int) -> None:

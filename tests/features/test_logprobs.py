@@ -89,6 +89,7 @@ def collected(steps: list[Step], request_id: int) -> list[TokenLogprobs]:
     return [entry for step in steps if step.request_id == request_id for entry in step.extra.get("logprobs", ())]
 
 
+@pytest.mark.cover(name=8)
 @pytest.mark.quick("eagle3-*")
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
@@ -140,6 +141,7 @@ def test_few_widths() -> None:
     assert width_for([None], 1000) is None
 
 
+@pytest.mark.cover(name=1)
 @pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", ["vanilla", "eagle2", "suffix"])
 def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +213,7 @@ def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- traces
 
 
+@pytest.mark.cover
 @pytest.mark.quick("eagle1-greedy", "vanilla-sampled")
 @pytest.mark.parametrize("law", LAWS[:2], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "suffix", "lookahead", "merged"])

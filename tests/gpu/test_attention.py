@@ -122,6 +122,7 @@ IN_BFLOAT16 = (
 )
 
 
+@pytest.mark.cover(name=5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -178,6 +178,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.cover(name=6)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("name", "capability"), TARGETS)
 def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def noise_of(*temperatures: float) -> GumbelNoise:
     return GumbelNoise.from_sampling([Sampling(t, seed=7 + n) for n, t in enumerate(temperatures)])
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (1.0, 1.0), (0.0, 0.7)])
 @pytest.mark.parametrize("vocab", [50, 2500])
@@ -118,6 +119,7 @@ FILTERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.cover(options=2)
 @pytest.mark.quick("options4-dtype4")
 @pytest.mark.parametrize(
     ("options", "dtype"),
@@ -197,6 +199,7 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cover(options=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sampling"),
@@ -238,7 +241,7 @@ def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
 CPU = torch.device("cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_prove_themselves() -> None:
     """Guards the trial that every machine makes before it uses the kernels: right ones pass."""
     assert fault_of_kernels(CPU, OPS) == ""
@@ -248,7 +251,7 @@ def wrong_paths(*inputs: Any) -> None:
     inputs[-1].zero_()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("module", "name", "kernel", "fault"),
     [

@@ -50,6 +50,7 @@ def test_norm_of_a_sum(adds: bool, dtype: torch.dtype) -> None:
         close(found_norm, model_norm(found_sum))
 
 
+@pytest.mark.cover
 @pytest.mark.quick("False-False-float32")
 @DTYPES
 @pytest.mark.parametrize("normed", [False, True])

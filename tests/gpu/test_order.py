@@ -56,7 +56,8 @@ def tree_of(nodes: int, rng: random.Random) -> Tree:
 
 
 # Where a text ends matters for the borders of blocks and parts; a window adds its own border once, within a part or not.
-@pytest.mark.quick("0-61")
+@pytest.mark.cover(length=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "length"), [(0, 0), (0, 61), (0, 64), (20, 31), (20, 100)])
 def test_a_node_attends_by_the_bits_of_plain_decoding(window: int, length: int) -> None:
     """Guards the order of keys: each node of a tree, whose ancestors lie among other nodes and on both sides of the
@@ -82,6 +83,7 @@ def test_a_node_attends_by_the_bits_of_plain_decoding(window: int, length: int) 
         assert torch.equal(bits(alone[0, 0]), bits(together[0, node])), f"node {node}"
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_and_the_numbers_themselves() -> None:
     """Guards rows of unlike lengths beside one another, and what is computed: torch's attention with a mask, by the
     kernels and by what runs in their place on a CPU."""
@@ -102,6 +104,7 @@ def test_rows_of_a_batch_and_the_numbers_themselves() -> None:
         torch.testing.assert_close(found, exact.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_keys_that_are_split_by_the_pass_have_other_bits() -> None:
     """Guards the comparison: the fast attention kernel, which splits keys by the number of nodes and reads them by slot,
     does not pass it."""
@@ -129,6 +132,7 @@ def test_keys_that_are_split_by_the_pass_have_other_bits() -> None:
     assert other > 2
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_has_the_same_bits_alone_and_among_others(bias: bool) -> None:
     """Guards the order of a product's sums, and sizes that fill no tile."""

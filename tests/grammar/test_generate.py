@@ -76,6 +76,7 @@ def plain(number: int) -> tuple[int, ...]:
     return tuple(plain_decode(target().model, request(number)))
 
 
+@pytest.mark.cover(name=5)
 @pytest.mark.quick("suffix-1")
 @pytest.mark.parametrize(
     ("name", "rows"),
@@ -111,6 +112,7 @@ def embedded() -> eyas.LLM:
     return eyas.load(tree={"nodes": 8, "depth": 4, "branch": 3})
 
 
+@pytest.mark.cover(keywords=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 def test_json_of_the_embedded_model(keywords: dict[str, Any]) -> None:

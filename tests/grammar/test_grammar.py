@@ -91,6 +91,7 @@ EXPRESSIONS = [
 ]
 
 
+@pytest.mark.cover(expression=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_masks_are_those_of_another_matcher(expression: str) -> None:
@@ -190,6 +191,7 @@ def test_stop_tokens_that_are_text() -> None:
     assert root_mask(made)[b]
 
 
+@pytest.mark.cover(keywords=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "keywords", [json_format(PERSON), json_format({"type": "object"}), {"response_format": {"type": "json_object"}}]
@@ -251,6 +253,7 @@ SEVERAL_TOKENS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.quick("byte_level-*")
 @pytest.mark.parametrize("asked", SEVERAL_TOKENS)
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma", "metaspace_bytes", "toy"])
@@ -369,6 +372,7 @@ def test_a_long_forced_text_is_read_as_far_as_it_is_drafted() -> None:
         assert 0 < len(made.forced(5)) <= 5
 
 
+@pytest.mark.slow
 def test_the_library_gives_up() -> None:
     """Guards advice that is false: the library's own limit is no matter of the request's other options."""
     made = constraint(regex="a{100000}")

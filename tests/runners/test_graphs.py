@@ -56,6 +56,7 @@ def prompt(length: int) -> tuple[int, ...]:
 LOSSLESS = ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "suffix", "small_model"]
 
 
+@pytest.mark.cover(name=5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family", "temperature"), pairs(LOSSLESS, ["llama", "gemma2"], [0.0, 1.0]))
 def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None:
@@ -75,6 +76,7 @@ def test_graphs_are_lossless(name: str, family: str, temperature: float) -> None
     assert {key[0] for key in decoder.cycle_runner.recorder._recorded} == {BUCKET, 2 * BUCKET}, "both widths were run"
 
 
+@pytest.mark.cover
 @pytest.mark.quick("False-seagle")
 @pytest.mark.parametrize("name", ["vanilla", "eagle3", "seagle", "small_model"])
 @pytest.mark.parametrize("graphs", [True, False])
@@ -168,6 +170,7 @@ def operations(name: str, sampling: Sampling, decide: Any = None) -> tuple[list[
     return found, [key[4] is None for key in decoder.cycle_runner.recorder._recorded]
 
 
+@pytest.mark.cover(name=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WITH_ITS_DRAFT, "suffix", "small_model"])
 @pytest.mark.parametrize(
@@ -231,6 +234,7 @@ class Moods(Policy):
         pass
 
 
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "seagle", "medusa", "eagle1"])
 def test_sleep_over_graphs(name: str) -> None:
@@ -259,6 +263,7 @@ def test_sleep_over_graphs(name: str) -> None:
     )
 
 
+@pytest.mark.cover(name=2)
 @needs_fp8
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
@@ -285,6 +290,7 @@ def test_fp8_is_refused_on_a_cpu() -> None:
         with_fastest_runner(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("window", [(2, 9), (0, 12), (4, BUCKET + 4)])

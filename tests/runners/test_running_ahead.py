@@ -111,6 +111,7 @@ def ending(temperature: float) -> tuple[list[Request], list[list[int]]]:
     return [*ends, *later], [text[: last[i] + 1] if i in (1, 2) else text for i, text in enumerate(expected)]
 
 
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -91,6 +91,7 @@ def test_a_swap_drops_and_changes_nothing(served: Running, llm: eyas.LLM, tmp_pa
     assert all(bool((value == expected[name]).all()) for name, value in drafter.net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_heads_that_cannot_be_used(served: Running, llm: eyas.LLM, tmp_path: Path) -> None:
     """Each refusal is one clear line, and leaves the head in place."""
     net = llm.drafter.net
@@ -111,6 +112,7 @@ def test_heads_that_cannot_be_used(served: Running, llm: eyas.LLM, tmp_path: Pat
     assert llm.drafter.net is net
 
 
+@pytest.mark.slow
 def test_without_an_admin_nobody_replaces_the_head(llm: eyas.LLM) -> None:
     with running(llm, keys=("user",), heads=Heads(llm)) as server:
         assert post(server, "user", name="given").status_code == 403
@@ -147,6 +149,7 @@ def stats(server: Running) -> dict[str, Any]:
     return learnt
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_the_learning_only(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(adapting(llm))
 

@@ -52,6 +52,7 @@ async def close_early(client: openai.AsyncOpenAI, prompt: str, delay: float) -> 
 
 
 # httpx's generator of a stream that the client closes early may be collected while it runs; the server is not concerned
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <async_generator object BoundAsyncStream")
 def test_rows_come_and_go(llm: eyas.LLM) -> None:
     prompts = [*PROMPTS, *(f"{prompt} Please be quick." for prompt in PROMPTS)]

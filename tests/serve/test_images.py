@@ -84,6 +84,7 @@ def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
     assert text["choices"][0]["message"]["content"] == llm.generate(question, max_new_tokens=12, ignore_eos=True).text
 
 
+@pytest.mark.slow
 def test_samples_of_one_image(server: Running, llm: eyas.LLM) -> None:
     """Guards the image of a request with several samples."""
     body = {

@@ -93,6 +93,7 @@ def tooled() -> Iterator[Running]:
         yield one
 
 
+@pytest.mark.cover(path=1)
 @pytest.mark.parametrize("path", BODIES)
 def test_junk_is_answered_or_refused(tooled: Running, path: str) -> None:
     """Guards against status 500 for a value that the body's model does not look at."""

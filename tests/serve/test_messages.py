@@ -94,6 +94,7 @@ def test_ends(server: Running, llm: eyas.LLM) -> None:
         assert post(server, **ASK, system=one).json()["content"][0]["text"] == own
 
 
+@pytest.mark.cover(choice=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=["any", "tool"])
 def test_a_call_and_its_result(tooled: Running, choice: Any) -> None:
@@ -205,6 +206,7 @@ def test_refusals(server: Running, change: dict[str, Any], words: str) -> None:
     assert words in body["error"]["message"]
 
 
+@pytest.mark.slow
 def test_errors_name_what_the_client_wrote(server: Running) -> None:
     """Guards numbers that are one too large behind a system text, and more behind results of tools."""
     results = [{"type": "tool_result", "tool_use_id": str(n), "content": "x"} for n in range(3)]

@@ -170,6 +170,7 @@ def test_deleting_stops_the_answer(open_page: Open, address: str, script: Script
     assert page.locator("#talks option").all_text_contents() == ["Hello"]
 
 
+@pytest.mark.exhaustive
 def test_deleting_asks_first(open_page: Open, address: str) -> None:
     """A slip of the hand must not cost a conversation: what deletes asks, and is not beside what sends."""
     page = open_page(address)
@@ -276,6 +277,7 @@ def test_question_without_an_answer_is_not_lost(open_page: Open, address: str, s
     assert page.locator(".turn").count() == 0
 
 
+@pytest.mark.exhaustive
 def test_store_of_conversations_is_bounded(open_page: Open, address: str) -> None:
     """The oldest conversations go, never the one that is written, and what is damaged counts as nothing."""
     page = open_page(address)
@@ -303,6 +305,7 @@ def test_store_of_conversations_is_bounded(open_page: Open, address: str) -> Non
     assert after == big
 
 
+@pytest.mark.exhaustive
 def test_files_of_a_conversation(open_page: Open, address: str) -> None:
     """What is saved is the conversation: the prompt that was in force, the turns, nothing of the page."""
     page = open_page(address)
@@ -394,6 +397,7 @@ def test_markdown(open_page: Open, address: str, script: Script) -> None:
     assert answer.locator(".selected").count() > 0, "the cycle is still marked"
 
 
+@pytest.mark.exhaustive
 def test_markdown_that_comes_in_parts(open_page: Open, address: str) -> None:
     """Only the last blocks are drawn anew when text comes: the result is that of the whole text."""
     page = open_page(address)
@@ -456,6 +460,7 @@ def test_errors_are_shown(open_page: Open, address: str, script: Script, late: b
     assert page.locator(".answer").text_content() == ("What" if late else "")
 
 
+@pytest.mark.exhaustive
 def test_text_that_comes_late_or_early(open_page: Open, address: str, script: Script) -> None:
     """A server holds back what may become a stop string, and sends the first cycle's text with the
     prompt's token: every part must still belong to its own cycle. A text that the server changed,
@@ -563,6 +568,7 @@ def test_keyboard_alone(open_page: Open, address: str) -> None:
     assert page.evaluate(focused) == "What"
 
 
+@pytest.mark.exhaustive
 def test_panel_at_the_end_of_an_answer(open_page: Open, address: str, script: Script) -> None:
     """The panel follows an answer from time to time, and must not stand at some cycle before the last one at its end."""
     script.turns = [[FIRST, *(cycle(n, "a", [" b"], " c") for n in range(1, 40))]]
@@ -572,6 +578,7 @@ def test_panel_at_the_end_of_an_answer(open_page: Open, address: str, script: Sc
     assert heading.text_content() == "Cycle 39 of 39"
 
 
+@pytest.mark.exhaustive
 def test_slider_stands_below_its_cycle(open_page: Open, address: str, script: Script) -> None:
     """The columns of cycles and the slider below them have one scale: its thumb is as wide as a column, and a
     click on it chooses the cycle above."""
@@ -599,6 +606,7 @@ def test_nothing_drafted(open_page: Open, address: str, script: Script) -> None:
     assert page.locator(".drawing").is_hidden()
 
 
+@pytest.mark.exhaustive
 def test_zoom(open_page: Open, address: str, script: Script) -> None:
     """A tree of 60 nodes is legible unasked, fits when asked, and stays at the chosen size from
     cycle to cycle."""
@@ -623,6 +631,7 @@ def test_zoom(open_page: Open, address: str, script: Script) -> None:
     assert width() == pytest.approx(zoomed)
 
 
+@pytest.mark.exhaustive
 def test_layout_of_trees(open_page: Open, address: str) -> None:
     """No two boxes of a tree overlap, children stand to the right of their parents, and the
     accepted path is a straight line."""
@@ -691,6 +700,7 @@ def test_live_view(open_page: Open, address: str, script: Script) -> None:
     assert page.get_by_role("link", name="Chat").get_attribute("aria-current") == "page"
 
 
+@pytest.mark.exhaustive
 def test_live_view_of_an_idle_server(open_page: Open, address: str, script: Script) -> None:
     idle = {
         "tokens_per_second": 0,
@@ -751,6 +761,7 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(open_page: Open, address: str, scheme: str) -> None:
     """Text is readable in both schemes: a contrast of 4.5, as WCAG AA asks."""
@@ -769,6 +780,7 @@ def test_contrast(open_page: Open, address: str, scheme: str) -> None:
     assert (max(inks[3], background) + 0.05) / (min(inks[3], background) + 0.05) > 3, "marks need 3"
 
 
+@pytest.mark.exhaustive
 def test_narrow_screen(open_page: Open, address: str) -> None:
     """Nothing sticks out at 360 pixels, and the cycle leaves room for the answer that it belongs to."""
     page = open_page(address, width=360, height=740)
@@ -791,6 +803,7 @@ def test_narrow_screen(open_page: Open, address: str) -> None:
     assert fits(page)
 
 
+@pytest.mark.exhaustive
 def test_newest_answer_is_in_view_on_a_narrow_screen(open_page: Open, address: str, script: Script) -> None:
     """The page scrolls as a whole there, and the composer lies over its end: a new turn stands above it."""
     script.turns = 6 * [[FIRST, SECOND, THIRD]]
@@ -803,6 +816,7 @@ def test_newest_answer_is_in_view_on_a_narrow_screen(open_page: Open, address: s
     assert answer["y"] + answer["height"] <= composer["y"]
 
 
+@pytest.mark.exhaustive
 def test_colour_scheme_can_be_chosen(open_page: Open, address: str) -> None:
     page = open_page(address, color_scheme="light")
     page.get_by_label("Theme").select_option("dark")

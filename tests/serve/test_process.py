@@ -122,6 +122,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         assert "s3cret" not in log
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_taken() -> None:
     """It gets one line and status 2, before the model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -134,6 +135,7 @@ def test_a_port_that_is_taken() -> None:
         assert line.startswith(f"eyas: error: cannot listen on 127.0.0.1 port {port} (")
 
 
+@pytest.mark.exhaustive
 def test_three_signals_and_a_start_on_the_same_port(tmp_path: Path) -> None:
     """A third signal ends a server at once with status 1, without a traceback; after kill -9, too, another
     server gets the port at once. The last one goes as far as its model, which is not there: the port is asked for before

@@ -37,6 +37,7 @@ def answer(server: Running, key: str) -> tuple[str, int]:
     return found["choices"][0]["text"], found["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
 
 
+@pytest.mark.slow
 def test_a_repeated_question_is_drafted_from_its_owners_answer(recalling: Running) -> None:
     """Bugs: another key's texts are drafted from; a text changes."""
     (text, _), (same, often), (stranger, seldom) = (answer(recalling, key) for key in ("a", "a", "b"))
@@ -45,6 +46,7 @@ def test_a_repeated_question_is_drafted_from_its_owners_answer(recalling: Runnin
     assert seldom < often
 
 
+@pytest.mark.slow
 def test_a_corpus_is_drafted_from(recalling: Running) -> None:
     text, seldom = answer(recalling, "a")
     added = post(recalling, "corpora", "b", input=[QUESTION["prompt"] + text]).json()

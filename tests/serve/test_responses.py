@@ -146,6 +146,7 @@ def tooled(llm: eyas.LLM) -> Iterator[Running]:
         yield one
 
 
+@pytest.mark.cover(choice=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "choice",

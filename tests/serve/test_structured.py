@@ -140,6 +140,7 @@ def tooled(llm: eyas.LLM) -> Iterator[Running]:
         yield one
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"]

@@ -91,6 +91,7 @@ def test_alone(server: Running, cases: list[Case]) -> None:
     asyncio.run(each())
 
 
+@pytest.mark.cover(rows=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [3, 16])  # one row: test_alone
 def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
@@ -101,7 +102,7 @@ def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
         compare(server, cases, spread=0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None:
     """The request chooses the method, and the text stays: all methods of the server at once, on the
     rows of one engine.
@@ -121,7 +122,7 @@ def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None
             )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_adaptive_default(llm: eyas.LLM, cases: list[Case]) -> None:
     """With --tree auto drafts come and go by the clock; the text does not."""
     with running(small_llm(tree="auto"), rows=4) as server:

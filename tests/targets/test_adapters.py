@@ -77,6 +77,7 @@ def asking(request: Request, adapter: str) -> Request:
     return changed
 
 
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in drafters.names()]
@@ -109,6 +110,7 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
     )
 
 
+@pytest.mark.cover(kind=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged(kind: str, folders: dict[str, str]) -> None:

@@ -53,6 +53,7 @@ def spread(folder: Path, whole: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.cover(name=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "self_speculative"])
 def test_text_is_the_whole_models(name: str, spread: PreTrainedModel, whole: PreTrainedModel) -> None:

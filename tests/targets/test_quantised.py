@@ -78,6 +78,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.cover(method=9)
 @pytest.mark.quick("compressed-tensors W4A16-suffix")
 @pytest.mark.parametrize(("kind", "method"), cases())
 def test_every_kind_by_every_method(kind: str, method: str, models: Any) -> None:
@@ -89,6 +90,7 @@ def test_every_kind_by_every_method(kind: str, method: str, models: Any) -> None
     check(method, target, requests)
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUNDED_INPUTS)
 @pytest.mark.parametrize("method", ["vanilla", *sorted(QUICK_METHODS)])

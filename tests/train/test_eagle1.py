@@ -25,6 +25,7 @@ def target() -> Target:
     return Target(zoo.tiny("llama"), "tiny-llama")
 
 
+@pytest.mark.cover(precision=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_head_is_trained_saved_and_loaded(

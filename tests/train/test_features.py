@@ -287,6 +287,7 @@ def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
         read_all(data)
 
 
+@pytest.mark.cover(name=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", "examples.safetensors", "shard-00001.safetensors"])
 def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:

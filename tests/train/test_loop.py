@@ -273,6 +273,7 @@ def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undi
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 6, 12])
 @pytest.mark.parametrize("written", [False, True])

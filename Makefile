@@ -38,7 +38,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 # Some shells and images set this; every process of a test would then parse the whole source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve bench bench-heads test test-fast wings arm clients scale interop peers wheels wheel-test docs check lint format clean
+.PHONY: help demo serve bench bench-heads test test-all test-fast wings arm clients scale interop peers wheels wheel-test docs check lint format clean
 .NOTPARALLEL: # `check` lints first: what is quick comes first, and the output ends with the summary of the tests
 
 help: ## this list
@@ -62,9 +62,12 @@ bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DAT
 	@echo "==> runs/bench_heads.py"
 	@$(BIN)/python runs/bench_heads.py $(addprefix --data ,$(DATA)) $(addprefix --features ,$(FEATURES)) $(ARGS)
 
-test: $(STAMP) ## every test (TESTS=tests/test_tree.py or ARGS="-k tree" for some of them)
+test: $(STAMP) ## the tests, of large matrices each value once (12 minutes on two idle cores; TESTS=tests/core or ARGS="-k tree" for some of them)
+test-all: $(STAMP) ## every case of every test, and whole runs of programs (about half an hour on two idle cores)
+test-all: ALL := --all
+test test-all:
 	@echo "==> pytest: tests/ in $(JOBS) processes, the ten slowest are listed at the end"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist worksteal --durations 10 $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) $(ALL) -n $(JOBS) --dist worksteal --durations 10 $(ARGS)
 
 test-fast: $(STAMP) ## the tests that take a minute together, for the inner loop: every method once, no training of real size, no compiler
 	@echo "==> pytest: tests/ without those marked slow, in $(JOBS) processes"
@@ -72,26 +75,26 @@ test-fast: $(STAMP) ## the tests that take a minute together, for the inner loop
 
 wings: $(STAMP) ## each optional part without the others: their folders are gone, and it imports, and its tests run (a minute or two)
 	@echo "==> pytest: tests/test_wings.py in $(JOBS) processes"
-	@EYAS_WINGS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_wings.py -n $(JOBS) -q $(ARGS)
+	@EYAS_WINGS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_wings.py --all -n $(JOBS) -q $(ARGS)
 
 arm: $(STAMP) ## the kernels' code for ARM in an emulator (Debian: g++-aarch64-linux-gnu, qemu-user-static; minutes; `make test` has it too)
 	@echo "==> pytest: tests/test_kernels_arm.py in $(JOBS) processes"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_arm.py -n $(JOBS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_arm.py --all -n $(JOBS) $(ARGS)
 
 clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have written: docs/clients.md has the table (minutes; `make test` skips them)
 	@echo "==> pytest: tests/clients"
-	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients $(ARGS)
+	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients --all $(ARGS)
 
 scale: $(STAMP) $(SCALE_STAMP) ## several processes on Ray: replicas and workers, killed ones too; the server's contract with a fleet (minutes; `make test` skips them)
 	@echo "==> pytest: tests/cluster"
-	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster -n 0 $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster --all -n 0 $(ARGS)
 	@echo "==> runs/scale_contract.py: tests/serve against a fleet"
 	@OMP_NUM_THREADS=1 .venv-scale/bin/python runs/scale_contract.py
 
 interop: $(STAMP) ## our heads in vLLM, speculators, OpenVINO, and llama.cpp (LLAMA_CPP=FOLDER): texts, logits, acceptance (minutes; 5 GB)
 	@$(MAKE) --no-print-directory --keep-going $(ENGINES:=/.installed) || echo "==> what could not be installed is skipped"
 	@echo "==> pytest: tests/interop"
-	@OMP_NUM_THREADS=1 EYAS_INTEROP=$(CURDIR) $(BIN)/python -m pytest tests/interop -s -p no:warnings $(ARGS)
+	@OMP_NUM_THREADS=1 EYAS_INTEROP=$(CURDIR) $(BIN)/python -m pytest tests/interop --all -s -p no:warnings $(ARGS)
 
 peers: $(STAMP) ## eyas beside the engines of `make interop`, on an idle machine (minutes; LLAMA_CPP=FOLDER, ARGS="--rounds 3")
 	@echo "==> runs/peers.py"
@@ -124,7 +127,7 @@ lint: $(STAMP) ## ruff, formatting, types; prints sizes
 	@echo "==> sizes, and odd English (tests/house.py --places: where); no errors"
 	@$(BIN)/python tests/house.py
 
-check: lint test ## lint, types and every test: what must pass before a branch is merged
+check: lint test-all ## lint, types and every case of every test: what must pass before a branch is merged
 
 format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff check --fix-only $(LINT)

@@ -25,7 +25,7 @@ def main() -> None:
     options = parser(__doc__, None, replicas=2, k=("", "only tests of this expression, as for pytest")).parse_args()
     command = [sys.executable, "-m", "eyas", "serve", "--port", "{port}", "--replicas", options.replicas, *OPTIONS]
     with tempfile.TemporaryDirectory() as folder, served(command, Path(folder) / "log", 120) as (url, _):
-        tests = [sys.executable, "-m", "pytest", str(TESTS), "-n", "0", "-q", "-k", options.k]
+        tests = [sys.executable, "-m", "pytest", str(TESTS), "--all", "-n", "0", "-q", "-k", options.k]
         done = subprocess.run(tests, env={**os.environ, "EYAS_SERVER_URL": url}, check=False)
     raise SystemExit(done.returncode)
 

@@ -122,7 +122,7 @@ def test_every_method(name: str) -> None:
             assert tuple(new) == expected, f"{request.sampling}"
 
 
-@pytest.mark.cover(name=8)
+@pytest.mark.cover(name=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("name", drafters.names())

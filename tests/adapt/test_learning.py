@@ -25,7 +25,7 @@ from test_lossless import make
 ALWAYS = Settings(share=1e9, lr=5e-3, steps=2, batch_tokens=64)
 
 
-@pytest.mark.cover(runner=2)
+@pytest.mark.cover(runner=1)
 @pytest.mark.quick("mtp-kernels")
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])

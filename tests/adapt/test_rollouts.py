@@ -19,7 +19,7 @@ from test_lossless import make
 PAD = 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rollouts_while_the_target_is_trained(tmp_path: Path) -> None:
     """Guards that `attach` notices every update, so that rollouts are those of the present weights; that the head
     goes on from what it has learnt; and that learning leaves no gradients in the policy. Greedy, so that the ids can

@@ -77,7 +77,7 @@ def test_data_that_cannot_be_used_is_refused(refused: Callable[..., str], tmp_pa
     assert "holds something that this command has not made" in refused("accelerate", "llama", "--output", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_step_is_done_once_however_often_the_run_is_stopped(
     run: Run, questions: Path, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_server_of_eyas(run: Run, world: Path, tmp_path: Path, same: bool) -> 
     assert "encoded again" not in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_too_few_tokens_are_not_enough(run: Run, tmp_path: Path) -> None:
     """Guards status 3: nothing is wrong, and a bias could have been missed. The power is shown before."""
     result = run(*quick(tmp_path), "--draft", "head", "--tokens", 60, "--sampling", "1")

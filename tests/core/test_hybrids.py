@@ -64,7 +64,7 @@ def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> Answer
     return tuple((request, answer(family, request)) for request in made)
 
 
-@pytest.mark.cover(family=6)
+@pytest.mark.cover(family=4)
 @pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_an_oracle(family: str) -> None:

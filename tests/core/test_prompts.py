@@ -89,7 +89,7 @@ def prompts_of(target: Target) -> list[Request]:
     return [Request(prompt, 20 - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.cover(name=3)
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:

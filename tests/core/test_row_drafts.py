@@ -73,7 +73,7 @@ def changed(text: Sequence[int], seed: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-@pytest.mark.cover(name=3)
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_ids_with_every_wish(name: str, target: Target) -> None:

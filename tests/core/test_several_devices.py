@@ -100,7 +100,7 @@ def test_one_row(name: str) -> None:
     check(name, "llama", rows=1)
 
 
-@pytest.mark.cover(family=3)
+@pytest.mark.cover(family=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["gemma2", "gpt2", "gpt_oss", "gemma4", "llama4", "deepseek_v3", "lfm2", "qwen3_5", "falcon_h1", "mamba2"]

@@ -91,7 +91,7 @@ def test_the_text_is_the_target_s(skip: str, family: str) -> None:
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
 
-@pytest.mark.cover(family=3)
+@pytest.mark.cover(family=1)
 @pytest.mark.quick("jamba", "zamba2")
 @pytest.mark.parametrize("family", zoo.HYBRIDS)
 def test_hybrids_without_an_inner_layer(family: str) -> None:

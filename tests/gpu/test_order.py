@@ -56,7 +56,7 @@ def tree_of(nodes: int, rng: random.Random) -> Tree:
 
 
 # Where a text ends matters for the borders of blocks and parts; a window adds its own border once, within a part or not.
-@pytest.mark.cover(length=2)
+@pytest.mark.cover(length=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "length"), [(0, 0), (0, 61), (0, 64), (20, 31), (20, 100)])
 def test_a_node_attends_by_the_bits_of_plain_decoding(window: int, length: int) -> None:

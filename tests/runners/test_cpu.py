@@ -144,7 +144,7 @@ def test_padding_is_left_out_and_changes_no_bit(family: str) -> None:
         assert torch.equal(part.features_BNF[row, :count], full.features_BNF[row, :count])
 
 
-@pytest.mark.cover(name=6)
+@pytest.mark.cover(name=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_is_lossless_by_kernels(name: str) -> None:

@@ -60,7 +60,7 @@ METHODS = [
 ]  # fmt: skip
 
 
-@pytest.mark.cover(name=3)
+@pytest.mark.cover(name=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_trees_and_texts(name: str) -> None:

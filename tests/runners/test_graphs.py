@@ -234,7 +234,7 @@ class Moods(Policy):
         pass
 
 
-@pytest.mark.cover(name=2)
+@pytest.mark.cover(name=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "seagle", "medusa", "eagle1"])
 def test_sleep_over_graphs(name: str) -> None:

@@ -119,7 +119,7 @@ FILTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.cover(options=2)
+@pytest.mark.cover(options=1)
 @pytest.mark.quick("options4-dtype4")
 @pytest.mark.parametrize(
     ("options", "dtype"),

@@ -38,7 +38,7 @@ def kinds_of_passes(mode: WeightFormat, isa: str) -> list[str]:
     return names if isa == NATIVE else [names[(turn + i) % len(names)] for i in range(2)]
 
 
-@pytest.mark.cover(_kernels=1, mode=3)
+@pytest.mark.cover
 @needs
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")
@@ -55,7 +55,7 @@ def test_logits_have_the_bits_of_plain_decoding(mode: WeightFormat, request: pyt
         assert not counts.different, f"{name}, {family}, {threads} threads: {counts}"
 
 
-@pytest.mark.cover(_kernels=1, mode=3)
+@pytest.mark.cover(mode=2)
 @needs
 @pytest.mark.quick("native-int4-int8")
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")

@@ -92,7 +92,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.cover
+@pytest.mark.cover(family=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SUITED)
 @pytest.mark.parametrize("number", [0, 1])

@@ -1,6 +1,6 @@
 """Run by a Python with torch and transformers: llama.cpp's own converter, on a model or head of eyas.
 
-    to_gguf.py SOURCES TYPE MODEL OUTPUT [TARGET]      TYPE: f32, bf16, q8_0, ...; TARGET: of a head
+    to_gguf.py SOURCES TYPE MODEL OUTPUT [TARGET]      TYPE: f32, bf16, q8_0, ...; TARGET: of a head, or an option of the converter
 
 The converter knows tokenizers by the hash of what they make of a text. The embedded model's is
 unknown to it: byte-level pairs over GPT-2's expression, which is named here. It also has no
@@ -27,7 +27,7 @@ def main() -> None:
                 setattr(converter, name, missing)
     sys.argv = ["convert_hf_to_gguf.py", model, "--outtype", kind, "--outfile", output]
     if target:
-        sys.argv += ["--target-model-dir", target[0]]
+        sys.argv += target if target[0].startswith("--") else ["--target-model-dir", target[0]]
     runpy.run_path(f"{sources}/convert_hf_to_gguf.py", run_name="__main__")
 
 

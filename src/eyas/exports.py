@@ -14,7 +14,7 @@ from eyas.checkpoints._weights import ExportTarget, Format, Weights, formats
 from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
 
-__all__ = ["export", "export_formats", "usage"]
+__all__ = ["export", "export_formats", "suffix", "usage"]
 
 
 def export_formats() -> dict[str, tuple[str, ...]]:
@@ -25,24 +25,31 @@ def export_formats() -> dict[str, tuple[str, ...]]:
     return dict(sorted(methods.items()))
 
 
-def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: ExportTarget) -> list[str]:
-    """Write a draft head in the format `name` into a new folder.
+def export(
+    weights: Weights, name: str, folder: str | os.PathLike[str], target: ExportTarget, dtype: str = ""
+) -> list[str]:
+    """Write a draft head in the format `name` into a new folder, or a new file where the format is one of single files.
 
-    The folder is made under a temporary name next to its place and renamed, so that it is there
-    completely or not at all.
+    It is made under a temporary name next to its place and renamed, so that it is there completely or not at all.
 
     Args:
         target: what is known about the target model.
+        dtype: the numbers of a file in GGUF format; empty for the head's own.
 
     Returns:
         Lines by which the format's engines run the head.
 
     Raises:
         CheckpointError: there is no such format, or it cannot hold this head; the message has the reason.
-        InputError: something is at that place already, or it cannot be written.
+        InputError: something is at that place already, or it cannot be written; the format has no such numbers.
     """
     form = _form(weights.method, name)
     place = Path(folder).expanduser()
+    if hasattr(form, "SUFFIX") and place.suffix != form.SUFFIX:
+        raise InputError(f"{place}: {name} is a single file: give it the ending {form.SUFFIX}")
+    known = getattr(form, "DTYPES", ())
+    if dtype and dtype not in known:
+        raise InputError(f"{name} has no numbers {dtype!r}: {', '.join(known) or 'it takes the numbers of the head'}")
     if place.exists() or place.is_symlink():
         raise InputError(f"{place} exists already, and an export overwrites nothing: name another folder")
     try:
@@ -51,8 +58,12 @@ def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: 
         raise CheckpointError(f"{weights.source} cannot be exported to {name}: {error}") from error
     temporary = place.absolute().with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
-        file = getattr(form, "EXPORT_FILE", getattr(form, "FILE", None))
-        write(temporary, config, tensors, *([file] if file else []))
+        if hasattr(form, "write_file"):
+            with write_errors(place):
+                form.write_file(temporary, config, tensors, target, dtype)
+        else:
+            file = getattr(form, "EXPORT_FILE", getattr(form, "FILE", None))
+            write(temporary, config, tensors, *([file] if file else []))
         if hasattr(form, "finish"):
             with write_errors(place):
                 form.finish(temporary, target)
@@ -60,13 +71,18 @@ def export(weights: Weights, name: str, folder: str | os.PathLike[str], target: 
             temporary.rename(place)
     finally:
         with suppress(OSError):
-            shutil.rmtree(temporary)
+            temporary.unlink() if temporary.is_file() else shutil.rmtree(temporary)
     return form.usage(weights.method, weights.config, str(place), target.name or "TARGET")
 
 
 def usage(method: str, name: str, folder: str, target: str) -> list[str]:
     """Lines by which the engines of a format run a head of this method in a folder."""
     return _form(method, name).usage(method, {}, folder, target)
+
+
+def suffix(method: str, name: str) -> str:
+    """Return the ending of the files of a format that is one of single files; empty where heads are folders."""
+    return getattr(_form(method, name), "SUFFIX", "")
 
 
 def _exporting() -> list[Format]:

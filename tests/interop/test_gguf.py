@@ -1,4 +1,5 @@
-"""Heads that llama.cpp's own converter wrote into GGUF files come back as the heads that they were made of.
+"""Heads that llama.cpp's own converter wrote into GGUF files come back as the heads that they were made of, and
+`eyas export --format gguf` writes the same files: every tensor has the same bytes, every setting the same value.
 
 The converter is Python, so the sources are enough: LLAMA_CPP names them.
 """
@@ -9,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from eyas.checkpoints import Weights
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find, mtp
+from eyas.errors import CheckpointError
 from interop_engines import ours, python_of
 
 pytestmark = pytest.mark.slow
@@ -33,6 +37,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
+OTHERWISE = ("GGUF.", "general.name", "general.size_label", "general.basename", "general.finetune", "general.version")
 SMALL = {"head.layers": "1,2", "head.depth": 2, "head.block": 6}
 SECOND = {"head.taps": 3, "head.channels": 8, "head.selector_rank": 6, "head.candidates": 5}
 # name -> (method, options, changes of our config)
@@ -53,9 +58,49 @@ def sources() -> Path:
     return Path(os.environ["LLAMA_CPP"])
 
 
-def converted(sources: Path, model: Path, output: Path, target: Path | None = None, kind: str = "f32") -> Path:
+@pytest.fixture(scope="module")
+def target_file(sources: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> checkpoints.ExportTarget:
+    """The embedded model's own file."""
+    return checkpoints.ExportTarget(
+        str(converted(sources, folder, tmp_path_factory.mktemp("target") / "target.gguf", kind="f16"))
+    )
+
+
+def assert_written(
+    made: Weights, known: checkpoints.ExportTarget, theirs: Path, kind: str = "f32", atol: float = 0.0
+) -> None:
+    """Assert that an export of the head is the converter's file; names and sizes for readers may differ. `atol` is for
+    numbers that both compute."""
+    ours = theirs.with_name(f"ours-{theirs.name}")
+    exports.export(made, "gguf", ours, known, kind)
+    files = [gguf.GGUFReader(path) for path in (ours, theirs)]
+    settings = [
+        {name: field.contents() for name, field in file.fields.items() if not name.startswith(OTHERWISE)}
+        for file in files
+    ]
+    assert settings[0] == settings[1]
+    tensors = [{tensor.name: tensor for tensor in file.tensors} for file in files]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        other = tensors[1][name]
+        assert (tensor.tensor_type, list(tensor.shape)) == (other.tensor_type, list(other.shape)), name
+        if atol and tensor.tensor_type.name == "F32":
+            np.testing.assert_allclose(tensor.data, other.data, rtol=0, atol=atol, err_msg=name)
+        else:
+            np.testing.assert_array_equal(tensor.data, other.data, err_msg=name)
+
+
+def converted(
+    sources: Path,
+    model: Path,
+    output: Path,
+    target: Path | None = None,
+    kind: str = "f32",
+    without_module: bool = False,
+) -> Path:
     """A model, or a head with its target's folder, by llama.cpp's converter."""
     command = [python_of(".venv-interop"), PROGRAM, sources, kind, model, output, *([target] if target else [])]
+    command += ["--no-mtp"] if without_module else []
     done = processes.run(command, env={**processes.environment(), "NO_LOCAL_GGUF": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     return output
@@ -69,7 +114,14 @@ def assert_same(read: Weights, made: Weights, atol: float = 0.0) -> None:
         torch.testing.assert_close(read.tensors[name], tensor.to(read.tensors[name].dtype), rtol=0, atol=atol, msg=name)
 
 
-def test_eagle3(sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path, prompts: list[list[int]]) -> None:
+def test_eagle3(
+    sources: Path,
+    folder: Path,
+    heads: dict[str, Path],
+    tmp_path: Path,
+    prompts: list[list[int]],
+    target_file: checkpoints.ExportTarget,
+) -> None:
     """Guards rows of queries and keys, the map of the vocabulary, layer ids: the embedded head drafts what it drafts from its
     folder."""
     made, known = checkpoints.load(heads["eagle3"]), checkpoints.ExportTarget(str(folder))
@@ -78,11 +130,14 @@ def test_eagle3(sources: Path, folder: Path, heads: dict[str, Path], tmp_path: P
     assert_same(read, made)
     L = eyas.load(method="vanilla", kernels="off").target.num_layers
     assert read.config["feature_layers"] == (2, L // 2, L - 3)
+    assert_written(made, target_file, tmp_path / "head.gguf")
     few = prompts[:4]
     assert ours(few, tmp_path / "head.gguf", "eagle3", 3, 32) == ours(few, heads["eagle3"], "eagle3", 3, 32)
 
 
-def test_eagle3_with_llama3_rope(sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path) -> None:
+def test_eagle3_with_llama3_rope(
+    sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path, target_file: checkpoints.ExportTarget
+) -> None:
     """Guards the scaling, of which the file holds the factors only."""
     made, known = checkpoints.load(heads["eagle3"]), checkpoints.ExportTarget(str(folder))
     made.config["rope_scaling"] = LLAMA3
@@ -90,19 +145,28 @@ def test_eagle3_with_llama3_rope(sources: Path, folder: Path, heads: dict[str, P
     read = checkpoints.load(converted(sources, tmp_path / "head", tmp_path / "head.gguf", folder))
     torch.testing.assert_close(frequencies(read), frequencies(made), rtol=1e-5, atol=0)
     assert not torch.allclose(frequencies(read), frequencies(checkpoints.load(heads["eagle3"])))
+    assert_written(made, target_file, tmp_path / "head.gguf", atol=1e-5)  # factors of up to 8, computed in 64 bits here
 
 
-def test_a_quantised_head(sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path) -> None:
-    """Guards weights of eight bits: the same within a step of their blocks."""
+def test_a_quantised_head(
+    sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path, target_file: checkpoints.ExportTarget
+) -> None:
+    """Guards weights of eight bits: the same within a step of their blocks; and those of 16."""
     made, known = checkpoints.load(heads["eagle3"]), checkpoints.ExportTarget(str(folder))
     exports.export(made, "sglang", tmp_path / "head", known)
     read = checkpoints.load(converted(sources, tmp_path / "head", tmp_path / "head.gguf", folder, "q8_0"))
     largest = max(float(tensor.abs().max()) for name, tensor in made.tensors.items() if name != "draft_ids")
     assert_same(read, made, atol=largest / 127)
+    assert_written(made, target_file, tmp_path / "head.gguf", "q8_0")
+    for kind in ("f16", "bf16"):
+        theirs = converted(sources, tmp_path / "head", tmp_path / f"{kind}.gguf", folder, kind)
+        assert_written(made, target_file, theirs, kind)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_block_heads(name: str, sources: Path, folder: Path, tmp_path: Path, llm: eyas.LLM) -> None:
+def test_block_heads(
+    name: str, sources: Path, folder: Path, tmp_path: Path, llm: eyas.LLM, target_file: checkpoints.ExportTarget
+) -> None:
     """Guards names, the window's layers and order, factors, and which token a slot predicts."""
     method, options, changes = BLOCKS[name]
     kind = find(method)
@@ -114,6 +178,11 @@ def test_block_heads(name: str, sources: Path, folder: Path, tmp_path: Path, llm
     assert_same(read, made)
     for key in set(from_folder.config) - {"eyas", "target_layers"}:
         assert read.config[key] == from_folder.config[key], key
+    if name == "dflash, windows":  # the converter writes it, and llama.cpp lets all layers see later slots
+        with pytest.raises(CheckpointError, match="layers that see earlier slots only"):
+            assert_written(from_folder, target_file, tmp_path / "head.gguf")
+    else:
+        assert_written(from_folder, target_file, tmp_path / "head.gguf")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
@@ -132,6 +201,9 @@ def test_mtp_modules(family: str, sources: Path, folder: Path, tmp_path: Path, l
     llm.tokenizer.save_pretrained(tmp_path / "whole")  # type: ignore[union-attr]
     read = checkpoints.load(converted(sources, tmp_path / "whole", tmp_path / "whole.gguf"))
     assert_same(read, made, atol=1e-6)
+    llm.tokenizer.save_pretrained(tmp_path / "target")  # type: ignore[union-attr]
+    plain = converted(sources, tmp_path / "target", tmp_path / "target.gguf", without_module=True)
+    assert_written(made, checkpoints.ExportTarget(str(plain)), tmp_path / "whole.gguf")
     loaded = mtp.Method.from_pretrained(tmp_path / "whole.gguf", target)
     assert isinstance(loaded, mtp.Method)
     assert read.config["target_model_type"] == target.family.model_type

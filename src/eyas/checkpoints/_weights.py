@@ -81,7 +81,8 @@ class Format(Protocol):
 
     A format of other engines has NAME, EXPORTS, `export` and `usage` too, EXPORT_FILE where they
     want another file, and `finish(folder, target)` where they want more of them. A format of single files has
-    SUFFIX and `unpack`, which makes of a file what other formats read.
+    SUFFIX and `unpack`, which makes of a file what other formats read; to export it has `write_file`, which writes what
+    `export` returns, and DTYPES.
     """
 
     METHODS: tuple[str, ...]

@@ -26,44 +26,30 @@ from torch import Tensor
 from eyas.checkpoints._block import DFLASH, DFLASH2, DSPARK, SLIDING
 from eyas.checkpoints._eagle3 import IDS, VLLM
 from eyas.checkpoints._gguf import File
+from eyas.checkpoints._gguf_names import (
+    FACTOR_KEYS,
+    LAYER_KEYS,
+    MTP_TYPES,
+    SECOND_KEYS,
+    YARN_KEYS,
+    block_names,
+    eagle3_names,
+    in_halves,
+    llama3_factors,
+    mtp_names,
+)
+from eyas.checkpoints._gguf_writing import DTYPES, EXPORTS, export, usage, write_file
 from eyas.checkpoints._weights import Published
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "SUFFIX", "read", "recognises", "unpack"]
+__all__ = [
+    "DTYPES", "EXPORTS", "METHODS", "NAME", "SUFFIX", "export", "read", "recognises", "unpack", "usage", "write_file",
+]  # fmt: skip
 
 METHODS = ()
-SUFFIX = ".gguf"
+NAME, SUFFIX = "gguf", ".gguf"
 
-_LAYER = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_HEAD_NORMS = {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
-_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
-_CONVOLUTIONS = {
-    f"{theirs}_conv_{part}": f"{ours}_conv.{name}"
-    for theirs, ours in (("attn", "attention"), ("ffn", "mlp"))
-    for part, name in (("base", "base_kernel"), ("proj.weight", "kernel_projection.weight"))
-}
-_SELECTOR = {
-    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
-    "selector_successor.weight": "candidate_selector.successor_codebook",
-    "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
-}
-_MARKOV = {
-    "markov_w1.weight": "markov_head.markov_w1.weight",
-    "markov_w2.weight": "markov_head.markov_w2.weight",
-    "conf_proj.weight": "confidence_head.proj.weight",
-    "conf_proj.bias": "confidence_head.proj.bias",
-}
 # settings and tensors of block heads that compute something else, and what they mean
 _OTHER_BLOCKS = {
     "dflash.hyper_connection.count": "the layers are DeepSeek-V4's",
@@ -73,29 +59,6 @@ _OTHER_BLOCKS = {
     "blk.0.attn_sinks.weight": "the attention has sinks",
 }
 
-MTP_TYPES = {
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "qwen3next": "qwen3_next",
-    "glm4moe": "glm4_moe",
-}
-"""Architectures of files whose MTP module is read -> model_type of the target."""
-
-_MTP = {
-    **{f"nextn.{name}.weight": f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj")},
-    "nextn.shared_head_norm.weight": "post_norm.weight",
-}
-_MTP_LAYER = {
-    **{theirs: ours for theirs, ours in _LAYER.items() if theirs != "ffn_norm.weight"},
-    **_HEAD_NORMS,
-    **{f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
-    "post_attention_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate_inp.weight": "mlp.gate.weight",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
-    "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
-}
 _UNUSED_TABLES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # copies of the target's
 
 
@@ -139,13 +102,11 @@ def _read_eagle3(file: File) -> Published:
         IDS: [int(layer) for layer in file.need("ARCH.target_layers")],  # inputs, as in vLLM's form
         **{key: bool(file.get(f"ARCH.{key}", False)) for key in ("norm_before_residual", "norm_before_fc")},
     }
-    names = {f"blk.0.{theirs}": f"layers.0.{ours}" for theirs, ours in _LAYER.items()}
-    names |= {"blk.0.attn_norm_2.weight": "layers.0.hidden_norm.weight", "enc.output_norm.weight": "input_norm.weight"}
-    tensors = _tensors(file, {**names, **_TABLES, "fc.weight": "fc.weight", "output_norm.weight": "norm.weight"})
+    tensors = _tensors(file, eagle3_names())
     for x, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
         name = f"layers.0.self_attn.{x}_proj.weight"
         if name in tensors:
-            tensors[name] = _in_halves(tensors[name], config[heads])
+            tensors[name] = in_halves(tensors[name], config[heads])
     tensors |= _draft_vocabulary(file, config["vocab_size"])
     file.expect_no_more()
     return {**config, "draft_vocab_size": len(tensors.get("d2t", ())) or config["vocab_size"]}, tensors
@@ -168,15 +129,7 @@ def _read_block(file: File) -> Published:
         **_windows(file, layers),
         **_factors(file),
     }
-    names = {
-        "fc.weight": "fc.weight",
-        "enc.output_norm.weight": "hidden_norm.weight",
-        "output_norm.weight": "norm.weight",
-    }
-    for i in range(layers):
-        parts = {**_LAYER, **_HEAD_NORMS, **_CONVOLUTIONS}
-        names |= {f"blk.{i}.{theirs}": f"layers.{i}.{ours}" for theirs, ours in parts.items()}
-    tensors = _tensors(file, {**names, **_SELECTOR, **_MARKOV, **_TABLES})
+    tensors = _tensors(file, block_names(layers))
     maps = _draft_vocabulary(file, config["vocab_size"])
     file.expect_no_more()
     return _block_form(file, config, tensors, maps)
@@ -198,10 +151,9 @@ def _block_form(
     if maps:
         return _speculators_form(config, {**dspark, **anchor}, {**tensors, **maps}, len(maps["d2t"]))
     if "candidate_selector.predecessor_codebook" in tensors:
-        sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        second = {key: int(file.need(f"ARCH.{key}")) for key in sizes}
+        second = {key: int(file.need(f"ARCH.{key}")) for key in SECOND_KEYS}
         return {**config, "architectures": [DFLASH2], **second, **anchor}, tensors
-    if markov is None and not any(name in tensors for name in _TABLES.values()):
+    if markov is None and not {"embed_tokens.weight", "lm_head.weight"} & tensors.keys():
         return {**config, "architectures": [DFLASH], **anchor}, tensors
     return {**config, "architectures": [DSPARK], **dspark, **anchor}, tensors
 
@@ -236,11 +188,8 @@ def _read_mtp(file: File) -> Published:
             f"class has it; modules of {', '.join(MTP_TYPES)} are read: use the target's checkpoint in Hugging Face layout"
         )
     behind = int(file.need("ARCH.block_count")) - int(file.need("ARCH.nextn_predict_layers"))
-    names = _MTP | {theirs: f"mtp_block.{ours}" for theirs, ours in _MTP_LAYER.items()}
-    shared = "shared_experts" if file.architecture == "glm4moe" else "shared_expert"
-    names |= {f"ffn_{x}_shexp.weight": f"mtp_block.mlp.{shared}.{x}_proj.weight" for x in ("gate", "up", "down")}
     prefix = f"blk.{behind}."
-    tensors = _tensors(file, {prefix + theirs: f"layers.0.{ours}" for theirs, ours in names.items()})
+    tensors = _tensors(file, mtp_names(file.architecture, behind))
     if "layers.0.post_norm.weight" not in tensors:  # llama.cpp takes the target's last norm
         tensors["layers.0.post_norm.weight"] = file.tensor("output_norm.weight")
     halves = [f"{prefix}ffn_{x}_exps.weight" for x in ("gate", "up")]
@@ -279,25 +228,19 @@ def _tensors(file: File, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 def _layer_config(file: File) -> dict[str, Any]:
     """Return the keys of a LLaMA config.json."""
-    hidden, heads = int(file.need("ARCH.embedding_length")), int(file.need("ARCH.attention.head_count"))
-    width = int(file.get("ARCH.attention.key_length") or file.get("ARCH.rope.dimension_count") or hidden // heads)
-    turned = int(file.get("ARCH.rope.dimension_count", width))
-    if turned != width:
+    optional = {"num_key_value_heads", "rope_theta", "head_dim"}
+    found = {
+        ours: (file.get if ours in optional else file.need)(f"ARCH.{theirs}") for ours, theirs in LAYER_KEYS.items()
+    }
+    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
+    found["rope_theta"] = found["rope_theta"] or 10000.0
+    turned = file.get("ARCH.rope.dimension_count")
+    found["head_dim"] = width = int(found["head_dim"] or turned or found["hidden_size"] // found["num_attention_heads"])
+    if turned is not None and int(turned) != width:
         raise CheckpointError(
             f"{file.name}: RoPE turns {turned} of the {width} channels of a head, and here all or none"
         )
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": file.need("ARCH.feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.get("ARCH.attention.head_count_kv", heads),
-        "head_dim": width,
-        "hidden_act": file.get("ARCH.hidden_activation", "silu"),
-        "rms_norm_eps": file.need("ARCH.attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": file.need("ARCH.context_length"),
-        "rope_theta": file.get("ARCH.rope.freq_base", 10000.0),
-        "vocab_size": file.vocab_size(),
-    }
+    return {**found, "hidden_act": file.get("ARCH.hidden_activation", "silu"), "vocab_size": file.vocab_size()}
 
 
 def _rope_scaling(file: File) -> dict[str, Any] | None:
@@ -314,13 +257,7 @@ def _rope_scaling(file: File) -> dict[str, Any] | None:
         return scaling  # its reader refuses a type that it does not know
     if file.get("ARCH.rope.scaling.yarn_ext_factor", 1.0) != 1.0:
         raise CheckpointError(f"{file.name} has a YaRN with an extrapolation factor other than 1")
-    keys = {
-        "original_max_position_embeddings": "original_context_length",
-        "attention_factor": "yarn_attn_factor",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-    }
-    found = {ours: file.get(f"ARCH.rope.scaling.{theirs}") for ours, theirs in keys.items()}
+    found = {ours: file.get(f"ARCH.rope.scaling.{theirs}") for ours, theirs in YARN_KEYS.items()}
     return scaling | {ours: value for ours, value in found.items() if value is not None}
 
 
@@ -341,22 +278,16 @@ def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
     slope, offset = torch.linalg.lstsq(lines, smooth[:, None]).solution[:, 0].tolist()
     high = 1 - 1 / offset
     length = slope * (high - 1)
-    share = ((length * turns - 1) / (high - 1)).clamp(0, 1)
-    if not torch.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4):
-        raise CheckpointError(f"{file.name} has rope_freqs that are not those of a llama3 scaling, which alone is read")
-    return {
+    scaling = {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": high,
         "original_max_position_embeddings": length,
     }
-
-
-def _in_halves(weight: Tensor, heads: int) -> Tensor:
-    """Return rows of queries or keys for a RoPE that turns the two halves of a head; in the file it turns neighbours."""
-    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+    if not torch.allclose(llama3_factors(scaling, theta, width), factors, rtol=1e-4):
+        raise CheckpointError(f"{file.name} has rope_freqs that are not those of a llama3 scaling, which alone is read")
+    return scaling
 
 
 def _draft_vocabulary(file: File, vocabulary: int) -> dict[str, Tensor]:
@@ -383,10 +314,5 @@ def _windows(file: File, layers: int) -> dict[str, Any]:
 
 def _factors(file: File) -> dict[str, Any]:
     """Return the factors of embeddings and logits, and the cap of these."""
-    keys = {
-        "input_embedding_scale": "embedding_scale",
-        "output_multiplier": "logit_scale",
-        "final_logit_softcapping": "final_logit_softcapping",
-    }
-    found = {ours: file.get(f"ARCH.{theirs}") for ours, theirs in keys.items()}
+    found = {ours: file.get(f"ARCH.{theirs}") for ours, theirs in FACTOR_KEYS.items()}
     return {ours: value for ours, value in found.items() if value}

@@ -98,7 +98,9 @@ def _uses(method: str, repo: str, target: str) -> str:
     ]
     for name, methods in exports.export_formats().items():
         if method in methods:
-            export = f"eyas export {repo} --format {name} --target {target} --output FOLDER"
-            commands = "\n".join([export, *exports.usage(method, name, "FOLDER", target)])
+            ending = exports.suffix(method, name)
+            place, model = (f"HEAD{ending}", f"TARGET{ending}") if ending else ("FOLDER", target)
+            export = f"eyas export {repo} --format {name} --target {model} --output {place}"
+            commands = "\n".join([export, *exports.usage(method, name, place, model)])
             lines.append(f"As {name}:\n\n```\n{commands}\n```")
     return "\n\n".join([*lines, "What an engine would compute in another way, `eyas export` refuses with the reason."])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -22,11 +22,13 @@ EXAMPLES = """
 eyas export HEAD --format vllm --output FOLDER  # EAGLE-1, EAGLE-2, EAGLE-3
 eyas export HEAD --format sglang --output FOLDER  # without explicit layers, vLLM and llama.cpp read it too
 eyas export HEAD --format speculators --target MODEL --output FOLDER  # names its target
+eyas export HEAD --format gguf --target TARGET.gguf --output HEAD.gguf  # llama.cpp; EAGLE-3, DFlash, DFlash 2, DSpark
 eyas generate --draft FOLDER "Why ..."  # every export is read by eyas as well
 """
 NOTES = (
     "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do); "
-    "vllm, sglang, speculators (DFlash, DFlash 2, DSpark); checkpoint (an MTP module, into a copy of its target).",
+    "vllm, sglang, speculators (DFlash, DFlash 2, DSpark); checkpoint (an MTP module, into a copy of its target); "
+    "gguf (EAGLE-3, DFlash, DFlash 2, DSpark; an MTP module, into a copy of its target's file).",
     "What an engine would compute in another way is refused, with the reason: see docs/export.md.",
 )
 
@@ -37,11 +39,14 @@ class ExportOptions:
 
     format: Annotated[str, "Output", "NAME"]
     """The engine, or the library, that is to read the head."""
-    output: Annotated[str, "Output", "FOLDER"]
-    """A new folder."""
+    output: Annotated[str, "Output", "FOLDER|FILE"]
+    """A new folder; for gguf a new file."""
+    dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, "Output"] = None
+    """The numbers in which a file in GGUF format has its matrices. Default: the head's own."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: its name goes into the head where the format has one; its embeddings are
-    read where the head's have to be compared or changed. "embedded" is the embedded model. Default:
+    read where the head's have to be compared or changed. For gguf its own file in GGUF format, whose
+    vocabulary the head needs. "embedded" is the embedded model. Default:
     the name that the head's record has."""
     generate_hook: Annotated[bool, "Output"] = False
     """Also write custom_generate/, by which generate of transformers decodes with this head:
@@ -58,7 +63,9 @@ def command(
     from eyas import checkpoints, exports
 
     weights = checkpoints.load(head)
-    lines = exports.export(weights, job.format, job.output, _target(head, job))
+    if job.generate_hook and exports.suffix(weights.method, job.format):
+        raise InputError(f"--generate-hook writes into a folder, and {job.format} is a single file: leave it out")
+    lines = exports.export(weights, job.format, job.output, _target(head, job), job.dtype or "")
     if job.generate_hook:
         from eyas.hooks import write_custom_generate
 
@@ -95,9 +102,11 @@ def _target(head: str, job: ExportOptions) -> ExportTarget:
 
 
 def _architectures(target: str) -> tuple[str, ...]:
-    """Return the architectures in a target's config.json. InputError when it cannot be read."""
+    """Return the architectures in a target's config.json; none for a file in GGUF format. InputError when it cannot be read."""
     from transformers import PretrainedConfig
 
+    if target.endswith(".gguf"):
+        return ()
     try:
         with quiet():
             config, _ = PretrainedConfig.get_config_dict(target)

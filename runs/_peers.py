@@ -170,14 +170,14 @@ class Workshop:
                 process.wait(30)
 
     @contextmanager
-    def llama_server(self, kind: str, drafting: bool) -> Iterator[Ask]:
-        """llama.cpp's server with one slot."""
+    def llama_server(self, kind: str, drafting: bool, head: Path | None = None) -> Iterator[Ask]:
+        """llama.cpp's server with one slot; `head` is a file in place of the one that its converter makes."""
         assert self.llama_build
         command: list[Any] = [self.llama_build / "bin/llama-server", "-m", self.gguf(self.target(), kind)]
         command += f"--port {{port}} -np 1 -c 1024 -t {self.threads} --no-webui --cache-ram 0".split()
         if drafting:
             options = f"--spec-type draft-eagle3 --spec-draft-n-max {DRAFTS} -td {self.threads}".split()
-            command += ["-md", self.gguf(self.head(), "q8_0" if kind == "q4_0" else kind), *options]
+            command += ["-md", head or self.gguf(self.head(), "q8_0" if kind == "q4_0" else kind), *options]
         with served(command, self.folder / f"llama-{kind}{'-eagle3' * drafting}.log") as (url, _):
             yield _llama_asker(url)
 

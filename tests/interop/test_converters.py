@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from eyas import checkpoints, exports
 from interop_engines import ours, python_of
 
 sys.path.append(str(Path(__file__).parents[2] / "runs"))
@@ -42,16 +43,28 @@ def answers(ask: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [ask("answer", ids=ids, max_tokens=LIMIT)["ids"] for ids in prompts]
 
 
-def test_llama_cpp(workshop: Workshop, prompts: list[list[int]], expected: tuple[list[list[int]], float]) -> None:
-    """Guards against an export that the converter takes and the runner computes otherwise. False
-    alarm: near-ties in drafts; 4 %."""
+@pytest.mark.parametrize("writer", ["converter", "export"])
+def test_llama_cpp(
+    writer: str,
+    workshop: Workshop,
+    prompts: list[list[int]],
+    heads: dict[str, Path],
+    expected: tuple[list[list[int]], float],
+    tmp_path: Path,
+) -> None:
+    """Guards against an export that the converter takes, or a file that `eyas export --format gguf` writes, and that the
+    runner computes otherwise. False alarm: near-ties in drafts; 4 %."""
     if workshop.llama_build is None or not (workshop.llama_build / "bin/llama-server").exists():
         pytest.skip("no llama.cpp was named: make interop LLAMA_CPP=FOLDER, with its sources and their build")
-    with workshop.llama_server("f32", drafting=True) as ask:
+    head = None
+    if writer == "export":
+        head = tmp_path / "head.gguf"
+        known = checkpoints.ExportTarget(str(workshop.gguf(workshop.target(), "f32")))
+        exports.export(checkpoints.load(heads["eagle3"]), "gguf", head, known, "f32")
+    with workshop.llama_server("f32", drafting=True, head=head) as ask:
         found, length = answers(ask, prompts[:12]), mean_length(ask("counts"))
-    print(
-        f"llama.cpp: {sum(map(list.__eq__, found, expected[0]))} of 12 texts equal; mean length {length}, eyas {expected[1]:.3f}"
-    )
+    equal = sum(map(list.__eq__, found, expected[0]))
+    print(f"llama.cpp, head by {writer}: {equal} of 12 texts equal; mean length {length}, eyas {expected[1]:.3f}")
     assert found == expected[0]
     assert length == pytest.approx(expected[1], rel=0.04)
 

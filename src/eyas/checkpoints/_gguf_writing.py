@@ -210,9 +210,6 @@ def _module(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
     if both is not None:
         gate, up = both.chunk(2, dim=1)
         named |= {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
-    shared = f"{prefix}ffn_gate_inp_shexp.weight"
-    if shared in named:
-        named[shared] = named[shared].reshape(-1)
     settings: dict[str, Any] = dict(file.fields())
     architecture = file.architecture
     settings |= {

@@ -112,7 +112,7 @@ print(kilobytes("VmHWM") - before)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from Linux's /proc")
 def test_memory_grows_with_the_length_not_its_square() -> None:
     """Forward and backward over one document: 4 times the length takes at most 6 times the memory

@@ -86,8 +86,8 @@ clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have w
 	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients --all $(ARGS)
 
 scale: $(STAMP) $(SCALE_STAMP) ## several processes on Ray: replicas and workers, killed ones too; the server's contract with a fleet (minutes; `make test` skips them)
-	@echo "==> pytest: tests/cluster"
-	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster --all -n 0 $(ARGS)
+	@echo "==> pytest: tests/cluster, and data in Parquet"
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster tests/cli/test_sources.py --all -n 0 $(ARGS)
 	@echo "==> runs/scale_contract.py: tests/serve against a fleet"
 	@OMP_NUM_THREADS=1 .venv-scale/bin/python runs/scale_contract.py
 

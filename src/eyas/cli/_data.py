@@ -30,8 +30,14 @@ def check_source(data: Sequence[str], features: str | None) -> None:
 
 def check_files(paths: Sequence[str]) -> None:
     """Refuse data that is not there."""
+    from eyas.text.sources import RemoteFile, as_file, opened, read_errors
+
     for path in paths:
-        if not Path(path).exists():
+        file = as_file(path)
+        if isinstance(file, RemoteFile):
+            with read_errors(file), opened(file):
+                pass
+        elif not file.exists():
             raise InputError(f"{path} does not exist; check the path of the data")
 
 
@@ -57,10 +63,11 @@ def training_data(
 ) -> tuple[Data, dict[str, Any]]:
     """Return the examples, and what training.json tells about them."""
     if not features:
+        from eyas.text.sources import as_file
         from eyas.train.data import data_hash
 
         data = read_data(llm, files, config.max_length, config.heldout)
-        names = [Path(path).name for path in files]
+        names = [as_file(path).name for path in files]
         return data, {"data": {"files": names, "sha256": data_hash(files), "report": str(data.report)}}
     from eyas.train.store import FeatureStore
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from eyas.cli._errors import FULL
 from eyas.cli._options import STDIN
@@ -99,22 +99,34 @@ class InvalidLine:
 def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
     """Every line that is not blank; `-` reads stdin. InputError when the file cannot be read."""
     seen: dict[str, int] = {}
-    with file_errors(path, "input file"), _open(path) as stream:
-        for number, raw in enumerate(stream, start=1):
-            if not raw.strip():
-                continue
-            try:
-                task = _task(number, raw)
-                key = json.dumps(task.key)
-                if seen.setdefault(key, number) != number:
-                    raise InputError(f"the id {task.id!r} is on line {seen[key]} already: give each line its own")
-                yield task
-            except InputError as error:
-                yield InvalidLine(number, str(error))
+    for number, raw in enumerate(_lines(path), start=1):
+        if not raw.strip():
+            continue
+        try:
+            task = _task(number, raw)
+            key = json.dumps(task.key)
+            if seen.setdefault(key, number) != number:
+                raise InputError(f"the id {task.id!r} is on line {seen[key]} already: give each line its own")
+            yield task
+        except InputError as error:
+            yield InvalidLine(number, str(error))
 
 
-def _open(path: str) -> IO[bytes]:
-    return sys.stdin.buffer if path == STDIN else open(path, "rb")
+def _lines(path: str) -> Iterator[bytes]:
+    """Yield the lines of a file, or the rows of a table as JSON."""
+    from eyas.text.chat_files import open_file
+    from eyas.text.sources import as_file, is_parquet, parquet_rows
+
+    if path == STDIN:
+        yield from sys.stdin.buffer
+    elif is_parquet(file := as_file(path)):
+        yield from parquet_rows(file)
+    elif isinstance(file, Path) and file.suffix != ".gz":
+        with file_errors(path, "input file"), open(path, "rb") as stream:
+            yield from stream
+    else:
+        with open_file(file) as unpacked:
+            yield from unpacked
 
 
 def _task(number: int, raw: bytes) -> Task:

@@ -33,7 +33,7 @@ class BuildOptions:
     """The texts that the datastore is made from."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
-    """Chats (JSONL) or plain text, .gz too; may be given several times."""
+    """Chats (JSONL, Parquet) or plain text, .gz too, here or at a URL; may be given several times."""
     output: Annotated[str, "Data", "FOLDER"]
     """The folder of the datastore."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
@@ -91,6 +91,7 @@ def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
 def _source(path: str, tokenizer: PreTrainedTokenizerBase) -> Source:
     """A file; it is read when its turn comes."""
     from eyas.datastore import Source
+    from eyas.text.sources import as_file
     from eyas.train.data import data_hash, read
 
     def documents() -> Iterator[Sequence[int]]:
@@ -102,4 +103,4 @@ def _source(path: str, tokenizer: PreTrainedTokenizerBase) -> Source:
         for example in data.train:
             yield example.ids
 
-    return Source(Path(path).name, data_hash(path), documents)
+    return Source(as_file(path).name, data_hash(path), documents)

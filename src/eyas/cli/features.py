@@ -47,7 +47,7 @@ class FeatureOptions:
     """The data that features are made from, and the folder that they are written to."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
-    """Chats (JSONL) or plain text, .gz too; several files are mixed."""
+    """Chats (JSONL, Parquet) or plain text, .gz too, here or at a URL; several files are mixed."""
     output: Annotated[str, "Data", "FOLDER"]
     """Where the features go."""
     method: Annotated[str, "Data", "NAME,..."] = "eagle3"

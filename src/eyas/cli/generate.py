@@ -62,8 +62,8 @@ class InputOptions:
     """A system message."""
     raw: Annotated[bool, "Prompt"] = False
     """Take the prompt as it is, without the chat template."""
-    input: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
-    """Many prompts, one a line; - reads stdin."""
+    input: Annotated[str | None, "Prompt", "FILE"] = None
+    """Many prompts: JSONL or Parquet, or a URL; - reads stdin."""
     output: Annotated[str | None, "Output", "FILE.jsonl"] = None
     """Where their results go, one a line; default: stdout."""
     view: Annotated[str | None, "Output", "FILE.html"] = None

@@ -53,7 +53,7 @@ class RegenerateOptions:
     """The conversations to answer, and the file that they are written to."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"]
-    """Chats (JSONL), .gz too; several files are mixed."""
+    """Chats (JSONL, Parquet), .gz too, here or at a URL; several files are mixed."""
     last_only: Annotated[bool, "Data"] = False
     """Answer the last turn only; the turns before it stay as they are."""
     limit: Annotated[PositiveInt | None, "Data", "N"] = None
@@ -148,10 +148,12 @@ def _outputs(job: RegenerateOptions) -> Iterator[tuple[Results, Results | None]]
 
 
 def _check(job: RegenerateOptions) -> None:
+    from eyas.text.sources import as_file
+
     check_files(job.data)
     output = Path(job.output)
-    for path in map(Path, job.data):
-        if output.exists() and path.samefile(output):
+    for file in map(as_file, job.data):
+        if isinstance(file, Path) and output.exists() and file.samefile(output):
             raise UsageError("--output would write into a file that --data reads: give it another name")
 
 

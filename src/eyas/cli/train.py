@@ -54,7 +54,7 @@ class HeadOptions:
     """The data, and the head that is trained."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
-    """Chats (JSONL) or plain text, .gz too; several files are mixed."""
+    """Chats (JSONL, Parquet) or plain text, .gz too, here or at a URL; several files are mixed."""
     features: Annotated[str | None, "Data", "FOLDER"] = None
     """The folder that `eyas features` wrote, instead of --data."""
     output: Annotated[str, "Data", "FOLDER"]
@@ -117,7 +117,7 @@ def _train_with_workers(
 
     assert head.workers is not None
     folder = str(Path(head.output).expanduser().absolute())  # Ray's processes work in other folders
-    data = tuple(str(Path(file).expanduser().absolute()) for file in head.data)
+    data = tuple(file if "://" in file else str(Path(file).expanduser().absolute()) for file in head.data)
     features = head.features and str(Path(head.features).expanduser().absolute())
     head = replace(head, output=folder, data=data, features=features)
     share = Workers(head.workers or 1, cpus=cores_for(head.workers or 1), gpus=float(wants_gpu(model.device)))

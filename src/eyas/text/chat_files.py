@@ -1,4 +1,5 @@
-"""Files of conversations, plain or .gz, one a line or as one JSON array, in OpenAI's or ShareGPT's form.
+"""Files of conversations in OpenAI's or ShareGPT's form: one a line or as one JSON array, plain or .gz, or the rows of a
+Parquet file; each on this machine or at a URL.
 
 Training, benches and regeneration read them. This module knows no tokenizer and no model.
 """
@@ -8,17 +9,16 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 from eyas.errors import InputError
 from eyas.files import parse_json
 from eyas.text._messages import check_messages
+from eyas.text.sources import File, is_parquet, opened, parquet_rows, read_errors
 
-__all__ = ["chat_lines", "decode_line", "is_chat_file", "messages_of", "open_file", "parse_chat_line", "read_errors"]
+__all__ = ["chat_lines", "decode_line", "is_chat_file", "messages_of", "open_file", "parse_chat_line"]
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SHAREGPT_ROLES = {
@@ -33,38 +33,28 @@ SHAREGPT_ROLES = {
 
 
 @contextmanager
-def read_errors(file: Path) -> Iterator[None]:
-    """Turn the system's errors while a file is read into one line."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise InputError(f"{file} does not exist; check the path") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{file} is a folder; name the files in it") from error
-    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
-        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-@contextmanager
-def open_file(file: Path) -> Iterator[IO[bytes]]:
+def open_file(file: File) -> Iterator[IO[bytes]]:
     """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block, if
     they cannot be read.
     """
-    with read_errors(file), open(file, "rb") as plain:
+    with read_errors(file), opened(file) as plain:
         is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
         yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
 
 
-def is_chat_file(file: Path) -> bool:
+def is_chat_file(file: File) -> bool:
     """Return whether a file holds conversations, by its name; otherwise it is plain text."""
     name = file.name.lower().removesuffix(".gz")
-    return name.endswith((".jsonl", ".ndjson", ".json"))
+    return name.endswith((".jsonl", ".ndjson", ".json")) or is_parquet(file)
 
 
-def chat_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, JSON of one conversation) of each line or array item; blank lines are left out.
+def chat_lines(file: File) -> Iterator[tuple[str, bytes]]:
+    """(where, JSON of one conversation) of each line, array item or row; blank lines are left out.
     InputError when the file is unreadable.
     """
+    if is_parquet(file):
+        yield from ((f"{file}, row {number}", row) for number, row in enumerate(parquet_rows(file), start=1))
+        return
     with open_file(file) as stream:
         if stream.peek(64).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
             yield from _array_items(file, stream.read())
@@ -74,7 +64,7 @@ def chat_lines(file: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{file}:{number}", line.strip()
 
 
-def _array_items(file: Path, content: bytes) -> Iterator[tuple[str, bytes]]:
+def _array_items(file: File, content: bytes) -> Iterator[tuple[str, bytes]]:
     try:
         items = parse_json(content)
     except InputError as error:

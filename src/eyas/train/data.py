@@ -4,9 +4,9 @@ them.
     chat.jsonl ----- _chat.py: the assistant's characters --+
     novels.txt ----- all tokens count ----------------------+--> Example(ids, counted) --> Batches
 
-Files, plain or .gz, may be mixed:
+Files, plain or .gz, here or at a URL (`text.sources`), may be mixed:
 
-    .jsonl .ndjson .json   one conversation a line, or one JSON array of them:
+    .jsonl .ndjson .json   one conversation a line, or one JSON array of them (.parquet: one a row, with these columns):
                            {"messages": [{"role", "content"}]}  or  {"conversations": [{"from", "value"} or {"role", "content"}]},
                            with "tools", where the assistant had any; a turn of "weight" 0 does not count
     anything else          plain text; documents are separated by <|endoftext|>; a long one becomes pieces of `max_length` tokens
@@ -34,7 +34,8 @@ from torch import Tensor
 from eyas import text
 from eyas.errors import InputError, OptionError
 from eyas.nn import Documents
-from eyas.text.chat_files import chat_lines, decode_line, is_chat_file, open_file, parse_chat_line, read_errors
+from eyas.text.chat_files import chat_lines, decode_line, is_chat_file, open_file, parse_chat_line
+from eyas.text.sources import File, as_file, opened, read_errors
 from eyas.train._chat import FIRST_COUNTABLE, ChatReader
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def read(
         InputError: a file is missing, unreadable or empty, or none of its lines can be used.
         OptionError: `max_length` or `heldout` is out of range.
     """
-    files = _as_paths(paths)
+    files = _as_files(paths)
     if max_length <= FIRST_COUNTABLE:
         raise OptionError(f"max_length must be at least {FIRST_COUNTABLE + 1} tokens, got {max_length}")
     if not 0 <= heldout < 1:
@@ -164,24 +165,24 @@ def read(
     return Data(train_examples, heldout_examples, report, data_hash(files))
 
 
-def _as_paths(paths: Sequence[str | Path] | str | Path) -> list[Path]:
-    return [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+def _as_files(paths: Sequence[str | File] | str | Path) -> list[File]:
+    return [as_file(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
 
 
-def _check_file(file: Path, lines: int, bad: int, report: Report) -> None:
+def _check_file(file: File, lines: int, bad: int, report: Report) -> None:
     if not lines:
         raise InputError(f"{file} is empty: there is nothing to train on")
     if lines == bad:
         raise InputError(f"{file}: none of its {lines} lines can be used; the first: {report.problems[-bad]}")
 
 
-def data_hash(paths: Sequence[str | Path] | str | Path) -> str:
+def data_hash(paths: Sequence[str | File] | str | Path) -> str:
     """SHA-256 of one file's bytes as on disk (as `sha256sum` prints it); of several files, of their
     hashes in order, one a line.
     """
     digests = []
-    for file in _as_paths(paths):
-        with read_errors(file), open(file, "rb") as stream:
+    for file in _as_files(paths):
+        with read_errors(file), opened(file) as stream:
             digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(f"{d}\n" for d in digests).encode()).hexdigest()
 
@@ -202,7 +203,7 @@ class _Reader:
         self.on_line = on_line
         self.chat = ChatReader(tokenizer)
 
-    def examples(self, file: Path) -> Iterator[tuple[bytes, Example]]:
+    def examples(self, file: File) -> Iterator[tuple[bytes, Example]]:
         """(bytes that the split hashes, example) for every usable line or document of the file."""
         is_chat = is_chat_file(file)
         for where, raw in chat_lines(file) if is_chat else _documents(file):
@@ -247,7 +248,7 @@ class _Reader:
 # --- files
 
 
-def _documents(file: Path) -> Iterator[tuple[str, bytes]]:
+def _documents(file: File) -> Iterator[tuple[str, bytes]]:
     """(where, text) of each document; `where` names the line that it begins on."""
     begin, number = 1, 0
     lines: list[bytes] = []

@@ -13,6 +13,7 @@ from eyas.errors import InputError, OptionError
 from eyas.hardware import versions
 from eyas.locks import locked_output, prepare_folder
 from eyas.targets.fingerprints import fingerprint
+from eyas.text.sources import as_file
 from eyas.train.data import Data, data_hash
 from eyas.train.features import layers_for_training
 from eyas.train.store import MANIFEST_FILE, FeatureSettings, FeatureStore, Manifest, plan_store, tokenizer_identity
@@ -72,7 +73,7 @@ def feature_settings(
 ) -> FeatureSettings:
     """Return the settings of features of these files."""
     target_dtype = str(target.dtype).removeprefix("torch.")
-    hashes = [{"name": Path(path).name, "sha256": data_hash(path)} for path in files]
+    hashes = [{"name": as_file(path).name, "sha256": data_hash(path)} for path in files]
     return FeatureSettings(
         target={"name": target.name, "fingerprint": fingerprint(target), "dtype": target_dtype},
         tokenizer=tokenizer_identity(tokenizer),

@@ -25,6 +25,7 @@ from eyas.errors import InputError
 from eyas.metrics import StepTotals
 from eyas.text import render, template_keywords
 from eyas.text.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line
+from eyas.text.sources import as_file
 from eyas.train._replies import has_weight
 
 if TYPE_CHECKING:
@@ -106,10 +107,10 @@ def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
     """All lines that are not blank. InputError when a file cannot be read, or holds no
     conversations.
     """
-    for path in map(Path, paths):
+    for path in map(as_file, paths):
         if not is_chat_file(path):
             raise InputError(
-                f"{path} is plain text by its name, and has no questions: conversations are .jsonl, .ndjson or .json"
+                f"{path} is plain text by its name, and has no questions: conversations are .jsonl, .ndjson, .json or .parquet"
             )
         for where, raw in chat_lines(path):
             yield DataLine(where, raw)

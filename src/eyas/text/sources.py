@@ -1,0 +1,135 @@
+"""Where data is read from: a file of this machine, or a URL that fsspec opens (s3://, gs://, hf://, https://, ...).
+
+A file at a URL is read as a stream, from its beginning each time that it is asked for; nothing of it is kept here. Of a
+Parquet file, each row is read as the JSON object that it would be as a line of a JSONL file. This module knows no
+tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import EyasError, InputError, OptionError, first_line
+
+__all__ = ["File", "RemoteFile", "as_file", "is_parquet", "opened", "parquet_rows", "read_errors"]
+
+PARQUET = ".parquet"
+ROWS = 256  # of a Parquet file that are in memory at a time
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file at a URL, also one of fsspec's chains of them, such as simplecache::s3://bucket/chats.jsonl."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        path = next(part for part in self.url.split("::") if "://" in part)
+        return path.partition("://")[2].partition("?")[0].rpartition("/")[2]
+
+
+File = Path | RemoteFile
+
+
+def as_file(path: str | Path | RemoteFile) -> File:
+    """Return the file that a path or a URL names."""
+    if isinstance(path, str):
+        return RemoteFile(path) if "://" in path else Path(path)
+    return path
+
+
+@contextmanager
+def read_errors(file: File) -> Iterator[None]:
+    """Turn the errors of the system, or of the library that reads a URL, into one line."""
+    try:
+        yield
+    except EyasError:
+        raise
+    except FileNotFoundError as error:
+        raise InputError(f"{file} does not exist; check the path") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{file} is a folder; name the files in it") from error
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
+        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except Exception as error:  # the libraries of stores raise errors of their own
+        if isinstance(file, Path):
+            raise
+        raise InputError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+def opened(file: File) -> io.BufferedReader:
+    """Open a file for its bytes; the caller closes it.
+
+    Raises:
+        OptionError: the package that reads such a URL is missing.
+        OSError, or what that package raises: the file cannot be opened.
+    """
+    if isinstance(file, Path):
+        return open(file, "rb")
+    import fsspec
+
+    try:
+        stream = fsspec.open(file.url, "rb").open()
+    except ImportError as error:
+        raise OptionError(f"{file} cannot be read: {first_line(error)}; {_repair(file)}") from error
+    return io.BufferedReader(stream)
+
+
+def _repair(file: RemoteFile) -> str:
+    """Return the command that installs what reads a URL."""
+    from fsspec.registry import known_implementations
+
+    protocols = [part.partition("://")[0] for part in file.url.split("::")]
+    packages = {
+        known_implementations[name]["class"].partition(".")[0] for name in protocols if name in known_implementations
+    }
+    return f"pip install {' '.join(sorted(packages - {'fsspec', 'huggingface_hub'}))}"
+
+
+# --- Parquet
+
+
+def is_parquet(file: File) -> bool:
+    """Return whether a file is a table in Parquet, by its name."""
+    return file.name.lower().endswith(PARQUET)
+
+
+def parquet_rows(file: File) -> Iterator[bytes]:
+    """Yield each row of a Parquet file as JSON, without its nulls: a table cannot tell them from absent keys.
+
+    Raises:
+        OptionError: pyarrow is missing.
+        InputError: the file cannot be read, or is damaged.
+    """
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise OptionError(
+            f"{file}: files in Parquet need pyarrow: pip install 'eyas[parquet]' (in a clone: pip install '.[parquet]')"
+        ) from error
+    with read_errors(file), opened(file) as stream:
+        try:
+            for batch in ParquetFile(stream).iter_batches(ROWS):
+                for row in batch.to_pylist():
+                    yield json.dumps(_without_nulls(row), default=str).encode()
+        except ArrowException as error:
+            raise InputError(f"{file} is no whole file in Parquet: {first_line(error)}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -21,6 +21,11 @@ def wants_gpu(device: str) -> bool:
     return torch.cuda.is_available()
 
 
+def on_cluster() -> bool:
+    """Return whether RAY_ADDRESS names a cluster, or asks with "local" for Ray on this machine."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
 def cores_for(processes: int) -> int:
     """Return the cores of each of so many processes on this machine."""
     return max(1, (os.cpu_count() or 1) // processes)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+
+from cyclopts.types import PositiveInt
 
 from eyas.cli._data import check_files, note_problems, reading
 from eyas.cli._errors import UsageError, interruptible, note
 from eyas.cli._load import quiet
 from eyas.cli._options import VERBOSE, option_group
+from eyas.cli._spread import spread
+from eyas.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +47,8 @@ class BuildOptions:
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the tokenizer."""
+    workers: Annotated[PositiveInt | None, "Machine", "N"] = None
+    """Processes that make tokens of the data, on Ray (docs/scale.md)."""
     verbose: VERBOSE = False
 
 
@@ -54,7 +61,7 @@ def build(*, options: BuildOptions) -> None:
     check_files(options.data)
     folder = Path(options.output).expanduser()
     tokenizer = _tokenizer(options)
-    sources = [_source(path, tokenizer) for path in options.data]
+    sources = [_source(path, tokenizer, options) for path in options.data]
     with interruptible(lambda: "nothing was written"):
         made = datastore.build(folder, _settings(tokenizer, options), sources, hardware.versions(), on_stage=note)
     count = len(made.sources)
@@ -88,19 +95,57 @@ def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _source(path: str, tokenizer: PreTrainedTokenizerBase) -> Source:
+def _source(path: str, tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Source:
     """A file; it is read when its turn comes."""
     from eyas.datastore import Source
+    from eyas.text.chat_files import is_chat_file
     from eyas.text.sources import as_file
-    from eyas.train.data import data_hash, read
+    from eyas.train.data import Report, check_lines, data_hash, raw_lines
+
+    file = as_file(path)
 
     def documents() -> Iterator[Sequence[int]]:
+        report = Report()
+        maker, workers, lines = _MakeReader(options, is_chat_file(file)), options.workers, raw_lines(file)
+        outcomes = spread(list(lines), maker, workers, "cpu") if workers else maker.read(tokenizer, lines)
         with reading(path) as on_line:
-            data = read(path, tokenizer, max_length=WHOLE, heldout=0.0, on_line=on_line)
-        note_problems(data.report.problems)
-        if data.report.bad:
-            note(f"{path}: {data.report.bad:,} of {data.report.lines:,} lines cannot be used")
-        for example in data.train:
-            yield example.ids
+            for outcome in outcomes:
+                report.lines += 1
+                on_line(report)
+                if isinstance(outcome, str):
+                    report.bad += 1
+                    report.problems.append(outcome)
+                else:
+                    report.tokens += sum(map(len, outcome))
+                    yield from outcome
+        check_lines(file, report.lines, report.bad, report)
+        note_problems(report.problems)
+        if report.bad:
+            note(f"{path}: {report.bad:,} of {report.lines:,} lines cannot be used")
 
-    return Source(as_file(path).name, data_hash(path), documents)
+    return Source(file.name, data_hash(path), documents)
+
+
+@dataclass(frozen=True)
+class _MakeReader:
+    """Loads the tokenizer in a worker."""
+
+    options: BuildOptions
+    is_chat: bool
+
+    def __call__(self) -> Callable[[Iterable[tuple[str, bytes]]], Iterator[list[list[int]] | str]]:
+        tokenizer = _tokenizer(self.options)
+        return lambda lines: self.read(tokenizer, lines)
+
+    def read(
+        self, tokenizer: PreTrainedTokenizerBase, lines: Iterable[tuple[str, bytes]]
+    ) -> Iterator[list[list[int]] | str]:
+        """Yield the token ids of the documents of each line, or what is wrong with it."""
+        from eyas.train.data import LineReader, Report
+
+        reader = LineReader(tokenizer, WHOLE, Report())
+        for where, raw in lines:
+            try:
+                yield [example.ids for _, example in reader.examples_of(raw, self.is_chat)]
+            except InputError as error:
+                yield f"{where}: {error}"

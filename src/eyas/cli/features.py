@@ -7,8 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from eyas.cli._errors import Interrupted, UsageError, interruptible, note
 from eyas.cli._load import load_target, need_tokenizer
 from eyas.cli._options import TargetOptions, TrainMethodOptions, option_group
 from eyas.cli._show import ProgressBar, progress_bar
+from eyas.cli._spread import on_cluster, spread
 from eyas.errors import InputError, OptionError
 from eyas.locks import check_output_folder, locked_output
 
@@ -34,6 +36,7 @@ EXAMPLES = """
 eyas features --target MODEL --data chat.jsonl --output FEATURES  # for eagle3, and so for eagle1 and eagle2
 eyas train --target MODEL --features FEATURES --output HEAD  # instead of --data
 eyas features ... --device cuda:0,cuda:1  # a process for each device
+RAY_ADDRESS=auto eyas features ... --workers 8  # on the cluster that this machine belongs to
 eyas features ... --part 1/4  # on the first of four machines that share a folder, or whose folders are put together
 eyas features --output FEATURES --verify  # compare every checksum
 """
@@ -69,7 +72,8 @@ class FeatureOptions:
     batch_tokens: Annotated[int, "Machine", AT_LEAST_3] = 8192
     """Tokens that the target reads at a time, padding included."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Processes, each with the target. Default: one a device."""
+    """Processes, each with the target: of this machine, or of the Ray cluster that RAY_ADDRESS names (docs/scale.md).
+    Default: one a device."""
     part: Annotated[str, "Machine", "K/N"] = "1/1"
     """Make every N-th shard only, from the K-th on."""
     only: Annotated[str | None, HIDDEN] = None
@@ -90,6 +94,10 @@ def command(
     from eyas.train.workers import Workers
 
     folder = Path(job.output).expanduser()
+    devices = model.device.split(",")
+    on_ray = job.workers is not None and not job.only and on_cluster()
+    if on_ray and len(devices) > 1:
+        raise UsageError("on a cluster --workers says how many processes there are: name one --device, or none")
     if job.verify:
         _verify(FeatureStore(folder))
         return
@@ -98,7 +106,6 @@ def command(
     check_files(job.data)
     first, step = _part(job.part)
     check_output_folder(folder)
-    devices = model.device.split(",")
     llm = load_target(model, devices[0])
     store = FeatureStore(folder) if job.only else _plan(llm, folder, job, options, (first, step))
     with nullcontext() if job.only else locked_output(folder, part=f"{first + 1}-{step}"):
@@ -106,7 +113,15 @@ def command(
         todo = sorted(set(store.missing()) & set(shards))
         count = min(job.workers or len(devices), max(1, len(todo)))
         with _resumable(store):
-            if count == 1:
+            if on_ray:
+                del llm
+                _free_memory()
+                with _progress(store, todo) as bar:
+                    for shard in spread(
+                        todo, MakeWriter(model, folder.absolute(), job.batch_tokens), count, model.device
+                    ):
+                        bar.advance(store.manifest.shards[shard].tokens)
+            elif count == 1:
                 _make(llm, store, todo, job)
             else:
                 del llm  # each worker loads its own
@@ -224,6 +239,32 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
                 raise Interrupted("the process that began this one is gone")
 
         write_features(store, llm.target, todo, job.batch_tokens, on_batch)
+
+
+@dataclass(frozen=True)
+class MakeWriter:
+    """Loads the target in a worker of Ray's, which sees the folder."""
+
+    model: TargetOptions
+    folder: Path
+    batch_tokens: int
+
+    def __call__(self) -> Callable[[Sequence[int]], Iterator[int]]:
+        """Return what makes shards, and yields the number of each."""
+        from eyas.train.features import write_features
+        from eyas.train.store import FeatureStore
+
+        llm = load_target(self.model)
+        store = FeatureStore(self.folder)
+        store.check(llm.target, llm.tokenizer)
+
+        def write(shards: Sequence[int]) -> Iterator[int]:
+            for shard in shards:
+                if store.fault(shard):  # otherwise a worker that was lost has made it
+                    write_features(store, llm.target, [shard], self.batch_tokens)
+                yield shard
+
+        return write
 
 
 def _progress(store: FeatureStore, shards: Sequence[int], hidden: bool = False) -> AbstractContextManager[ProgressBar]:

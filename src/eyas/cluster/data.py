@@ -26,6 +26,7 @@ Outcome = TypeVar("Outcome")
 Make = Callable[[], Callable[[Sequence[Any]], Iterable[Any]]]
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster that runs already
+LOCAL = "local"  # Ray's own word: on this machine
 PIECES = 8  # that the items of a worker come in, at least
 MAX_ITEMS = 64  # of one piece
 
@@ -110,7 +111,7 @@ class _Worker:
 def connected(workers: Workers) -> Iterator[None]:
     """Use the cluster that RAY_ADDRESS names, or start Ray on this machine while the block runs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if os.environ.get(ADDRESS):
+    if os.environ.get(ADDRESS, LOCAL) not in ("", LOCAL):
         own: dict[str, Any] = {}
     else:
         own = {"num_cpus": workers.number * workers.cpus + 1, "include_dashboard": False}

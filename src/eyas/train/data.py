@@ -46,8 +46,11 @@ __all__ = [
     "Data",
     "Example",
     "Examples",
+    "LineReader",
     "Report",
+    "check_lines",
     "data_hash",
+    "raw_lines",
     "read",
 ]
 
@@ -154,13 +157,13 @@ def read(
     if not 0 <= heldout < 1:
         raise OptionError(f"heldout is a share from 0 up to, not including, 1; got {heldout}")
     report, examples, draws = Report(), Examples(), array("d")
-    reader = _Reader(tokenizer, max_length, report, on_line)
+    reader = LineReader(tokenizer, max_length, report, on_line)
     for file in files:
         lines_before, bad_before = report.lines, report.bad
         for raw, example in reader.examples(file):
             examples.append(example)
             draws.append(_uniform_hash(raw))
-        _check_file(file, report.lines - lines_before, report.bad - bad_before, report)
+        check_lines(file, report.lines - lines_before, report.bad - bad_before, report)
     train_examples, heldout_examples = _split(examples, draws, heldout)
     return Data(train_examples, heldout_examples, report, data_hash(files))
 
@@ -169,7 +172,8 @@ def _as_files(paths: Sequence[str | File] | str | Path) -> list[File]:
     return [as_file(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
 
 
-def _check_file(file: File, lines: int, bad: int, report: Report) -> None:
+def check_lines(file: File, lines: int, bad: int, report: Report) -> None:
+    """Raise InputError if a file has no lines, or none that can be used."""
     if not lines:
         raise InputError(f"{file} is empty: there is nothing to train on")
     if lines == bad:
@@ -187,8 +191,8 @@ def data_hash(paths: Sequence[str | File] | str | Path) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(f"{d}\n" for d in digests).encode()).hexdigest()
 
 
-class _Reader:
-    """Turns files into examples, with one tokenizer."""
+class LineReader:
+    """Turns lines into examples, with one tokenizer. The report counts them."""
 
     def __init__(
         self,
@@ -206,12 +210,12 @@ class _Reader:
     def examples(self, file: File) -> Iterator[tuple[bytes, Example]]:
         """(bytes that the split hashes, example) for every usable line or document of the file."""
         is_chat = is_chat_file(file)
-        for where, raw in chat_lines(file) if is_chat else _documents(file):
+        for where, raw in raw_lines(file):
             self.report.lines += 1
             if self.on_line is not None:
                 self.on_line(self.report)
             try:
-                examples = [(raw, self._conversation(raw))] if is_chat else self._pieces(raw)
+                examples = self.examples_of(raw, is_chat)
             except InputError as error:
                 self.report.bad += 1
                 self.report.problems.append(f"{where}: {error}")
@@ -221,6 +225,10 @@ class _Reader:
                 self.report.tokens += len(example.ids)
                 self.report.counted_tokens += sum(example.counted)
                 yield key, example
+
+    def examples_of(self, raw: bytes, is_chat: bool) -> list[tuple[bytes, Example]]:
+        """Return what a conversation or a document gives, as above. Raise InputError if it cannot be used."""
+        return [(raw, self._conversation(raw))] if is_chat else self._pieces(raw)
 
     def _conversation(self, raw: bytes) -> Example:
         conversation = self.chat.read(parse_chat_line(raw))
@@ -246,6 +254,11 @@ class _Reader:
 
 
 # --- files
+
+
+def raw_lines(file: File) -> Iterator[tuple[str, bytes]]:
+    """(where, bytes) of each conversation or document of a file."""
+    return chat_lines(file) if is_chat_file(file) else _documents(file)
 
 
 def _documents(file: File) -> Iterator[tuple[str, bytes]]:

@@ -68,10 +68,14 @@ class HeadOptions:
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Train with N processes that Ray starts, and starts again where one is lost (docs/scale.md); it does what torchrun
     does. All machines must see --output."""
+    min_workers: Annotated[PositiveInt | None, "Machine", "N"] = None
+    """Go on with as few as N of --workers where there is no place for more."""
 
 
 def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOptions, options: TrainMethodOptions) -> int:
     """Train a draft head for a target."""
+    if head.workers is None and head.min_workers is not None:
+        raise UsageError("--min-workers goes with --workers")
     if head.workers is not None:
         _train_with_workers(head, training, model, options)
         return 0
@@ -111,18 +115,32 @@ def _train_with_workers(
         raise UsageError(
             "a training that Ray begins again must go on: leave --restart out, and empty --output yourself"
         )
+    assert head.workers is not None
+    _check_numbers(head, training)
     need_packages("train --workers", "ray", "ray")
     from eyas.cluster.data import Workers
     from eyas.cluster.training import train_with
 
-    assert head.workers is not None
     folder = str(Path(head.output).expanduser().absolute())  # Ray's processes work in other folders
     data = tuple(file if "://" in file else str(Path(file).expanduser().absolute()) for file in head.data)
     features = head.features and str(Path(head.features).expanduser().absolute())
     head = replace(head, output=folder, data=data, features=features)
-    share = Workers(head.workers or 1, cpus=cores_for(head.workers or 1), gpus=float(wants_gpu(model.device)))
-    train_with(_Loop(head, dict(training), model, dict(options)), share)
+    assert head.workers is not None
+    share = Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
+    train_with(_Loop(head, dict(training), model, dict(options)), share, Path(folder), head.min_workers)
     note(f"the head is in {head.output}")
+
+
+def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:
+    """Refuse numbers of processes that cannot share the batches of a step, before any of them is started."""
+    from eyas.train.config import TrainConfig
+
+    assert head.workers is not None
+    if head.min_workers is not None and head.min_workers > head.workers:
+        raise UsageError(f"--min-workers {head.min_workers} is more than --workers {head.workers}")
+    config = TrainConfig(**training_options(head.features, training))
+    for count in range(head.min_workers or head.workers, head.workers + 1):
+        config.check_processes(count)
 
 
 def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]) -> None:

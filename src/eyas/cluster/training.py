@@ -1,4 +1,4 @@
-"""A training with several processes that Ray starts, and starts again when one of them is lost.
+"""A training with several processes that Ray starts, and starts again when one of them is lost, or with fewer.
 
 The training is the one that torchrun runs: each process finds the variables that torchrun sets, and a group that is
 connected. What it goes on from is its own state in its output folder, which all machines must see.
@@ -6,8 +6,9 @@ connected. What it goes on from is its own state in its output folder, which all
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +18,63 @@ from ray.train.torch import TorchTrainer
 
 from eyas.cluster.data import Workers, connected
 from eyas.errors import EyasError
+from eyas.files import write_errors
 
 __all__ = ["train_with"]
 
+RAY_FOLDER = ".ray"  # of Ray's own files, while it runs
 FAILURES = 100  # lost processes, until the training is given up
 
 
-def train_with(loop: Callable[[], object], workers: Workers, failures: int = FAILURES) -> None:
+def train_with(
+    loop: Callable[[], object], workers: Workers, folder: Path, fewest: int | None = None, failures: int = FAILURES
+) -> None:
     """Call `loop` in every process, again in all of them after one was lost.
+
+    Args:
+        folder: where the training's output goes, which all machines see.
+        fewest: so many processes do where the cluster has no place for all; more join when it has.
 
     Raises:
         EyasError: what `loop` has raised; it is a mistake of the user's, which another try does not mend.
     """
-    with connected(workers), tempfile.TemporaryDirectory() as folder:
-        fault = Path(folder) / "fault"  # of processes on this machine; on others Ray's own message has it
+    own = folder / RAY_FOLDER
+    with connected(workers), _made(own):
+        fault = own / "fault"
         trainer = TorchTrainer(
             _call,
             train_loop_config={"loop": loop, "fault": str(fault)},
             scaling_config=ScalingConfig(
-                num_workers=workers.number,
+                num_workers=workers.number if fewest is None else (fewest, workers.number),
                 use_gpu=workers.gpus > 0,
                 resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if workers.gpus else {})},
             ),
-            run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=failures)),
+            run_config=RunConfig(storage_path=str(own), failure_config=FailureConfig(max_failures=failures)),
         )
         trainer.fit()
         if fault.exists():
             raise EyasError(fault.read_text(encoding="utf-8"))
 
 
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder for the block."""
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _call(config: Mapping[str, Any]) -> None:
     """Run the training in a process of Ray's. A mistake of the user's ends the run as if it were done: Ray would begin
     it again and again."""
+    is_first, fault = ray.train.get_context().get_world_rank() == 0, Path(config["fault"])
+    if is_first:
+        fault.unlink(missing_ok=True)  # of an earlier try, whose other processes were lost
     try:
         config["loop"]()
     except EyasError as error:
-        if ray.train.get_context().get_world_rank() == 0:
-            Path(config["fault"]).write_text(str(error), encoding="utf-8")
+        if is_first:
+            fault.write_text(str(error), encoding="utf-8")

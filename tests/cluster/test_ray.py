@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from eyas.errors import InputError, OptionError
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
 
-from eyas.cli import run  # noqa: E402 - what follows needs Ray
+from eyas.cli import features, run, train  # noqa: E402 - what follows needs Ray
+from eyas.cli.features import MakeWriter  # noqa: E402
 from eyas.cluster.data import Workers, piece_size, worked  # noqa: E402
 
 pytestmark = [
@@ -92,7 +94,118 @@ def without_times(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.endswith(("seconds", "ms", "per_second"))}
 
 
-@pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not here")
+def written_chats(path: Path, count: int) -> Path:
+    """Write chats of unequal length."""
+    turns = [("user", "Tell me a story."), ("assistant", "There was a hat. ")]
+    chats = [[{"role": role, "content": text * (1 + i % 5)} for role, text in turns] for i in range(count)]
+    path.write_text("".join(json.dumps({"messages": chat, "id": i}) + "\n" for i, chat in enumerate(chats)))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, but for those that are hidden."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
+
+
+@dataclass(frozen=True)
+class DyingWriter(MakeWriter):
+    """Makes shards; its process is killed before the second one of some pieces, once each."""
+
+    def __call__(self) -> Callable[[Sequence[int]], Iterator[int]]:
+        write = super().__call__()
+
+        def some(shards: Sequence[int]) -> Iterator[int]:
+            for shard in shards:
+                mark = self.folder.parent / f"killed-{shard}"
+                if shard in (1, 3) and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield from write([shard])
+
+        return some
+
+
+EMBEDDED = pytest.mark.skipif(
+    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not here"
+)
+
+
+def features_command(data: Path) -> list[str]:
+    return ["features", "--data", str(data), "--layers", "1,3", "--max-length", "64", "--shard-mib", "0.2", "--output"]
+
+
+@EMBEDDED
+def test_features_of_workers_that_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against shards that are missing, doubled or other bytes: the folder is that of one process, after two
+    kills."""
+    command = features_command(written_chats(tmp_path / "chats.jsonl", 24))
+    assert run([*command, str(tmp_path / "one")]) == 0
+    expected = contents(tmp_path / "one")
+    assert len(expected) > 6
+    monkeypatch.setattr(features, "MakeWriter", DyingWriter)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert run([*command, str(tmp_path / "several"), "--workers", "2"]) == 0
+    assert contents(tmp_path / "several") == expected
+    assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-1", "killed-3"}
+
+
+@EMBEDDED
+def test_a_datastore_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against documents in another order, and lines that cannot be used and are not told."""
+    data = written_chats(tmp_path / "chats.jsonl", 40)
+    data.write_text(data.read_text() + "{broken\n")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("It was dark.<|endoftext|>It was bright, and the birds were singing.")
+    command = ["datastore", "build", "--data", str(data), "--data", str(texts), "--output"]
+    assert run([*command, str(tmp_path / "one")]) == 0
+    told = capsys.readouterr().err.replace(str(tmp_path / "one"), "")
+    assert "41: not JSON" in told
+    assert run([*command, str(tmp_path / "several"), "--workers", "2"]) == 0
+    assert capsys.readouterr().err.replace(str(tmp_path / "several"), "") == told
+    assert contents(tmp_path / "several") == contents(tmp_path / "one")
+
+
+def node(numbers: Sequence[int]) -> Iterator[str]:
+    """Say which node a number has come to."""
+    import time
+
+    for _ in numbers:
+        time.sleep(0.3)
+        yield ray.get_runtime_context().get_node_id()
+
+
+@EMBEDDED
+def test_two_nodes_write_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against work that only the caller's node can do. Two nodes of one core, which Ray simulates."""
+    from ray.cluster_utils import Cluster
+
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"id": i, "prompt": f"Tell me about {i}."}) + "\n" for i in range(4)))
+    short = ["--max-new-tokens", "6", "--tree.nodes", "6", "--tree.depth", "3", "--output"]
+    commands = {
+        "generate": ["generate", "--input", str(asked), *short],
+        "regenerate": ["regenerate", "--data", str(asked), *short],
+        "features": features_command(written_chats(tmp_path / "chats.jsonl", 12)),
+    }
+    for name, command in commands.items():
+        assert run([*command, str(tmp_path / f"{name} one")]) == 0
+    size = {"num_cpus": 1, "object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    try:
+        cluster.add_node(**size)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        assert len(set(worked(list(range(16)), lambda: node, Workers(2)))) == 2
+        for name, command in commands.items():
+            assert run([*command, str(tmp_path / f"{name} two"), "--workers", "2"]) == 0
+    finally:
+        cluster.shutdown()
+    for name in ("generate", "regenerate"):
+        one, two = (list(map(without_times, lines(tmp_path / f"{name} {number}"))) for number in ("one", "two"))
+        assert sorted(two, key=lambda line: line["id"]) == sorted(one, key=lambda line: line["id"])
+    assert contents(tmp_path / "features two") == contents(tmp_path / "features one")
+
+
+@EMBEDDED
 @pytest.mark.parametrize("command", ["generate", "regenerate"])
 def test_the_same_lines_as_in_one_process(command: str, tmp_path: Path) -> None:
     """Guards against answers that depend on who gives them, and against another order than the input's; and a second
@@ -111,7 +224,87 @@ def test_the_same_lines_as_in_one_process(command: str, tmp_path: Path) -> None:
     assert len(lines(several)) == len(asked)
 
 
-@pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not here")
+@dataclass(frozen=True)
+class DyingLoop(train._Loop):
+    """A training whose second process is killed before its fourth step, once."""
+
+    def __call__(self) -> None:
+        from eyas.train import loop
+
+        step, mark = loop.train_step, Path(self.head.output).parent / "killed"
+
+        def deadly(setup: Any, loss_function: Any, optimizer: Any, state: Any) -> dict[str, float]:
+            if (state.step, setup.group.rank) == (3, 1) and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(setup, loss_function, optimizer, state)
+
+        loop.train_step = deadly
+        super().__call__()
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in lines(folder / "log.jsonl") if "loss" in line]
+
+
+@EMBEDDED
+def test_a_lost_worker_leaves_the_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against steps that are done twice or never after a process is lost: the losses are those of a run that
+    nothing disturbed, to the last bit, and the log has each step once. The state is of step 2 when it is killed."""
+    data = written_chats(tmp_path / "chats.jsonl", 24)
+    command = [
+        "train",
+        "--data",
+        str(data),
+        "--method",
+        "mtp",
+        "--accumulation",
+        "2",
+        "--steps",
+        "5",
+        "--device",
+        "cpu",
+    ]
+    command += [
+        "--log-every",
+        "1",
+        "--eval-every",
+        "0",
+        "--save-every",
+        "2",
+        "--heldout-tokens",
+        "100",
+        "--workers",
+        "2",
+    ]
+    assert run([*command, "--output", str(tmp_path / "whole")]) == 0
+    monkeypatch.setattr(train, "_Loop", DyingLoop)
+    assert run([*command, "--output", str(tmp_path / "disturbed"), "--min-workers", "1"]) == 0
+    assert (tmp_path / "killed").exists()
+    assert losses(tmp_path / "disturbed") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 5
+    assert not (tmp_path / "disturbed" / ".ray").exists()
+
+
+def test_numbers_of_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Guards against a training that ends when a process is lost, as those that are left cannot share its batches."""
+    (tmp_path / "chats.jsonl").write_text("")
+    command = [
+        "train",
+        "--data",
+        str(tmp_path / "chats.jsonl"),
+        "--output",
+        str(tmp_path / "head"),
+        "--accumulation",
+        "4",
+    ]
+    assert run([*command, "--workers", "4", "--min-workers", "2"]) == 2
+    assert "3 processes do not divide the 4 batches of a step" in capsys.readouterr().err
+    assert run([*command, "--workers", "1", "--min-workers", "2"]) == 2
+    assert run([*command, "--min-workers", "2"]) == 2
+
+
+@EMBEDDED
 def test_a_training_with_two_processes(tmp_path: Path) -> None:
     """Guards against processes that train apart, each on its share: the losses are those of one process, up to the
     rounding of sums."""

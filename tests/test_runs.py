@@ -106,6 +106,19 @@ def test_bits_are_counted(command: Any, tmp_path: Path, monkeypatch: pytest.Monk
         bits.main()
 
 
+def test_formats_of_features(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the record, and that our format notices a changed bit and a cut file."""
+    output = tmp_path / "formats.json"
+    given = ["feature_formats", "--formats", "safetensors", "--examples", "30", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", given)
+    command("feature_formats").main()
+    figures = json.loads(output.read_text())["formats"]["safetensors"]
+    assert figures["notices_a_changed_bit"]
+    assert figures["notices_a_cut_file"]
+    assert 4608 < figures["bytes_per_token"] < 4800
+    assert all(figures[name] > 0 for name in ("write", "in_order", "random", "random_one_layer"))
+
+
 def test_the_results_are_made_from_the_records(command: Any) -> None:
     """Bug: a table of docs/results.md is edited by hand, or a record changes without it; a picture
     is missing."""

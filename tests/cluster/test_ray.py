@@ -250,7 +250,8 @@ def losses(folder: Path) -> list[float]:
 @EMBEDDED
 def test_a_lost_worker_leaves_the_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against steps that are done twice or never after a process is lost: the losses are those of a run that
-    nothing disturbed, to the last bit, and the log has each step once. The state is of step 2 when it is killed."""
+    nothing disturbed, up to the rounding of sums (one process may go on alone), and the log has each step once. The
+    state is of step 2 when it is killed."""
     data = written_chats(tmp_path / "chats.jsonl", 24)
     command = [
         "train",
@@ -281,7 +282,7 @@ def test_a_lost_worker_leaves_the_loss_curve(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(train, "_Loop", DyingLoop)
     assert run([*command, "--output", str(tmp_path / "disturbed"), "--min-workers", "1"]) == 0
     assert (tmp_path / "killed").exists()
-    assert losses(tmp_path / "disturbed") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "disturbed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
     assert len(losses(tmp_path / "whole")) == 5
     assert not (tmp_path / "disturbed" / ".ray").exists()
 

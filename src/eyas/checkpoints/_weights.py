@@ -80,9 +80,8 @@ class Format(Protocol):
     not published as model.safetensors names its file in `FILE`.
 
     A format of other engines has NAME, EXPORTS, `export` and `usage` too, EXPORT_FILE where they
-    want another file, and `finish(folder, target)` where they want more of them. A format of single files has
-    SUFFIX and `unpack`, which makes of a file what other formats read; to export it has `write_file`, which writes what
-    `export` returns, and DTYPES.
+    want another file, and `finish(folder, target)` where they want more of them. A format of single files has SUFFIX
+    and `unpack`, which makes of a file what other formats read; for exports `write_file` and its DTYPES.
     """
 
     METHODS: tuple[str, ...]

@@ -92,7 +92,7 @@ dflash dflash --head.layers 2,15,27 --head.depth 2 --head.block 7 --train.anchor
 pace dflash --head.layers 2,15,27 --head.depth 2 --head.block 7 --train.anchors 48 --train.weights pace
 dflash2 dflash2 --head.layers 2,15,27 --head.depth 2 --head.block 7 --train.anchors 48 --head.selector-rank 64
 HEADS
-  "$PYTHON" runs/compare_heads.py --target smollm2-q4_1 "${heads[@]}" --limit "${LIMIT:-24}" --max-new-tokens 64 \
+  "$PYTHON" runs/compare_heads.py --target smollm2-q4_1 "${heads[@]}" --limit "${LIMIT:-24}" --max-new-tokens 64 --trees 12/4/4 \
     --output docs/results/smollm2_edge.json
   ;;
 bench)

@@ -171,7 +171,7 @@ class Workshop:
 
     @contextmanager
     def llama_server(self, kind: str, drafting: bool, head: Path | None = None) -> Iterator[Ask]:
-        """llama.cpp's server with one slot; `head` is a file in place of the one that its converter makes."""
+        """llama.cpp's server with one slot; `head`: the draft head's file, by default one that llama.cpp's converter makes."""
         assert self.llama_build
         command: list[Any] = [self.llama_build / "bin/llama-server", "-m", self.gguf(self.target(), kind)]
         command += f"--port {{port}} -np 1 -c 1024 -t {self.threads} --no-webui --cache-ram 0".split()

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`, and that it says so (tests/tiers.py, tests/covers.py)."""
+"""Tests which cases `make test` leaves to `make test-all`, and that it says how many (tests/tiers.py, tests/covers.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which cases which command runs: `make test-fast`, `make test`, `make test-all`.
 
-A test says it itself, by a marker: `slow` and `quick` for the fast part, `cover` and `exhaustive` for what `make test`
+A test says by a marker which commands run it: `slow` and `quick` for the fast part, `cover` and `exhaustive` for what `make test`
 leaves to `make test-all` (`pytest --all`). `make test` says at its end how many cases it has left out. A test that is
 named (`pytest FILE::TEST`) runs in any case. The hooks of this module are those of tests/conftest.py.
 """

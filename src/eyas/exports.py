@@ -34,14 +34,14 @@ def export(
 
     Args:
         target: what is known about the target model.
-        dtype: the numbers of a file in GGUF format; empty for the head's own.
+        dtype: in which type a GGUF file stores matrices; empty for the head's own.
 
     Returns:
         Lines by which the format's engines run the head.
 
     Raises:
         CheckpointError: there is no such format, or it cannot hold this head; the message has the reason.
-        InputError: something is at that place already, or it cannot be written; the format has no such numbers.
+        InputError: something is at that place already, or it cannot be written; the format has no such dtype.
     """
     form = _form(weights.method, name)
     place = Path(folder).expanduser()
@@ -49,7 +49,7 @@ def export(
         raise InputError(f"{place}: {name} is a single file: give it the ending {form.SUFFIX}")
     known = getattr(form, "DTYPES", ())
     if dtype and dtype not in known:
-        raise InputError(f"{name} has no numbers {dtype!r}: {', '.join(known) or 'it takes the numbers of the head'}")
+        raise InputError(f"{name} has no dtype {dtype!r}: {', '.join(known) or 'it keeps the type of the head'}")
     if place.exists() or place.is_symlink():
         raise InputError(f"{place} exists already, and an export overwrites nothing: name another folder")
     try:

@@ -305,10 +305,10 @@ def read_back(made: Weights, folder: Path) -> Weights:
 
 @pytest.mark.parametrize("dtype", ["", *DTYPES])
 def test_an_eagle3_head_is_written(dtype: str, target: Target, tmp_path: Path) -> None:
-    """Guards rows of queries and keys, ids of the vocabulary, the target's tokens; every kind of numbers."""
+    """Guards rows of queries and keys, ids of the vocabulary, the target's tokens; every type."""
     made = eagle3_of(target, norm_before_fc=True, norm_before_residual=True)
     made.tensors["input_norm.weight"] = torch.rand(made.tensors["fc.weight"].shape[1])
-    if dtype:  # matrices that these numbers hold
+    if dtype:  # matrices that this type holds
         for name, tensor in made.tensors.items():
             if tensor.ndim > 1:
                 made.tensors[name] = tensor.to(DTYPES[dtype]).float()
@@ -387,7 +387,7 @@ def test_llama3s_rope_is_written(target: Target, tmp_path: Path) -> None:
 
 
 def test_eight_bits_are_written(target: Target, tmp_path: Path) -> None:
-    """Guards rows that are no multiple of a block, which become float16, and the rounding of the others."""
+    """Guards that q8_0 stores rows of other lengths than a multiple of 32 in float16, and rounds all others."""
     made, path = eagle3_of(target), tmp_path / "out.gguf"
     exports.export(made, "gguf", path, target_file(target, tmp_path / "target.gguf"), "q8_0")
     stored = {tensor.name: tensor.tensor_type.name for tensor in File(path).stored()}
@@ -432,7 +432,7 @@ def test_what_llama_cpp_does_not_compute(target: Target, tmp_path: Path) -> None
     known, out = target_file(target, tmp_path / "target.gguf"), tmp_path / "out.gguf"
     made = eagle3_of(target)
     not_written(made, known, r"give it the ending \.gguf", tmp_path / "folder")
-    not_written(made, known, "no numbers 'q4_0': f32, f16, bf16, q8_0", out, "q4_0")
+    not_written(made, known, "no dtype 'q4_0': f32, f16, bf16, q8_0", out, "q4_0")
     not_written(made, checkpoints.ExportTarget("someone/target"), "name the target's file in GGUF format", out)
     other = target_file(target, tmp_path / "other.gguf", embedding_length=96)
     not_written(made, other, "has the hidden size 96 and 160 tokens, the head's target 48 and 160", out)
@@ -450,7 +450,7 @@ def test_what_llama_cpp_does_not_compute(target: Target, tmp_path: Path) -> None
     not_written(
         module, known, "target is a llama, for which llama.cpp has no multi-token prediction .* EAGLE-3 head", out
     )
-    with pytest.raises(InputError, match="vllm has no numbers 'f16': it takes the numbers of the head"):
+    with pytest.raises(InputError, match="vllm has no dtype 'f16': it keeps the type of the head"):
         exports.export(made, "vllm", tmp_path / "folder", known, "f16")
 
 

@@ -77,7 +77,7 @@ def test_the_same_records(kind: str, tmp_path: Path, remote: MemoryFileSystem) -
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [".jsonl.gz", *KINDS])
 def test_generate_reads_it(kind: str, run: Run, tmp_path: Path, remote: MemoryFileSystem) -> None:
-    """The texts and ids are those of a JSONL file."""
+    """Guards that a file in Parquet or at a URL gets the same answers and ids as one in JSONL."""
     answers = []
     for number, way in enumerate((".jsonl", kind)):
         source, output = placed(way, ASKED, tmp_path, remote), tmp_path / f"{number}.jsonl"
@@ -91,7 +91,7 @@ def test_generate_reads_it(kind: str, run: Run, tmp_path: Path, remote: MemoryFi
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [".parquet", "memory .jsonl"])
 def test_heads_learn_from_it(kind: str, run: Run, tmp_path: Path, remote: MemoryFileSystem) -> None:
-    """Regenerated chats, features and a datastore hold what those of a JSONL file hold."""
+    """Guards that regenerated chats, features and a datastore do not depend on the form of the file."""
     made = []
     for way in (".jsonl", kind):
         source, place = placed(way, CHATS[:12], tmp_path, remote), tmp_path / f"of {way}"

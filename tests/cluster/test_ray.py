@@ -136,8 +136,8 @@ def features_command(data: Path) -> list[str]:
 
 @EMBEDDED
 def test_features_of_workers_that_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against shards that are missing, doubled or other bytes: the folder is that of one process, after two
-    kills."""
+    """Guards that no shard is missing, doubled or different: after two kills the folder has the bytes that one process
+    writes."""
     command = features_command(written_chats(tmp_path / "chats.jsonl", 24))
     assert run([*command, str(tmp_path / "one")]) == 0
     expected = contents(tmp_path / "one")
@@ -249,9 +249,9 @@ def losses(folder: Path) -> list[float]:
 
 @EMBEDDED
 def test_a_lost_worker_leaves_the_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against steps that are done twice or never after a process is lost: the losses are those of a run that
-    nothing disturbed, up to the rounding of sums (one process may go on alone), and the log has each step once. The
-    state is of step 2 when it is killed."""
+    """Guards that no step is left out or done twice after a process is lost: the log has each step once, with the
+    losses of an undisturbed run up to the rounding of sums (one process may go on alone). The process is killed when
+    the saved state is of step 2."""
     data = written_chats(tmp_path / "chats.jsonl", 24)
     command = [
         "train",

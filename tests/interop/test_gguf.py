@@ -151,7 +151,7 @@ def test_eagle3_with_llama3_rope(
 def test_a_quantised_head(
     sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path, target_file: checkpoints.ExportTarget
 ) -> None:
-    """Guards weights of eight bits: the same within a step of their blocks; and those of 16."""
+    """Guards that q8_0 is read within one rounding step of its blocks, and that our file of each type equals the converter's."""
     made, known = checkpoints.load(heads["eagle3"]), checkpoints.ExportTarget(str(folder))
     exports.export(made, "sglang", tmp_path / "head", known)
     read = checkpoints.load(converted(sources, tmp_path / "head", tmp_path / "head.gguf", folder, "q8_0"))

@@ -32,7 +32,7 @@ from eyas.blocks._net import BlockFormat, BlockNet
 from eyas.core.target import Target
 from eyas.drafters._method import Batch, Loss
 
-__all__ = ["BlockTraining", "block_loss", "choose_anchors", "pace_weights"]
+__all__ = ["BlockTraining", "block_loss", "choose_anchors"]
 
 CHUNK_ELEMENTS = 1 << 22  # logits in memory at a time: 16 MiB in float32, a few times over
 
@@ -90,7 +90,8 @@ def block_loss(
     counts_AS = batch.counted_N[goal_AS.clamp(max=len(tokens_N) - 1)] & (
         goal_AS < batch.documents.end_N(device)[anchor_A][:, None]
     )
-    block_K, level_K = counts_AS.int().cumprod(1).bool().nonzero(as_tuple=True)
+    counts_AS = counts_AS.int().cumprod(1)
+    block_K, level_K = counts_AS.nonzero(as_tuple=True)
     goal_K = goal_AS[block_K, level_K]
     hidden_KD = hidden_AnD[block_K, level_K + block_format.first_slot]
 
@@ -114,7 +115,7 @@ def block_loss(
     else:
         chance_AS = torch.zeros(counts_AS.shape, dtype=torch.float32, device=device)
         chance_AS[block_K, level_K] = losses_K4[:, 3].detach()
-        weight_K = pace_weights(chance_AS, counts_AS, training.smoothing)[block_K, level_K]
+        weight_K = _pace_weights(chance_AS, counts_AS, training.smoothing)[block_K, level_K]
     total = (losses_K4[:, 0] * weight_K).sum()
     figures_K2, first_K, last_K = losses_K4[:, 1:3].detach(), level_K == 0, level_K == block_format.levels - 1
     sums = {"accuracy": figures_K2[first_K, 0].sum(), "overlap": figures_K2[first_K, 1].sum()}
@@ -137,10 +138,13 @@ def choose_anchors(batch: Batch, max_anchors: int, generator: torch.Generator | 
     return order_A[torch.arange(len(order_A)) - first_A < max_anchors].sort().values.to(batch.tokens_N.device)
 
 
-def pace_weights(chance_AS: Tensor, counts_AS: Tensor, smoothing: float) -> Tensor:
-    """Return D-PACE's weights [A, S] (arXiv 2605.18810), from q of the data's tokens: how much a prediction adds to the
-    length that is accepted. Predictions behind one that does not count weigh 0."""
-    counts_AS = counts_AS.int().cumprod(1)
+def _pace_weights(chance_AS: Tensor, counts_AS: Tensor, smoothing: float) -> Tensor:
+    """Return D-PACE's weights [A, S] (arXiv 2605.18810): how much each prediction adds to the length that is accepted.
+
+    Args:
+        chance_AS: q of the data's tokens.
+        counts_AS: 1 for predictions that count, which begin each block, then 0; those weigh 0.
+    """
     reached_AS = ((1 - smoothing) * chance_AS + smoothing).cumprod(1) * counts_AS
     return reached_AS.flip(1).cumsum(1).flip(1) * counts_AS
 

@@ -44,7 +44,8 @@ class TrainBlocks:
     """How predictions of a block weigh: less with each level (decay), or as much as they add to the
     accepted length at present (pace: D-PACE)."""
     smoothing: Annotated[float, TRAINING] = 0.5
-    """Of D-PACE: 1 counts each level as if all before it were accepted, 0 by their chances alone."""
+    """The smoothing of D-PACE, above 0: with 1, levels weigh as if all drafts were accepted; near 0, by the chances
+    that the head gives to the data's tokens."""
     objective: Annotated[str, TRAINING] = "distribution"
     """Learn the target's distribution, or the tokens of the data (tokens)."""
 
@@ -56,7 +57,7 @@ class TrainBlocks:
         check_choice("train.objective", self.objective, OBJECTIVES)
 
     def loss(self, **parts: float) -> BlockTraining:
-        """Return the weights of the loss, of which a method has these parts beside plain cross-entropy."""
+        """Return the weights of the loss; `parts` are those that a method sets itself."""
         smoothing = self.smoothing if self.weights == "pace" else None
         return BlockTraining(self.anchors, self.gamma, smoothing, self.objective, **parts)
 

@@ -193,5 +193,5 @@ def _stored(name: str, values: Tensor, dtype: str) -> tuple[Any, Any]:
     kind = kinds[dtype.upper()] if is_matrix else kinds.F32
     try:
         return gguf.quantize(data, kind), kind
-    except gguf.QuantError:  # rows that are no multiple of a block
+    except gguf.QuantError:  # the length of a row is not a multiple of the block's
         return gguf.quantize(data, kinds.F16), kinds.F16

@@ -233,7 +233,7 @@ def _refuse(facts: Mapping[str, Any]) -> None:
 
 
 def _refuse_last(features: Any, layers: int) -> None:
-    """Raise CheckpointError for features that are no input of one of the target's layers."""
+    """Raise CheckpointError if the head reads the output of the target's last layer: llama.cpp gives inputs of layers."""
     if max(features) >= layers:
         raise CheckpointError(
             f"the head reads hidden_states[{max(features)}], and llama.cpp gives the inputs of the target's {layers} layers"

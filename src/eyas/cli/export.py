@@ -42,7 +42,7 @@ class ExportOptions:
     output: Annotated[str, "Output", "FOLDER|FILE"]
     """A new folder; for gguf a new file."""
     dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, "Output"] = None
-    """The numbers in which a file in GGUF format has its matrices. Default: the head's own."""
+    """The type in which a GGUF file stores matrices. Default: the head's own."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: its name goes into the head where the format has one; its embeddings are
     read where the head's have to be compared or changed. For gguf its own file in GGUF format, whose

@@ -69,7 +69,7 @@ class HeadOptions:
     """Train with N processes that Ray starts, and starts again where one is lost (docs/scale.md); it does what torchrun
     does. All machines must see --output."""
     min_workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Go on with as few as N of --workers where there is no place for more."""
+    """Start with N processes, and go on with N, while the cluster has no room for all of --workers."""
 
 
 def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOptions, options: TrainMethodOptions) -> int:

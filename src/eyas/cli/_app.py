@@ -40,7 +40,7 @@ HELP = (
     "in one forward pass and keeps those that it would have generated itself."
 )
 EXAMPLES = """
-eyas demo  # plain decoding and the best method side by side, on a real model (98 MB, once)
+eyas demo  # plain decoding and the best method side by side, on a real model (93 MB, once)
 eyas generate "Why is the sky blue?"  # the embedded model
 eyas generate --target MODEL --draft HEAD "Why ..."  # folders or hub ids
 eyas doctor  # check the installation

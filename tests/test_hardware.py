@@ -36,6 +36,7 @@ print(*counts)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP is torch's on Linux")
 def test_threads_end_with_the_work() -> None:

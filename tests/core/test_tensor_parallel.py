@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_process_gives_the_text_of_plain_decoding(folder: Path) -> None:
     """Bug: the processes decide differently and wait for each other for ever, or a head reads its

@@ -38,7 +38,7 @@ def kinds_of_passes(mode: WeightFormat, isa: str) -> list[str]:
     return names if isa == NATIVE else [names[(turn + i) % len(names)] for i in range(2)]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(mode=5)
 @needs
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")

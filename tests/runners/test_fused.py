@@ -125,7 +125,7 @@ def test_other_layers_are_refused(family: str) -> None:
         check(GpuModelLayers(target, join_weights=False))
 
 
-@pytest.mark.cover(family=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_layers_by_the_kernels_themselves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ def adapter_folder(folder: Path, seed: int) -> str:
     return str(folder)
 
 
+@pytest.mark.exhaustive
 def test_requests_choose_by_model(tmp_path: Path) -> None:
     """Guards the way from `model` to the adapter, with several in flight at once: each text is that
     of the same adapter merged or unmerged and alone, the default is the base model, and an unknown

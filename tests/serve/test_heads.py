@@ -69,6 +69,7 @@ def answers(server: Running, swap: Any = None, **more: Any) -> list[str]:
     return texts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_swap_drops_and_changes_nothing(served: Running, llm: eyas.LLM, tmp_path: Path) -> None:
     """Guards requests that are in flight while heads change, by the real server: their texts are those without a
@@ -122,6 +123,7 @@ def test_without_an_admin_nobody_replaces_the_head(llm: eyas.LLM) -> None:
         assert post(server, ADMIN, name="given").status_code == 200
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_server_learns_while_it_serves(llm: eyas.LLM, tmp_path: Path) -> None:
     """Guards the engine's pauses: steps are made when requests have ended, the texts stay the same, nothing is kept of

@@ -93,6 +93,7 @@ def arrived(url: str) -> float:
     )
 
 
+@pytest.mark.exhaustive
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """Running answers end whole, new ones get 503 and the probe fails; then the process ends with
     status 0.

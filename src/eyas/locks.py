@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from eyas.errors import InputError
 from eyas.files import parse_json, write_errors
@@ -36,6 +36,12 @@ __all__ = [
 Content = TypeVar("Content")
 
 LOCK = ".lock"
+
+
+class Readable(Protocol):
+    """A file here or elsewhere."""
+
+    def read_bytes(self) -> bytes: ...
 
 
 @contextmanager
@@ -159,7 +165,7 @@ def _is_running(pid: int) -> bool:
 
 
 def read_versioned(
-    path: Path,
+    path: Readable,
     format_name: str,
     version: int,
     interpret: Callable[[dict[str, Any]], Content],

@@ -135,6 +135,25 @@ def test_what_is_wrong_is_one_line(
         opened(RemoteFile("s3://b/x.jsonl"))
 
 
+def test_features_at_a_url_that_does_not_work(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line and exit status 2, before anything is trained: for a wrong URL, and for one whose package is missing."""
+    command = ("train", "--target", "llama", "--output", tmp_path / "head", "--features")
+    for url, said in (
+        ("memory://bucket/nothing", "memory://bucket/nothing/manifest.json does not exist; check the path"),
+        ("nowhere://bucket/features", "nowhere://bucket/features/manifest.json cannot be read: Protocol not known"),
+    ):
+        result = run(*command, url)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+        assert said in result.stderr
+
+    def missing(*arguments: Any, **keywords: Any) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "open", missing)
+    assert "pip install s3fs" in run(*command, "s3://bucket/features").stderr
+    assert not (tmp_path / "head").exists()
+
+
 def test_parquet_without_its_package(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line with the command that installs it, and exit status 2; also for a file that is damaged."""
     (tmp_path / "data.parquet").write_bytes(b"PAR1 and so on")

@@ -6,13 +6,15 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from eyas.targets.fingerprints import fingerprint, has_fingerprint
 from eyas.train.data import Batches, Data, Example, Examples, Report
 from eyas.train.features import batch_of, layers_for_training, write_features
 from eyas.train.loop import TrainConfig, train
+from eyas.train.remote_store import MAX_HEADER_BYTES, RemoteStore, open_store
 from eyas.train.store import REPAIR, FeatureSettings, FeatureStore, plan_store
 from train import toy
 
@@ -313,6 +316,125 @@ def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
             )
         (copy / name).write_bytes(content)
     assert refused > 50
+
+
+# --- features elsewhere --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote(folder: Path) -> Iterator[MemoryFileSystem]:
+    """The same store at memory://bucket/features."""
+    files = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        files.pipe_file(f"/bucket/features/{path.name}", path.read_bytes())
+    yield files
+    files.store.clear()
+
+
+@pytest.fixture
+def asked(remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each request for parts of shards."""
+    sizes, read = list[int](), MemoryFileSystem.cat_ranges
+
+    def counted(self: Any, paths: Any, starts: Any, ends: Any, **options: Any) -> Any:
+        sizes.append(sum(ends) - sum(starts))
+        return read(self, paths, starts, ends, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_ranges", counted)
+    return sizes
+
+
+URL = "memory://bucket/features"
+
+
+def remote_store(max_bytes: int = 10**9) -> RemoteStore:
+    store = open_store(URL, max_bytes)
+    assert isinstance(store, RemoteStore)
+    return store
+
+
+def held(store: RemoteStore) -> int:
+    """Bytes of the features that are on this machine."""
+    return sum(path.stat().st_size for path in store._place.iterdir())
+
+
+@pytest.mark.parametrize("max_bytes", [30_000, 10**9])
+def test_one_loss_curve_from_a_url(
+    tmp_path: Path, target: Target, folder: Path, asked: list[int], max_bytes: int
+) -> None:
+    """Guards against rows of another example, and against a cache that grows: the same bits as from the folder, when a
+    part of a batch fits into the cache and when all does."""
+    expected = losses(target, "eagle3", FeatureStore(folder).data(), tmp_path / "here")
+    store = remote_store(max_bytes)
+    assert losses(target, "eagle3", store.data(), tmp_path / "elsewhere") == expected
+    assert 0 < held(store) <= max_bytes
+    assert asked
+
+
+def test_what_is_kept_is_read_once(asked: list[int], folder: Path) -> None:
+    """Guards against a second epoch that fetches again what is here, or whole shards for one example each. What was
+    read longest ago goes first, and comes again."""
+    expected = read_all(FeatureStore(folder).data())
+    store = remote_store()
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(read_all(store.data()), expected, strict=True))
+    headers = sum(MAX_HEADER_BYTES + 8 * len(LAYERS) * shard.examples for shard in store.manifest.shards)
+    assert sum(asked) == held(store) + headers == sum(part.numel() * 4 for part in expected) + headers
+    small = remote_store(62 * 48 * 4)  # three of the four, which have 9, 16, 23 and 30 tokens
+    for number in (0, 1, 0, 2, 3):
+        small.features(number, (8,))
+    assert {number for number, _ in small.kept} == {0, 2, 3}
+    assert torch.equal(small.features(1, (8,)), expected[1][:, -48:])
+
+
+def test_examples_come_ahead(asked: list[int]) -> None:
+    """Guards against one request for each example: those that are named are fetched together, and reading them asks
+    for nothing more."""
+    examples = remote_store().data().train
+    examples.expect([3, 1, 4], LAYERS)  # type: ignore[attr-defined]
+    for index in (1, 3, 4):
+        examples.features(index, LAYERS)  # type: ignore[attr-defined]
+    assert len(asked) == 2  # the shards' headers, and the rows
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
+    "a bit of a feature": (lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], r"is damaged \(layer 8 of an example\)"),
+    "no header": (lambda content: b"no" * 50, "is damaged: no header"),
+    "cut": (lambda content: content[:-2000], r"bytes came where [\d,]+ had been asked for: the file is cut"),
+    "gone": (lambda content: None, "does not exist"),
+    "of other features": (lambda content: content.replace(b'"store":', b'"Store":', 1), "belongs to other features"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_elsewhere_is_noticed(remote: MemoryFileSystem, name: str) -> None:
+    """One line that names the shard's URL, whenever it is first read."""
+    change, said = DAMAGES[name]
+    path = "/bucket/features/shard-00002.safetensors"
+    content = change(remote.cat_file(path))
+    if content is None:
+        remote.rm_file(path)
+    else:
+        remote.pipe_file(path, content)
+    with pytest.raises(InputError, match=rf"^{URL}/shard-00002.safetensors.*({said})") as raised:
+        read_all(remote_store().data())
+    assert "\n" not in str(raised.value)
+
+
+def test_stores_elsewhere_that_cannot_be_used(remote: MemoryFileSystem, tmp_path: Path, target: Target) -> None:
+    """Before a training begins: no manifest, another manifest's examples, and a copy of an unfinished folder."""
+    with pytest.raises(InputError, match=r"memory://bucket/nothing/manifest\.json does not exist"):
+        open_store("memory://bucket/nothing", 1)
+    unfinished = begun(tmp_path, target).folder
+    remote.pipe_file("/bucket/features/manifest.json", (unfinished / "manifest.json").read_bytes())
+    with pytest.raises(InputError, match=f"{URL} was copied before `eyas features` had ended"):
+        open_store(URL, 1)
+    remote.pipe_file("/bucket/features/examples.safetensors", b"")
+    with pytest.raises(InputError, match=f"{URL}/examples.safetensors is missing or damaged"):
+        open_store(URL, 1)
+
+
+# --- what else goes wrong ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_truncated_shard(copy: Path, target: Target, folder: Path) -> None:

@@ -1,10 +1,9 @@
-"""The examples of a training: read from --data, or from --features, a folder that `eyas features` wrote."""
+"""The examples of a training: read from --data, or from --features, a folder (here or at a URL) that `eyas features` wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.cli._errors import UsageError, note
@@ -46,9 +45,10 @@ def training_options(features: str | None, options: Mapping[str, Any]) -> dict[s
     made with."""
     if not features:
         return dict(options)
+    from eyas.text.sources import as_file
     from eyas.train.store import Manifest
 
-    settings = Manifest.read(Path(features)).settings
+    settings = Manifest.read(as_file(features)).settings
     fixed = {"max_length": settings.max_length, "heldout": settings.heldout}
     for name, value in fixed.items():
         if options.get(name, value) != value:
@@ -59,9 +59,13 @@ def training_options(features: str | None, options: Mapping[str, Any]) -> dict[s
 
 
 def training_data(
-    llm: LLM, files: Sequence[str], features: str | None, config: TrainConfig
+    llm: LLM, files: Sequence[str], features: str | None, config: TrainConfig, cache_bytes: int
 ) -> tuple[Data, dict[str, Any]]:
-    """Return the examples, and what training.json tells about them."""
+    """Return the examples, and what training.json tells about them.
+
+    Args:
+        cache_bytes: how much of features at a URL is kept here.
+    """
     if not features:
         from eyas.text.sources import as_file
         from eyas.train.data import data_hash
@@ -69,9 +73,9 @@ def training_data(
         data = read_data(llm, files, config.max_length, config.heldout)
         names = [as_file(path).name for path in files]
         return data, {"data": {"files": names, "sha256": data_hash(files), "report": str(data.report)}}
-    from eyas.train.store import FeatureStore
+    from eyas.train.remote_store import open_store
 
-    store = FeatureStore(Path(features))
+    store = open_store(features, cache_bytes)
     store.check(llm.target, llm.tokenizer)
     data, settings = store.data(), store.settings
     total, present = len(store.lengths), len(data.train) + len(data.heldout)

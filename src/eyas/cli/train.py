@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts.types import PositiveInt
+from cyclopts.types import PositiveFloat, PositiveInt
 
 from eyas.cli._data import check_source, training_data, training_options
 from eyas.cli._errors import Interrupted, UsageError, note
@@ -56,7 +56,9 @@ class HeadOptions:
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL, Parquet) or plain text, .gz too, here or at a URL; several files are mixed."""
     features: Annotated[str | None, "Data", "FOLDER"] = None
-    """The folder that `eyas features` wrote, instead of --data."""
+    """The folder that `eyas features` wrote, or a URL that it was copied to, instead of --data."""
+    features_cache: Annotated[PositiveFloat, "Data", "GIB"] = 20.0
+    """How much of features at a URL is kept in a temporary folder (TMPDIR), by each process."""
     output: Annotated[str, "Data", "FOLDER"]
     """Where the head goes, and the state from which a run goes on."""
     restart: Annotated[bool, "Data"] = False
@@ -122,13 +124,18 @@ def _train_with_workers(
     from eyas.cluster.training import train_with
 
     folder = str(Path(head.output).expanduser().absolute())  # Ray's processes work in other folders
-    data = tuple(file if "://" in file else str(Path(file).expanduser().absolute()) for file in head.data)
-    features = head.features and str(Path(head.features).expanduser().absolute())
+    data = tuple(map(_absolute, head.data))
+    features = head.features and _absolute(head.features)
     head = replace(head, output=folder, data=data, features=features)
     assert head.workers is not None
     share = Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
     train_with(_Loop(head, dict(training), model, dict(options)), share, Path(folder), head.min_workers)
     note(f"the head is in {head.output}")
+
+
+def _absolute(file: str) -> str:
+    """Return a path from the root; a URL as it is."""
+    return file if "://" in file else str(Path(file).expanduser().absolute())
 
 
 def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:
@@ -187,7 +194,7 @@ def train_head(
     kind = _trainable_method(head.method)
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
-    data, about = training_data(llm, head.data, head.features, config)
+    data, about = training_data(llm, head.data, head.features, config, int(head.features_cache * 2**30))
     drafter = _drafter(kind, llm, head.init, options, data, config)
     if isinstance(data.train, StoredExamples):
         data.train.store.check_layers(drafter.train_feature_layers)

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyas.errors import EyasError, InputError, OptionError, first_line
 
-__all__ = ["File", "RemoteFile", "as_file", "is_parquet", "opened", "parquet_rows", "read_errors"]
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+__all__ = ["File", "RemoteFile", "as_file", "file_system", "is_parquet", "opened", "parquet_rows", "read_errors"]
 
 PARQUET = ".parquet"
 ROWS = 256  # of a Parquet file that are in memory at a time
@@ -38,6 +41,15 @@ class RemoteFile:
         """The last part of its path."""
         path = next(part for part in self.url.split("::") if "://" in part)
         return path.partition("://")[2].partition("?")[0].rpartition("/")[2]
+
+    def __truediv__(self, name: str) -> RemoteFile:
+        """Return a file in this folder."""
+        return RemoteFile(f"{self.url.rstrip('/')}/{name}")
+
+    def read_bytes(self) -> bytes:
+        """Return the whole content. Raise InputError or OptionError if it cannot be read."""
+        with read_errors(self), opened(self) as stream:
+            return stream.read()
 
 
 File = Path | RemoteFile
@@ -80,11 +92,32 @@ def opened(file: File) -> io.BufferedReader:
         return open(file, "rb")
     import fsspec
 
-    try:
+    with _package_errors(file):
         stream = fsspec.open(file.url, "rb").open()
+    return io.BufferedReader(stream)
+
+
+def file_system(folder: RemoteFile) -> tuple[AbstractFileSystem, str]:
+    """Return fsspec's file system of a URL, and the folder's path in it.
+
+    Raises:
+        OptionError: the package that reads such a URL is missing.
+        InputError: the URL is of no kind that fsspec knows.
+    """
+    from fsspec.core import url_to_fs
+
+    with read_errors(folder), _package_errors(folder):
+        files, path = url_to_fs(folder.url)
+    return files, path
+
+
+@contextmanager
+def _package_errors(file: RemoteFile) -> Iterator[None]:
+    """Turn the error of a missing package into a line that says how to install it."""
+    try:
+        yield
     except ImportError as error:
         raise OptionError(f"{file} cannot be read: {first_line(error)}; {_repair(file)}") from error
-    return io.BufferedReader(stream)
 
 
 def _repair(file: RemoteFile) -> str:

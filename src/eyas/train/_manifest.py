@@ -21,6 +21,7 @@ from torch import Tensor
 from eyas.errors import InputError
 from eyas.files import write_text
 from eyas.locks import read_versioned
+from eyas.text.sources import File
 from eyas.train._tensors import tensors_digest, write_tensors
 from eyas.train.data import Data, Report
 
@@ -159,8 +160,8 @@ class Manifest:
         write_text(folder / MANIFEST_FILE, json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Read manifest.json. Raise InputError if it is missing, damaged or of a newer version."""
+    def read(cls, folder: File) -> Manifest:
+        """Read manifest.json, here or at a URL. Raise InputError if it is missing, damaged or of a newer version."""
         path = folder / MANIFEST_FILE
         missing = f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`"
 

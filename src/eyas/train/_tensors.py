@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch import Tensor
 from eyas.errors import InputError
 from eyas.files import parse_json, write_atomically
 from eyas.locks import remove_leftovers
+from eyas.text.sources import File
 
-__all__ = ["byte_view", "file_digest", "read_header", "tensors_digest", "write_tensors"]
+__all__ = ["Header", "byte_view", "file_digest", "parse_header", "read_header", "tensors_digest", "write_tensors"]
 
 MAX_HEADER_BYTES = 1 << 27
 DTYPE_NAMES = {
@@ -66,23 +67,38 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             stream.write(byte_view(value))
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(metadata, where the data begins, how many bytes the file should have); InputError when there
-    is no header.
-    """
+class Header(NamedTuple):
+    """The beginning of a file."""
+
+    metadata: dict[str, Any]
+    begin: int  # where the data begins
+    end: int  # how many bytes the file should have
+    tensors: dict[str, tuple[int, int]]  # first byte and end of each, in the file
+
+
+def read_header(path: Path) -> Header:
+    """Return a file's header. Raise InputError if there is none."""
     try:
         with open(path, "rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = parse_json(stream.read(size) if size < MAX_HEADER_BYTES else b"")
-        begin = 8 + size
-        metadata = dict(header["__metadata__"])
-        metadata["sha256"]  # every file of `write_tensors` has one
-        end = begin + max(int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__")
+            return parse_header(stream, path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_header(stream: BinaryIO, path: File) -> Header:
+    """Return the header of a file that is open. Raise InputError, which names the path, if there is none."""
+    try:
+        size = int.from_bytes(stream.read(8), "little")
+        header = parse_json(stream.read(size) if size < MAX_HEADER_BYTES else b"")
+        begin = 8 + size
+        metadata = dict(header.pop("__metadata__"))
+        metadata["sha256"]  # every file of `write_tensors` has one
+        tensors = {
+            name: (begin + entry["data_offsets"][0], begin + entry["data_offsets"][1]) for name, entry in header.items()
+        }
+        return Header(metadata, begin, max(end for _, end in tensors.values()), tensors)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is damaged: no header") from error
-    return metadata, begin, end
 
 
 def file_digest(path: Path, begin: int) -> str:

@@ -25,6 +25,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -313,7 +314,7 @@ class Batches:
         self.batch_tokens = batch_tokens
         self.seed = seed
         self.lengths = [len(example.ids) for example in examples]
-        self._last_plan: tuple[int | None, list[list[int]]] = (-1, [])
+        self._plan_of = lru_cache(maxsize=2)(self.plan)  # two: a step looks ahead into the next epoch
         if self.lengths and max(self.lengths) > batch_tokens:
             longest = max(self.lengths)
             raise OptionError(
@@ -350,9 +351,7 @@ class Batches:
         epoch, index = position
         batches: list[list[int]] = []
         while len(batches) < count:
-            if self._last_plan[0] != epoch:
-                self._last_plan = (epoch, self.plan(epoch))
-            plan = self._last_plan[1]
+            plan = self._plan_of(epoch)
             if index >= len(plan):
                 epoch, index = epoch + 1, 0
             else:

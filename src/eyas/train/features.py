@@ -28,7 +28,7 @@ from eyas.nn import Documents
 from eyas.train.data import Batches
 from eyas.train.store import DTYPES, FeatureStore, StoredExamples
 
-__all__ = ["batch_of", "layers_for_training", "write_features"]
+__all__ = ["batch_of", "fetch_ahead", "layers_for_training", "write_features"]
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -38,11 +38,18 @@ def batch_of(batches: Batches, indices: Sequence[int], drafter: DraftMethod) -> 
     target, examples = drafter.target, batches.examples
     tokens_N, counted_N, documents = batches.load(indices)
     if isinstance(examples, StoredExamples):
+        examples.expect(indices, drafter.train_feature_layers)
         stored_NF = torch.cat([examples.features(i, drafter.train_feature_layers) for i in indices])
         features_NF = stored_NF.to(target.device).to(target.dtype)  # moved first: on disk the dtype is the smaller one
     else:
         features_NF = _encode(target, tokens_N, documents, drafter.train_feature_layers)
     return Batch(tokens_N.to(target.device), features_NF, counted_N.to(target.device), documents)
+
+
+def fetch_ahead(batches: Batches, coming: Iterable[Sequence[int]], drafter: DraftMethod) -> None:
+    """Begin to fetch the features of batches that are read soon, if they are not on this machine."""
+    if isinstance(batches.examples, StoredExamples):
+        batches.examples.expect([i for batch in coming for i in batch], drafter.train_feature_layers)
 
 
 def _encode(target: Target, tokens_N: Tensor, documents: Documents, layers: Sequence[int]) -> Tensor:

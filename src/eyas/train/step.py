@@ -11,6 +11,7 @@ import torch
 
 from eyas.train.batch_loss import LossSums, batch_loss, batch_memory_errors, check_finite
 from eyas.train.dist import LossFunction
+from eyas.train.features import fetch_ahead
 from eyas.train.optim import HeadOptimizer
 from eyas.train.setup import TrainSetup
 from eyas.train.state import TrainState
@@ -37,6 +38,8 @@ def train_step(
     config, group, batches = setup.config, setup.group, setup.batches
     step_batches, next_position = batches.take(state.position, config.accumulation)
     own_batches = group.split(step_batches)
+    following = group.split(batches.take(next_position, config.accumulation)[0])
+    fetch_ahead(batches, [batch for _, batch in own_batches + following], setup.drafter)
     autocast_dtype = torch.bfloat16 if setup.use_bf16 else None
     setup.net.train()
     optimizer.zero_grad()

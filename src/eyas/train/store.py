@@ -22,7 +22,7 @@ Shapes: N tokens of a shard, R examples, T tokens of an example, D hidden size, 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -47,7 +47,7 @@ from eyas.train._manifest import (
     plan_store,
     tokenizer_identity,
 )
-from eyas.train._tensors import byte_view, file_digest, read_header, tensors_digest, write_tensors
+from eyas.train._tensors import Header, byte_view, file_digest, read_header, tensors_digest, write_tensors
 from eyas.train.data import Data, Example
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ REPAIR = "delete it and run `eyas features` as before: that shard alone is made 
 class FeatureStore:
     """A folder of features: its examples, and the features of any of them."""
 
+    repair = REPAIR  # what to do about a damaged shard
+
     def __init__(self, folder: Path) -> None:
         """Raise InputError if the manifest or the examples are missing or damaged."""
         self.folder = folder
@@ -95,7 +97,7 @@ class FeatureStore:
     def _read_examples(self) -> dict[str, Tensor]:
         path = self.folder / EXAMPLES_FILE
         try:
-            tensors = load_file(path)
+            tensors = self._load(path)
             digest = tensors_digest({name: tensors[name] for name in ("lengths", "order", "tokens", "counted")})
         except (OSError, SafetensorError, KeyError) as error:
             raise InputError(
@@ -106,6 +108,10 @@ class FeatureStore:
                 f"{path} has another checksum than the manifest says: take it from where the features were made"
             )
         return tensors
+
+    def _load(self, path: Path) -> dict[str, Tensor]:
+        """Return all tensors of a file."""
+        return load_file(path)
 
     def _places(self) -> tuple[list[int], list[int], list[int]]:
         """For each example: its shard, its first row in it, its number in it."""
@@ -125,16 +131,20 @@ class FeatureStore:
         """Return the fault of a shard, as far as its header and size tell: MISSING, a sentence, or
         an empty string.
         """
-        path, planned = self.path(shard), self.manifest.shards[shard]
+        path = self.path(shard)
         if not path.exists():
             return MISSING
         try:
-            metadata, begin, end = read_header(path)
+            header = read_header(path)
         except InputError as error:
             return str(error)
-        size = path.stat().st_size
-        if size != end or end - begin != planned.bytes:
-            return f"{path} has {size:,} bytes instead of {begin + planned.bytes:,}"
+        return self._header_fault(shard, header, path.stat().st_size)
+
+    def _header_fault(self, shard: int, header: Header, size: int) -> str:
+        """Return the fault of a shard that has this header and size; empty when there is none."""
+        path, planned, metadata = self.path(shard), self.manifest.shards[shard], header.metadata
+        if size != header.end or header.end - header.begin != planned.bytes:
+            return f"{path} has {size:,} bytes instead of {header.begin + planned.bytes:,}"
         if metadata.get("store") != self.id or planned.sha256 not in (None, metadata.get("sha256")):
             return f"{path} belongs to other features than the {MANIFEST_FILE} in its folder"
         return ""
@@ -162,30 +172,39 @@ class FeatureStore:
         bytes were changed.
         """
         self.check_layers(layers)
-        shard, row, length = self._shard_of[number], self._row_of[number], self.lengths[number]
-        parts = []
-        for k in layers:
-            column = self.settings.layers.index(k)
-            part = self._read_layer(shard, k)[row : row + length]
-            flag = number * len(self.settings.layers) + column
-            if not self._is_checked[flag]:
-                if zlib.crc32(byte_view(part)) != int(self._checksums[shard][self._number_of[number], column]):
-                    raise InputError(f"{self.path(shard)} is damaged (layer {k} of an example); {REPAIR}")
-                self._is_checked[flag] = 1
-            parts.append(part)
-        return torch.cat(parts, -1)
+        return torch.cat([self._checked(number, k) for k in layers], -1)
 
-    def _read_layer(self, shard: int, layer: int) -> Any:
-        """A slice of the shard's file, not read before it is indexed."""
+    def _checked(self, number: int, layer: int) -> Tensor:
+        """[T, D]: one layer of an example, whose bytes are compared with their checksum at the first time."""
+        rows = self._rows(number, layer)
+        flag = self._flag(number, layer)
+        if not self._is_checked[flag]:
+            shard, column = self._shard_of[number], self.settings.layers.index(layer)
+            if zlib.crc32(byte_view(rows)) != int(self._checksums[shard][self._number_of[number], column]):
+                raise InputError(f"{self.path(shard)} is damaged (layer {layer} of an example); {self.repair}")
+            self._is_checked[flag] = 1
+        return rows
+
+    def _flag(self, number: int, layer: int) -> int:
+        """Where `_is_checked` says whether a layer of an example has been compared."""
+        return number * len(self.settings.layers) + self.settings.layers.index(layer)
+
+    def _rows(self, number: int, layer: int) -> Tensor:
+        """[T, D]: one layer of an example, from the shard's file, of which nothing else is read."""
+        shard, row = self._shard_of[number], self._row_of[number]
         path = self.path(shard)
         try:
             if shard not in self._files:
                 file = safe_open(path, framework="pt")
                 self._checksums[shard] = file.get_tensor("crc32")  # type: ignore[no-untyped-call]
                 self._files[shard] = file
-            return self._files[shard].get_slice(f"layer.{layer}")
+            rows: Tensor = self._files[shard].get_slice(f"layer.{layer}")[row : row + self.lengths[number]]
+            return rows
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{path} cannot be read ({one_line(error, 100)}); {REPAIR}") from error
+            raise InputError(f"{path} cannot be read ({one_line(error, 100)}); {self.repair}") from error
+
+    def expect(self, numbers: Sequence[int], layers: Sequence[int]) -> None:
+        """Learn which examples are read next; what is on this machine needs no preparation."""
 
     # --- for a training
 
@@ -249,8 +268,8 @@ class FeatureStore:
         for shard, planned in enumerate(self.manifest.shards):
             fault = self.fault(shard)
             if not fault:
-                metadata, begin, _ = read_header(self.path(shard))
-                if file_digest(self.path(shard), begin) != metadata["sha256"]:
+                header = read_header(self.path(shard))
+                if file_digest(self.path(shard), header.begin) != header.metadata["sha256"]:
                     fault = f"{self.path(shard)} is damaged: its checksum is another"
             if fault not in ("", MISSING):
                 problems.append(f"{fault}; {REPAIR}")
@@ -277,7 +296,7 @@ class FeatureStore:
         if self.missing():
             return False
         if any(shard.sha256 is None for shard in self.manifest.shards):
-            digests = [read_header(self.path(i))[0]["sha256"] for i in range(len(self.manifest.shards))]
+            digests = [read_header(self.path(i)).metadata["sha256"] for i in range(len(self.manifest.shards))]
             shards = tuple(
                 replace(shard, sha256=digest) for shard, digest in zip(self.manifest.shards, digests, strict=True)
             )
@@ -304,3 +323,7 @@ class StoredExamples(Sequence[Example]):
     def features(self, index: int, layers: Sequence[int]) -> Tensor:
         """[T, F]: the target's hidden states of an example, these layers side by side."""
         return self.store.features(self.numbers[index], layers)
+
+    def expect(self, indices: Iterable[int], layers: Sequence[int]) -> None:
+        """Learn which examples are read next, so that what is elsewhere can be fetched ahead."""
+        self.store.expect([self.numbers[index] for index in indices], layers)

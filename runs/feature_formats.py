@@ -71,7 +71,8 @@ class Safetensors:
         store = FeatureStore(folder)
         for shard in range(len(store.manifest.shards)):
             numbers = store.in_shard(shard)
-            store.write_shard(shard, {k: torch.cat([shape.features(i, k) for i in numbers]) for k in shape.layers})
+            parts = {k: [torch.cat([shape.features(i, k) for i in numbers])] for k in shape.layers}
+            store.write_shard(shard, parts)
         assert store.finish()
 
     def order(self, folder: Path, shape: Shape) -> Sequence[int]:

@@ -24,6 +24,7 @@ from eyas.core.target import Target
 from eyas.drafters.eagle3 import NewHead
 from eyas.errors import EyasError, InputError, ModelError, OptionError
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
+from eyas.train._scales import restored, stored
 from eyas.train.data import Batches, Data, Example, Examples, Report
 from eyas.train.features import batch_of, layers_for_training, write_features
 from eyas.train.loop import TrainConfig, train
@@ -143,6 +144,45 @@ def test_the_examples_are_those_of_the_data(folder: Path) -> None:
     assert list(data.heldout) == list(DATA.heldout)
     assert data.train[2:4] == [DATA.train[2], DATA.train[3]]
     assert (data.report, data.sha256) == (DATA.report, DATA.sha256)
+
+
+def test_eight_bits_are_half_of_the_bytes(tmp_path: Path, target: Target, folder: Path) -> None:
+    """float8_e4m3fn with a scale of two bytes for each token and layer: the size, the error, and what the manifest
+    says; a training from it is near one from what the target computed."""
+    store, exact = made(tmp_path / "store", target, dtype="float8_e4m3fn"), FeatureStore(folder)
+    held = json.loads((store.folder / "manifest.json").read_text())
+    assert held["dtype"] == "float8_e4m3fn"
+    assert "scale.k" in held["layers_mean"]
+    assert store.settings.token_bytes == 4 * (48 + 2)
+    assert sum(shard.bytes - 8 * 4 * shard.examples for shard in store.manifest.shards) == store.manifest.tokens * 200
+    assert store.verify() == []
+    for number in range(len(store.lengths)):
+        stored, true = store.features(number, LAYERS).float(), exact.features(number, LAYERS)
+        largest = true.view(-1, 4, 48).abs().amax(-1).repeat_interleave(48, -1)
+        assert bool(((stored - true).abs() <= torch.maximum(true.abs() / 16, largest * 2**-17)).all())
+    online = losses(target, "eagle3", exact.data(), tmp_path / "exact")
+    eight = losses(target, "eagle3", store.data(), tmp_path / "eight")
+    assert eight == pytest.approx(online, rel=0.05)
+    assert eight != online
+
+
+def test_scales() -> None:
+    """Guards against numbers that leave the range of eight bits: all of a token are near zero, one of them is large,
+    powers of two and their neighbours, zeros. What is read is exactly what was stored, times the scale."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(400, 64, generator=generator) * torch.logspace(-18, 30, 400)[:, None]
+    values[::7, 3] *= 3000
+    values[1::7, :] = 2.0 ** torch.arange(-32, 32)
+    values[2::7, 5] = torch.nextafter(torch.tensor(256.0), torch.tensor(0.0))
+    values[3::7] = 0
+    scale, small = stored(values, torch.float8_e4m3fn)
+    back = restored([scale, small])
+    assert back.dtype == torch.bfloat16
+    assert torch.equal(back.double(), small.double() * scale.double())
+    bound = torch.maximum(values.abs() / 16, values.abs().amax(-1, keepdim=True) * 2**-17)
+    assert bool(((back.double() - values.double()).abs() <= bound).all())
+    values[5, 5], values[6, 6] = torch.nan, torch.inf
+    assert stored(values, torch.float8_e4m3fn)[0].isfinite().logical_not().nonzero()[:, 0].tolist() == [5, 6]
 
 
 @pytest.mark.slow
@@ -358,6 +398,15 @@ def held(store: RemoteStore) -> int:
     return sum(path.stat().st_size for path in store._place.iterdir())
 
 
+def test_eight_bits_from_a_url(tmp_path: Path, target: Target, remote: MemoryFileSystem) -> None:
+    """Guards against rows without their scales, which are in another tensor of the shard."""
+    here = made(tmp_path, target, dtype="float8_e4m3fn")
+    for path in here.folder.iterdir():
+        remote.pipe_file(f"/bucket/features/{path.name}", path.read_bytes())
+    for expected, found in zip(read_all(here.data()), read_all(remote_store().data()), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("max_bytes", [30_000, 10**9])
 def test_one_loss_curve_from_a_url(
     tmp_path: Path, target: Target, folder: Path, asked: list[int], max_bytes: int
@@ -503,6 +552,8 @@ def test_nothing_to_train_from_yet(tmp_path: Path, target: Target) -> None:
 def test_differences_are_said(target: Target) -> None:
     then = settings(target)
     assert then.differences(then, partial(has_fingerprint, target)) == []
+    eight = settings(target, "float8_e4m3fn")
+    assert eight.differences(then, partial(has_fingerprint, target)) == ["dtype float8_e4m3fn there, float32 now"]
     now = settings(target, "bfloat16", (8,), 7)
     assert then.differences(now, partial(has_fingerprint, target)) == [
         "layers 2,4,5,8 there, 8 now", "dtype float32 there, bfloat16 now", "shard_bytes 120000 there, 7 now",

@@ -61,8 +61,8 @@ class FeatureOptions:
     """Tokens of an example."""
     heldout: Annotated[float, "Data", Parameter(validator=Number(gte=0, lt=1))] = 0.05
     """Share of the lines that is held out."""
-    store_dtype: Annotated[Literal["bfloat16", "float16", "float32"], "Output"] = "bfloat16"
-    """The type of features on disk."""
+    store_dtype: Annotated[Literal["bfloat16", "float16", "float32", "float8_e4m3fn"], "Output"] = "bfloat16"
+    """The type of features on disk; float8_e4m3fn, with a scale for each token and layer, takes half of the bytes."""
     shard_mib: Annotated[PositiveFloat, "Output"] = 512.0
     """Size of a file, and of the memory for it."""
     yes: Annotated[bool, "Output"] = False

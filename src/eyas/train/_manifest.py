@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ __all__ = [
     "Manifest",
     "Shard",
     "StorePlan",
+    "StoredTensor",
     "format_value",
     "plan_store",
     "tokenizer_identity",
@@ -46,8 +47,26 @@ VERSION = 1
 MANIFEST_FILE = "manifest.json"
 EXAMPLES_FILE = "examples.safetensors"
 LAYERS_MEAN = "Hugging Face's hidden_states[k], the input of layer k; the number of layers: after the final norm"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+SCALES_MEAN = "; times scale.k, a power of two for each token"
 MAX_PROBLEMS = 1000  # unusable lines of the data that the manifest lists
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a shard, [tokens, width]."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,14 @@ class FeatureSettings:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's features."""
-        return len(self.layers) * self.hidden_size * DTYPES[self.dtype].itemsize
+        return sum(tensor.token_bytes for layer in self.layers for tensor in self.tensors(layer))
+
+    def tensors(self, layer: int) -> tuple[StoredTensor, ...]:
+        """Return the tensors in which a layer is stored: for eight bits, first the scales of the tokens."""
+        features = StoredTensor(f"layer.{layer}", DTYPES[self.dtype], self.hidden_size)
+        if features.dtype.itemsize > 1:
+            return (features,)
+        return StoredTensor(f"scale.{layer}", torch.bfloat16, 1), features
 
     def differences(self, now: FeatureSettings, is_same_target: Callable[[str], bool]) -> list[str]:
         """Return the differences to another run's settings, for a message.
@@ -145,7 +171,7 @@ class Manifest:
             "version": VERSION,
             "id": self.id,
             **asdict(self.settings),
-            "layers_mean": LAYERS_MEAN,
+            "layers_mean": LAYERS_MEAN + SCALES_MEAN * (DTYPES[self.settings.dtype].itemsize == 1),
             "report": {**asdict(self.report), "problems": self.report.problems[:MAX_PROBLEMS]},
             "examples": {
                 "file": EXAMPLES_FILE,

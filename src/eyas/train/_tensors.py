@@ -26,6 +26,7 @@ MAX_HEADER_BYTES = 1 << 27
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.float32: "F32",
     torch.int64: "I64",
     torch.int32: "I32",

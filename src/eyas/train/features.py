@@ -25,6 +25,7 @@ from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.nn import Documents
+from eyas.train._scales import stored
 from eyas.train.data import Batches
 from eyas.train.store import DTYPES, FeatureStore, StoredExamples
 
@@ -119,15 +120,15 @@ def _write_failure(store: FeatureStore, error: OSError) -> str:
 
 def _shard_features(
     store: FeatureStore, target: Target, shard: int, batch_tokens: int, on_batch: Callable[[int], None] | None
-) -> dict[int, Tensor]:
-    """layer -> [N, D], in the dtype on disk. The target reads examples of about one length
-    together.
-    """
+) -> dict[int, list[Tensor]]:
+    """layer -> its tensors as they are on disk. The target reads examples of about one length together."""
     settings, numbers = store.settings, store.in_shard(shard)
-    dtype, D = DTYPES[settings.dtype], settings.hidden_size
     batches = Batches([store.example(i) for i in numbers], batch_tokens)
     begins = [0, *accumulate(batches.lengths)]
-    features = {k: torch.empty(begins[-1], D, dtype=dtype) for k in settings.layers}
+    features = {
+        k: [torch.empty(begins[-1], tensor.width, dtype=tensor.dtype) for tensor in settings.tensors(k)]
+        for k in settings.layers
+    }
     for batch in batches.plan(None):
         tokens_N, _, documents = batches.load(batch)
         try:
@@ -136,15 +137,13 @@ def _shard_features(
             raise FitError(
                 f"out of memory with a batch of {len(tokens_N)} tokens; lower --batch-tokens (now {batch_tokens})"
             ) from error
-        rounded_NF = exact_NF.to(dtype)
-        if not bool(rounded_NF.isfinite().all()):
-            _refuse_infinite(exact_NF, tokens_N, documents, target, settings.dtype)
-        rounded_NF, row = rounded_NF.cpu(), 0
-        for i in batch:
-            length = batches.lengths[i]
-            for j, k in enumerate(settings.layers):
-                features[k][begins[i] : begins[i] + length] = rounded_NF[row : row + length, j * D : (j + 1) * D]
-            row += length
+        for k, exact_ND in zip(settings.layers, torch.split(exact_NF, settings.hidden_size, -1), strict=True):
+            rounded = stored(exact_ND, DTYPES[settings.dtype])
+            if not bool(rounded[0].isfinite().all()):
+                _refuse_infinite(exact_NF, tokens_N, documents, target, settings.dtype)
+            for whole, value in zip(features[k], rounded, strict=True):
+                for i, rows in zip(batch, torch.split(value.cpu(), list(documents.lengths)), strict=True):
+                    whole[begins[i] : begins[i] + len(rows)] = rows
         if on_batch is not None:
             on_batch(len(tokens_N))
     return features

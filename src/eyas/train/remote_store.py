@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import mkdtemp
@@ -27,7 +27,6 @@ from torch import Tensor
 from eyas.errors import InputError
 from eyas.files import write_errors
 from eyas.text.sources import RemoteFile, as_file, file_system, read_errors
-from eyas.train._manifest import DTYPES
 from eyas.train._tensors import Header, parse_header
 from eyas.train.store import FeatureStore
 
@@ -102,15 +101,19 @@ class RemoteStore(FeatureStore):
         if missing:
             self._ahead = self._thread.submit(self._fetch, missing)
 
-    def _rows(self, number: int, layer: int) -> Tensor:
+    def _rows(self, number: int, layer: int) -> list[Tensor]:
         key = (number, layer)
         if key not in self.kept:
             self._collect()
         if key not in self.kept:
             self._keep(self._fetch([key]))
         self.kept[key] = self.kept.pop(key)
-        content = bytearray(self._path_of(key).read_bytes())
-        return torch.frombuffer(content, dtype=DTYPES[self.settings.dtype]).view(-1, self.settings.hidden_size)
+        content, begin, rows = bytearray(self._path_of(key).read_bytes()), 0, list[Tensor]()
+        for tensor in self.settings.tensors(layer):
+            count = self.lengths[number] * tensor.width
+            rows.append(torch.frombuffer(content, dtype=tensor.dtype, count=count, offset=begin).view(-1, tensor.width))
+            begin += count * tensor.dtype.itemsize
+        return rows
 
     # --- what is here
 
@@ -140,7 +143,10 @@ class RemoteStore(FeatureStore):
     def _fetch(self, keys: Sequence[Key]) -> dict[Key, bytes]:
         """Return these rows of examples. Raise InputError if they cannot be read."""
         self._fetch_headers(sorted({self._shard_of[number] for number, _ in keys} - self._headers.keys()))
-        return dict(zip(keys, self._read([self._part_of(key) for key in keys]), strict=True))
+        contents = self._read([part for key in keys for part in self._parts(key)])
+        count = len(self.settings.tensors(self.settings.layers[0]))
+        whole = [b"".join(parts) for parts in zip(*[iter(contents)] * count, strict=True)]
+        return dict(zip(keys, whole, strict=True))
 
     def _fetch_headers(self, shards: Sequence[int]) -> None:
         columns = len(self.settings.layers)
@@ -156,13 +162,13 @@ class RemoteStore(FeatureStore):
             )
             self._headers[shard] = header
 
-    def _part_of(self, key: Key) -> Part:
+    def _parts(self, key: Key) -> Iterator[Part]:
+        """Yield where an example's rows are, one part for each tensor of the layer."""
         number, layer = key
-        shard = self._shard_of[number]
-        begin, end = self._headers[shard].tensors[f"layer.{layer}"]
-        width = (end - begin) // self.manifest.shards[shard].tokens
-        begin += self._row_of[number] * width
-        return Part(shard, begin, begin + self.lengths[number] * width)
+        shard, row = self._shard_of[number], self._row_of[number]
+        for tensor in self.settings.tensors(layer):
+            begin = self._headers[shard].tensors[tensor.name][0] + row * tensor.token_bytes
+            yield Part(shard, begin, begin + self.lengths[number] * tensor.token_bytes)
 
     def _read(self, parts: Sequence[Part], may_end: bool = False) -> list[bytes]:
         """Return parts of shards, read at the same time where the file system can do that.

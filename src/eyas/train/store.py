@@ -3,7 +3,8 @@ often as wanted.
 
     FOLDER/manifest.json             target, tokenizer, data, layers, and the plan of the shards; written first
            examples.safetensors      tokens, marks and lengths of all examples, the held-out ones last
-           shard-00000.safetensors   "layer.K" [tokens, hidden] for each layer K, and "crc32" [examples, layers]
+           shard-00000.safetensors   "layer.K" [tokens, hidden] for each layer K, and "crc32" [examples, layers];
+                                     of eight bits also "scale.K" [tokens, 1]
 
 Layer K is Hugging Face's hidden_states[K], the input of layer K; the number of layers means
 the output of the final norm. Each layer is a tensor of its own, so a method that reads one of four
@@ -47,6 +48,7 @@ from eyas.train._manifest import (
     plan_store,
     tokenizer_identity,
 )
+from eyas.train._scales import restored
 from eyas.train._tensors import Header, byte_view, file_digest, read_header, tensors_digest, write_tensors
 from eyas.train.data import Data, Example
 
@@ -176,30 +178,31 @@ class FeatureStore:
 
     def _checked(self, number: int, layer: int) -> Tensor:
         """[T, D]: one layer of an example, whose bytes are compared with their checksum at the first time."""
-        rows = self._rows(number, layer)
+        tensors = self._rows(number, layer)
         flag = self._flag(number, layer)
         if not self._is_checked[flag]:
             shard, column = self._shard_of[number], self.settings.layers.index(layer)
-            if zlib.crc32(byte_view(rows)) != int(self._checksums[shard][self._number_of[number], column]):
+            if _checksum(tensors) != int(self._checksums[shard][self._number_of[number], column]):
                 raise InputError(f"{self.path(shard)} is damaged (layer {layer} of an example); {self.repair}")
             self._is_checked[flag] = 1
-        return rows
+        return restored(tensors)
 
     def _flag(self, number: int, layer: int) -> int:
         """Where `_is_checked` says whether a layer of an example has been compared."""
         return number * len(self.settings.layers) + self.settings.layers.index(layer)
 
-    def _rows(self, number: int, layer: int) -> Tensor:
-        """[T, D]: one layer of an example, from the shard's file, of which nothing else is read."""
-        shard, row = self._shard_of[number], self._row_of[number]
+    def _rows(self, number: int, layer: int) -> list[Tensor]:
+        """Return an example's rows of the tensors of a layer, from the shard's file, of which nothing else is read."""
+        shard, begin = self._shard_of[number], self._row_of[number]
+        end = begin + self.lengths[number]
         path = self.path(shard)
         try:
             if shard not in self._files:
                 file = safe_open(path, framework="pt")
                 self._checksums[shard] = file.get_tensor("crc32")  # type: ignore[no-untyped-call]
                 self._files[shard] = file
-            rows: Tensor = self._files[shard].get_slice(f"layer.{layer}")[row : row + self.lengths[number]]
-            return rows
+            file = self._files[shard]
+            return [file.get_slice(tensor.name)[begin:end] for tensor in self.settings.tensors(layer)]
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path} cannot be read ({one_line(error, 100)}); {self.repair}") from error
 
@@ -277,19 +280,24 @@ class FeatureStore:
                 on_shard(planned.bytes)
         return problems
 
-    def write_shard(self, shard: int, features: Mapping[int, Tensor]) -> None:
+    def write_shard(self, shard: int, features: Mapping[int, Sequence[Tensor]]) -> None:
         """Write a shard. OSError when it cannot be written; nothing is left of it then.
 
         Args:
-            features: layer -> [N, D].
+            features: layer -> its tensors, [N, width].
         """
         bounds = [0, *accumulate(self.lengths[i] for i in self.in_shard(shard))]
         checksums = [
-            [zlib.crc32(byte_view(features[k][begin:end])) for k in self.settings.layers]
+            [_checksum([value[begin:end] for value in features[k]]) for k in self.settings.layers]
             for begin, end in pairwise(bounds)
         ]
-        tensors = {"crc32": torch.tensor(checksums), **{f"layer.{k}": features[k] for k in self.settings.layers}}
-        write_tensors(self.path(shard), tensors, {"store": self.id})
+        written = [
+            (tensor.name, value)
+            for k in self.settings.layers
+            for tensor, value in zip(self.settings.tensors(k), features[k], strict=True)
+        ]
+        written.sort(key=lambda pair: -pair[1].itemsize)  # so that all are aligned
+        write_tensors(self.path(shard), {"crc32": torch.tensor(checksums), **dict(written)}, {"store": self.id})
 
     def finish(self) -> bool:
         """If all shards are there, copy their checksums into the manifest and return True."""
@@ -303,6 +311,14 @@ class FeatureStore:
             self.manifest = replace(self.manifest, shards=shards)
             self.manifest.write(self.folder)
         return True
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    """Return the CRC-32 of these tensors' bytes, one after the other."""
+    checksum = 0
+    for value in tensors:
+        checksum = zlib.crc32(byte_view(value), checksum)
+    return checksum
 
 
 class StoredExamples(Sequence[Example]):

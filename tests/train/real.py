@@ -21,6 +21,7 @@ from eyas.train.config import TrainConfig
 from eyas.train.data import Batches
 from eyas.train.features import batch_of
 from eyas.train.loop import TrainResult, train
+from eyas.train.shared_target import share_layers
 from eyas.train.vocab import count_tokens
 from heads import language
 from train import toy
@@ -80,6 +81,19 @@ def stopped_run(name: str, folder: Path, stop: int = 0, **options: Any) -> dict[
         outcome = head_run(name, folder, interrupt, drafter, **options)
     assert drafter.net is not None
     return {"outcome": outcome, "net": {key: value.detach().clone() for key, value in drafter.net.state_dict().items()}}
+
+
+def shared_run(folder: Path) -> dict[str, Any]:
+    """A run with a target whose layers are divided among the processes; the net, and how many numbers of the layers
+    are here."""
+    target = Target(zoo.tiny("llama"), "tiny-llama")
+    drafter = head("eagle3", target)
+    whole = sum(value.numel() for layer in target.family.layers for value in layer.parameters())
+    share_layers(target, torch.device("cpu"))
+    here = sum(value.to_local().numel() for layer in target.family.layers for value in layer.parameters())
+    outcome = head_run("eagle3", folder, None, drafter, share_target=True)
+    assert drafter.net is not None
+    return {"outcome": outcome, "net": dict(drafter.net.state_dict()), "share": here / whole}
 
 
 def broken_run(folder: Path) -> str:

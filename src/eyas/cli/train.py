@@ -167,7 +167,22 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
     method_options = build_options(kind.Options, options)
     if _rank() == 0:
         check_output_folder(Path(head.output).expanduser())
-    train_head(load_target(model, _device(model.device)), head, config, method_options, verbose=model.verbose)
+    llm = _load_shared(model) if config.share_target else load_target(model, _device(model.device))
+    train_head(llm, head, config, method_options, verbose=model.verbose)
+
+
+def _load_shared(model: TargetOptions) -> LLM:
+    """Return the target whose layers are divided among the processes. It is loaded into the CPU's memory."""
+    import torch
+
+    from eyas.targets.loading import pick_device
+    from eyas.train.shared_target import share_layers
+
+    device = torch.device(pick_device(_device(model.device)))
+    dtype = "bfloat16" if model.dtype == "auto" and device.type == "cuda" else model.dtype
+    llm = load_target(replace(model, dtype=dtype), "cpu")
+    share_layers(llm.target, device)
+    return llm
 
 
 def train_head(
@@ -211,7 +226,7 @@ def train_head(
             config,
             head.output,
             resume=not head.restart,
-            evaluate=alpha.chain_figures(data.heldout, llm.eos, **evaluation),
+            evaluate=None if config.share_target else alpha.chain_figures(data.heldout, llm.eos, **evaluation),
             progress=report,
             about=about,
         )

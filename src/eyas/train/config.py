@@ -38,7 +38,7 @@ MINIMA = {  # least values of the options that are whole numbers
 }
 TRACKERS = ("tensorboard", "wandb")
 # options that a resumed run may change, as the weights do not depend on them
-MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")
+MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing", "share_target")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,9 @@ class TrainConfig:
     parallel: Literal["fsdp", "ddp"] = "fsdp"
     """Several processes (torchrun): each holds a shard of the weights (fsdp), or all of them (ddp).
     """
+    share_target: bool = False
+    """Several processes with --data: each keeps a share of the target's layers in the CPU's memory, and they come to the
+    device one after another (docs/scale.md)."""
     seed: int = 0
     """Seed of a new head's weights, the order of the data and the noise in the loss."""
     eval_every: int = 200
@@ -131,7 +134,8 @@ class TrainConfig:
             _require(value in choices, name, f"is unknown; {near(str(value), choices)}", self)
         for tracker in self.trackers:
             _require(tracker in TRACKERS, "log", f"knows {' and '.join(TRACKERS)}", self)
-        _require(isinstance(self.checkpointing, bool), "checkpointing", "is true or false", self)
+        for name in ("checkpointing", "share_target"):
+            _require(isinstance(getattr(self, name), bool), name, "is true or false", self)
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -155,6 +159,10 @@ class TrainConfig:
         if self.accumulation % count:
             raise OptionError(
                 f"{count} processes do not divide the {self.accumulation} batches of a step: accumulation must be a multiple of {count}"
+            )
+        if self.share_target and count == 1:
+            raise OptionError(
+                "share_target divides the target among several processes; with one, give --device-map auto"
             )
         # torch's Muon accepts shards, but rounds sums over them to bfloat16
         if count > 1 and self.optimizer == "muon" and self.parallel == "fsdp":

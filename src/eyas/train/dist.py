@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from eyas.drafters import Batch, DraftMethod, Loss
 from eyas.errors import OptionError, one_line
 
-__all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "join", "world_size"]
+__all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "connect", "join", "world_size"]
 
 T = TypeVar("T")
 LossFunction = Callable[[Batch, torch.Generator], Loss]
@@ -53,6 +53,28 @@ def join(device: torch.device, parallel: str) -> SingleProcess:
         parallel: "fsdp" or "ddp".
     """
     return ProcessGroup(device, parallel) if world_size() > 1 else SingleProcess()
+
+
+def connect(device: torch.device) -> bool:
+    """Connect to the other processes of the run, unless they are; returns whether this was done here.
+
+    Raises:
+        OptionError: they cannot be reached.
+    """
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return False
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        reason = one_line(error, 200)
+        raise OptionError(
+            f"WORLD_SIZE is {world_size()}, but the processes cannot meet ({reason}); start them with torchrun"
+        ) from error
+    return True
 
 
 class SingleProcess:
@@ -134,17 +156,7 @@ class ProcessGroup(SingleProcess):
         self.dist = dist
         self.device = device
         self.use_fsdp = parallel == "fsdp"
-        self.owns_group = not dist.is_initialized()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if self.owns_group:
-            try:
-                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-            except (ValueError, RuntimeError) as error:
-                reason = one_line(error, 200)
-                raise OptionError(
-                    f"WORLD_SIZE is {world_size()}, but the processes cannot meet ({reason}); start them with torchrun"
-                ) from error
+        self.owns_group = connect(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.sharded: Any = None  # FSDP2's module
         self.original_hooks: list[tuple[nn.Module, dict[str, Any]]] = []  # as they were before the net was sharded

@@ -40,10 +40,15 @@ def evaluate_heldout(setup: TrainSetup, step: int, more_figures: MoreFigures | N
     target_dtype = drafter.target.dtype
     autocast_dtype = target_dtype if target_dtype in HALF_DTYPES else None
     setup.net.eval()
-    sums = LossSums()
-    for _, (key, batch) in group.split(_chosen_batches(setup)):
+    sums, chosen = LossSums(), _chosen_batches(setup)
+    own = [item for _, item in group.split(chosen)]
+    if setup.config.share_target and len(own) * group.size < len(chosen):
+        own.append(chosen[0])  # all processes run the target equally often; it is not counted again
+    for number, (key, batch) in enumerate(own):
         with batch_memory_errors(batches, batch):
-            sums.add(batch_loss(drafter, drafter.loss, batches, batch, ("heldout", key), autocast_dtype))
+            loss = batch_loss(drafter, drafter.loss, batches, batch, ("heldout", key), autocast_dtype)
+        if number * group.size + group.rank < len(chosen):
+            sums.add(loss)
     figures = LossSums.per_token(group.sum_values(sums.floats()))
     check_finite(figures.get("loss", 0.0), step)
     if more_figures is not None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.options import option_values
-from eyas.targets.fingerprints import fingerprint
 from eyas.train.batch_loss import check_finite
 from eyas.train.log import read_log
 from eyas.train.optim import HeadOptimizer
@@ -113,7 +112,7 @@ class TrainOutput:
         training_losses = [line["loss"] for line in lines if "loss" in line]
         return {
             "method": weights.method,
-            "target": {"name": getattr(target, "name", ""), "fingerprint": fingerprint(target)},
+            "target": {"name": getattr(target, "name", ""), "fingerprint": setup.identity["target"]},
             **self.about,
             "head": {key: weights.config[key] for key in ("vocab_size", "draft_vocab_size") if key in weights.config},
             "trained_length": drafter.trained_length,

@@ -15,8 +15,9 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import _peers_reference
@@ -37,6 +38,20 @@ DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' au
 DRAFTING = f"EAGLE-3, {DRAFTS} drafts"
 TREE_DRAFTS, TREE = 7, {"branching_factor": 2, "tree_depth": 3}  # of OpenVINO GenAI
 Ask = Callable[..., dict[str, Any]]
+
+
+MAKING = RLock()
+
+
+def one_at_a_time(make: Callable[..., Path]) -> Callable[..., Path]:
+    """Let one thread make a file at a time: engines start side by side, and some need the same one."""
+
+    @wraps(make)
+    def made(*arguments: Any) -> Path:
+        with MAKING:
+            return make(*arguments)
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,7 @@ class Workshop:
             )
         return found
 
+    @one_at_a_time
     def target(self) -> Path:
         """The model as transformers saves it, in float32."""
         place = self.folder / "target"
@@ -99,12 +115,14 @@ class Workshop:
         """The head in the form that optimum-intel converts."""
         return self._exported("eagle3-openvino", "openvino")
 
+    @one_at_a_time
     def _exported(self, name: str, form: str) -> Path:
         place = self.folder / name
         if not place.exists():
             export(load(self.named.heads["eagle3"]), form, place, ExportTarget(str(self.target())))
         return place
 
+    @one_at_a_time
     def gguf(self, model: Path, kind: str) -> Path:
         """The model or its head by llama.cpp's converter, and in four bits by its quantiser."""
         place = self.folder / f"{model.name}-{kind}.gguf"
@@ -116,6 +134,7 @@ class Workshop:
             self._run([*program, self.llama_cpp, kind, model, place, *target])
         return place
 
+    @one_at_a_time
     def openvino(self, model: Path, kind: str) -> Path:
         """The model or its head by OpenVINO's converter."""
         place = self.folder / f"openvino-{model.name}-{kind}"

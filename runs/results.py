@@ -572,6 +572,44 @@ def drafters() -> Iterator[str]:
     yield source("drafters")
 
 
+RECIPES = {
+    "eagle3": "EAGLE-3, four steps of the training-time test",
+    "longer": "the same with seven steps",
+    "hybrid": "LK's hybrid loss",
+    "overlap": "LK's overlap loss",
+    "mtp": "MTP",
+    "dflash": "DFlash",
+    "pace": "DFlash with D-PACE's weights",
+    "dflash2": "DFlash 2",
+}
+
+
+def recipes() -> Iterator[str]:
+    """Heads of SmolLM2 by today's recipes, after equally many training tokens."""
+    wide, narrow = record("smollm2_edge"), record("smollm2_edge_speed")
+    yield prose(f"""
+        Heads of SmolLM2-135M, one run each with {wide["heads"]["eagle3"]["trained"]["tokens"]:,} tokens of its own
+        answers in the same order (`runs/smollm2.sh edge`), greedy and at T = 1 on {wide["prompts"]} bundled
+        prompts, less those that loop. EAGLE-3 has a draft vocabulary of 8,192, the others the whole one. Tokens/s are
+        whole answers with the small tree, on the idle machine. Few tokens: a comparison of how fast
+        recipes learn.""")
+    heads = ["", "head", "tau, 12/4/4", "over EAGLE-3", "tau, 3/2/1", "over EAGLE-3", "tokens/s over plain, 3/2/1"]
+    yield table(
+        heads, [line for temperature in ("T = 0", "T = 1") for line in _recipe_lines(wide, narrow, temperature)]
+    )
+    yield source("smollm2_edge")
+    yield source("smollm2_edge_speed")
+
+
+def _recipe_lines(wide: Record, narrow: Record, temperature: str) -> Iterator[list[str]]:
+    for name, title in RECIPES.items():
+        line = [temperature, title]
+        for content, tree in ((wide, "12/4/4"), (narrow, "3/2/1")):
+            row = content[temperature][tree]
+            line += [cell(row["tau"].get(name)), cell(row["ratio"].get(f"{name} / eagle3"))]
+        yield [*line, cell(narrow[temperature]["speed"]["3/2/1"]["over_plain"].get(name))]
+
+
 APPENDIX: dict[str, Callable[[], Iterator[str]]] = {
     "SmolLM2-135M on an ordinary computer": smollm2,
     "Speed by compiled kernels": speed,
@@ -586,6 +624,7 @@ APPENDIX: dict[str, Callable[[], Iterator[str]]] = {
     "The embedded heads": embedded_heads,
     "Heads trained for comparisons": training,
     "Drafters of today at equal tokens": drafters,
+    "Recipes of today on SmolLM2": recipes,
     "Batches": batches,
     "Servers under load": servers,
     "The embedded model": embedded,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from _common import parser, run, write
+from _common import machine, parser, run, write
 from _servers import served
 
 TREE = ("--tree.nodes", "6", "--tree.depth", "3", "--tree.branch", "2")
@@ -99,8 +99,8 @@ def server_rate(folder: Path, replicas: int, options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    made = parser(__doc__, numbers=[0, 1, 2, 4], lines=256, tokens=64, rows=4, seconds=60.0, rounds=2, only="")
-    options = made.parse_args()
+    made = parser(__doc__, numbers=[0, 1, 2, 4], lines=1200, tokens=64, rows=4, seconds=40.0, rounds=2, only="")
+    options, before = made.parse_args(), machine()
     files, servers = [], []
     with tempfile.TemporaryDirectory() as name:
         for round_number in range(options.rounds):
@@ -113,13 +113,7 @@ def main() -> None:
                 if options.only != "regenerate":
                     servers.append(server_rate(folder, number, options))
                     print(servers[-1], file=sys.stderr)
-    write(
-        options.output,
-        {
-            "regenerate": files,
-            "serve": servers,
-        },
-    )
+                write(options.output, {"regenerate": files, "serve": servers}, before, quiet=True)
 
 
 if __name__ == "__main__":

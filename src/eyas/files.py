@@ -5,6 +5,7 @@
     kept_sha256         the same, computed once for as long as the system says that the file is unchanged
     is_altered          whether a file differs from the checksum that was shipped with it
     parse_json          a JSON value, or one clear error
+    sync_folder         makes a rename in a folder durable
     write_text          a small file as a whole
     write_errors        the system's errors while a file is written, as one clear error
     user_cache          the folder of measurements and compiled kernels of this machine
@@ -33,6 +34,7 @@ __all__ = [
     "parse_json",
     "sha256_of_file",
     "sha256_of_folder",
+    "sync_folder",
     "user_cache",
     "write_atomically",
     "write_errors",
@@ -120,13 +122,13 @@ def write_atomically(path: str | Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename durable. Not every file system can do this."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

@@ -311,7 +311,7 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
 def test_resumed_training_has_the_same_bits(
     name: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards what `state.pt` must hold: a run that was stopped half-way ends with the weights of
+    """Guards what the state must hold: a run that was stopped half-way ends with the weights of
     one that was not, as the anchors follow from seed and step alone."""
     kind: Any = drafters.find(name)
     options = build_options(kind.Options, {**SMALL, "train.anchors": 4, **SIZES[name]})

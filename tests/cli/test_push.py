@@ -61,7 +61,8 @@ def head(world: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "trained"
     checkpoints.save(load(world / "head"), folder)
     (folder / "training.json").write_text(json.dumps(RECORD))
-    (folder / "state.pt").write_text("resume from here")
+    (folder / "state-3-3").mkdir()
+    (folder / "state-3-3" / "shard-00001-model-00001-of-00001.safetensors").write_text("resume from here")
     (folder / "notes.txt").write_text("mine")
     return folder
 
@@ -79,7 +80,7 @@ def test_nothing_is_sent_without_yes(run: Run, hub: Hub, head: Path) -> None:
         "eyas export me/head --format vllm", "vllm serve someone/llama", "--speculative-algorithm EAGLE ",
     ):  # fmt: skip
         assert part in result.stdout, part
-    assert "state.pt" not in result.stdout
+    assert "shard-00001" not in result.stdout
     assert "notes.txt" not in result.stdout
 
 

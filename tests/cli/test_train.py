@@ -14,13 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import processes
 from eyas import checkpoints
 from eyas.locks import locked_output
 from eyas.train import loop
+from eyas.train.dist import SingleProcess
+from eyas.train.state import load_values, saved_states
 
 pytestmark = pytest.mark.slow
 
@@ -196,7 +197,7 @@ def test_two_processes_one_is_killed_and_one_goes_on(
     ]
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
     with processes.started(launcher, env=environment, stderr=subprocess.PIPE, text=True) as agent:
-        processes.wait_until((tmp_path / "new" / "state.pt").exists, agent)
+        processes.wait_until(lambda: bool(saved_states(tmp_path / "new")), agent)
         ranks = {child.environ().get("RANK"): child for child in psutil.Process(agent.pid).children(recursive=True)}
         ranks["1"].kill()
         _, said = processes.finish(agent)
@@ -205,7 +206,7 @@ def test_two_processes_one_is_killed_and_one_goes_on(
     lines = [line for line in said.splitlines() if line.startswith("eyas: error: ")]
     assert all("another process of this run has ended; the state of step" in line for line in lines), lines
     assert len(lines) <= 1
-    step = torch.load(tmp_path / "new" / "state.pt", weights_only=True)["step"]
+    step = load_values(saved_states(tmp_path / "new")[-1], SingleProcess())["step"]
     assert 0 < step < 60
     result = run(*whole)
     assert result.exit_code == 0, result.output

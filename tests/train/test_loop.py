@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import eyas
 from eyas import checkpoints
@@ -30,8 +31,10 @@ from eyas.train.data import Batches
 from eyas.train.loop import TrainResult, train
 from eyas.train.progress import Progress, bar
 from eyas.train.reporter import Reporter
+from eyas.train.state import saved_states
 from processes import wait_until
 from train import real, toy
+from train.states import read_state
 from train.together import CONTEXT
 from train.toy import Toy, ToyTarget, run
 
@@ -44,8 +47,7 @@ def one_thread_and_toy_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True)
-    return found
+    return read_state(folder)
 
 
 def leaves(value: Any, name: str = "") -> dict[str, Any]:
@@ -331,13 +333,14 @@ def test_killed_ten_times_at_random_moments(tmp_path: Path, undisturbed: Path) -
     """
 
     def changed(name: str) -> int:
-        return (tmp_path / name).stat().st_mtime_ns if (tmp_path / name).exists() else 0
+        path = saved_states(tmp_path)[-1] if name == "state" and saved_states(tmp_path) else tmp_path / name
+        return path.stat().st_mtime_ns if path.exists() else 0
 
     def has_changed(name: str, before: int) -> Callable[[], bool]:
         return lambda: changed(name) != before
 
     for number in range(10):
-        awaited = "state.pt" if number % 3 == 0 else "log.jsonl"  # it has done a step; it has loaded what there is
+        awaited = "state" if number % 3 == 0 else "log.jsonl"  # it has done a step; it has loaded what there is
         before = changed(awaited)
         process = CONTEXT.Process(target=toy.slow_run, args=(str(tmp_path), 0.06, 2 if number == 3 else 1))
         process.start()
@@ -357,7 +360,7 @@ def test_a_real_head_killed_at_a_random_moment(tmp_path: Path, monkeypatch: pyte
     real.head_run("eagle3", tmp_path / "whole")
     process = CONTEXT.Process(target=real.slow_head_run, args=("eagle3", str(tmp_path / "parts"), 0.2))
     process.start()
-    wait_until((tmp_path / "parts" / "state.pt").exists, process)
+    wait_until(lambda: bool(saved_states(tmp_path / "parts")), process)
     time.sleep(random.uniform(0, 0.6))
     killed(process)
     assert state(tmp_path / "parts")["step"] < 6
@@ -399,21 +402,20 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         train(Toy(), toy.examples(41), toy.examples(6, 1), config, tmp_path)
     other = Toy()
     other.net = torch.nn.Linear(2, 2)
-    with pytest.raises(OptionError, match="net with other layers"):
+    with pytest.raises(InputError, match="state-2-2 holds no state of this optimizer"):
         run(tmp_path, other, steps=2, warmup_steps=1)
     run(tmp_path, steps=2, warmup_steps=1, save_every=7, log_every=3)  # how often it saves is free
 
 
 def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
     run(tmp_path, steps=2, warmup_steps=1)
-    whole = (tmp_path / "state.pt").read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", b"not a state at all"):
-        (tmp_path / "state.pt").write_bytes(damaged)
-        with pytest.raises(InputError, match=r"state\.pt is damaged .*delete it"):
-            run(tmp_path, steps=2, warmup_steps=1)
-    torch.save({"other": 1}, tmp_path / "state.pt")
-    with pytest.raises(InputError, match="no state of a training"):
-        run(tmp_path, steps=2, warmup_steps=1)
+    for file in saved_states(tmp_path)[-1].iterdir():
+        whole = file.read_bytes()
+        for damaged in (whole[: len(whole) // 2], b"", b"not a state at all"):
+            file.write_bytes(damaged)
+            with pytest.raises(InputError, match=r"state-2-2 is damaged .*delete it"):
+                run(tmp_path, steps=2, warmup_steps=1)
+        file.write_bytes(whole)
 
 
 # --- interrupts and bad numbers ------------------------------------------------------------------------------------------------------
@@ -516,19 +518,18 @@ def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
 
 def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of before stays, and nothing half written."""
-    replace, calls = os.replace, []
+    write, calls = HuggingFaceStorageWriter.write_data, list[int]()
 
-    def full(source: Any, place: Any) -> None:
-        calls.append(place)
-        if str(place).endswith("state.pt") and len([c for c in calls if str(c).endswith("state.pt")]) == 3:
+    def full(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
             raise OSError(28, "No space left on device")
-        replace(source, place)
+        return write(*arguments)
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(InputError, match=r"cannot write .*state\.pt: no space left; free some and resume"):
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
+    with pytest.raises(InputError, match=r"cannot write .*state-3-0: no space left; free some and resume"):
         run(tmp_path)
     assert state(tmp_path)["step"] == 2
-    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:

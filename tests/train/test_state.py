@@ -4,25 +4,27 @@ one line, and two runs never share a folder."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas import checkpoints
 from eyas.errors import EyasError, InputError
 from eyas.locks import locked_output
 from eyas.train.data import Batches
+from eyas.train.dist import SingleProcess
 from eyas.train.log import TrainLog, read_log
-from eyas.train.state import load_state
+from eyas.train.state import load_values, saved_states
 from train import toy
+from train.states import REMOVED, change_values, copy_state, read_state
 
 
 @pytest.fixture(autouse=True)
@@ -52,96 +54,88 @@ def is_same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- state.pt
+# --- the saved state
 
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_found(tmp_path: Path, trained: Path) -> None:
-    """torch.load does not compare checksums: a flipped bit of a weight was loaded as it was. One
-    bit of every 13th byte, so that all parts of the file are hit: the state is refused, or no value
-    depends on that bit (padding, dates). No false alarm."""
-    content = (trained / "state.pt").read_bytes()
-    expected = load_state(trained / "state.pt")
-    rng, refused = random.Random(0), 0
-    for place in range(0, len(content), 13):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << rng.randrange(8)
-        (tmp_path / "state.pt").write_bytes(damaged)
-        try:
-            found = load_state(tmp_path / "state.pt")
-        except InputError:
-            refused += 1
-        else:
-            assert is_same(found, expected), f"a flipped bit at {place} was not found"
-    assert refused > len(content) // 13 // 3
+    """One bit of every 13th byte of every file of the state, so that all parts are hit: the state is refused. No false
+    alarm."""
+    state = copy_state(trained, tmp_path)
+    rng = random.Random(0)
+    read_state(tmp_path)
+    for file in state.iterdir():
+        content = file.read_bytes()
+        for place in range(0, len(content), 13):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << rng.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.raises(InputError, match="is damaged"):
+                load_values(state, SingleProcess())
+        file.write_bytes(content)
+    assert is_same(read_state(tmp_path), read_state(trained))
 
 
-def test_a_record_marked_as_a_folder_is_found(tmp_path: Path, trained: Path) -> None:
-    """One bit of a ZIP entry's attributes says "folder": torch then reads nothing, and a tensor held whatever was in
-    memory before. Checksums do not show it. No false alarm."""
-    content = bytearray((trained / "state.pt").read_bytes())
-    with zipfile.ZipFile(trained / "state.pt") as archive:
-        entry = content.index(b"PK\x01\x02", archive.start_dir)
-    content[entry + 38] |= 0x10  # the first entry's external attributes: FAT's bit for folders
-    (tmp_path / "state.pt").write_bytes(content)
-    with pytest.raises(InputError, match="damaged"):
-        load_state(tmp_path / "state.pt")
-
-
-def edited(folder: Path, source: Path, **changes: Any) -> Path:
-    """A copy of a run whose state has other values; None removes one."""
-    saved = torch.load(source / "state.pt", weights_only=True)
-    for key, value in changes.items():
-        if value is REMOVED:
-            del saved[key]
-        else:
-            saved[key] = value
-    torch.save(saved, folder / "state.pt")
-    return folder
-
-
-REMOVED = object()
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no position": ({"position": REMOVED}, "position"),
-    "no optimizers": ({"optimizers": REMOVED}, "optimizers"),
     "config None": ({"config": None}, "config"),
     "config a list": ({"config": [1]}, "config"),
     "step a text": ({"step": "3"}, "step"),
     "step True": ({"step": True}, "step"),
-    "position of one number": ({"position": [1]}, "state.pt"),
-    "position of texts": ({"position": ["a", "b"]}, "state.pt"),
-    "a negative position": ({"position": [0, -3]}, "state.pt"),
-    "best without a net": ({"best": {"step": 1, "figures": {}}}, "state.pt"),
-    "figures that are texts": ({"heldout": {"loss": "low"}}, "state.pt"),
-    "no optimizer states": ({"optimizers": []}, "state.pt"),
-    "optimizer states of another form": ({"optimizers": [{"state": 5}]}, "state.pt"),
-    "a net of numbers": ({"net": {"inner.weight": 5}}, "state.pt"),
+    "position of one number": ({"position": [1]}, "state-"),
+    "position of texts": ({"position": ["a", "b"]}, "state-"),
+    "a negative position": ({"position": [0, -3]}, "state-"),
+    "best without figures": ({"best": {"step": 1}}, "state-"),
+    "figures that are texts": ({"heldout": {"loss": "low"}}, "state-"),
     "betas None": ({"config": {"betas": None}}, "betas"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_state_with_wrong_values_is_one_line(tmp_path: Path, trained: Path, name: str) -> None:
-    """Values that no run has written: a line that names the file, never a traceback."""
+    """Values that no run has written: a line that names the state, never a traceback."""
     changes, words = WRONG[name]
-    edited(tmp_path, trained, **changes)
+    change_values(copy_state(trained, tmp_path), **changes)
     with pytest.raises(EyasError, match=words) as raised:
         toy.run(tmp_path, steps=4, save_every=2)
     assert "\n" not in str(raised.value)
-    assert "state.pt" in str(raised.value)
+    assert "state-" in str(raised.value)
 
 
-def test_a_state_is_read_without_running_code(tmp_path: Path) -> None:
-    """A pickle can hold any program; a state from elsewhere must not run one."""
+@pytest.mark.parametrize("kept", ["", "net.inner.", "optimizer."])
+def test_a_state_without_some_tensors_is_one_line(tmp_path: Path, trained: Path, kept: str) -> None:
+    """Another net's, or a state whose tensors were changed by hand."""
+    state = copy_state(trained, tmp_path)
+    (file,) = state.glob("shard-*")
+    with safe_open(file, "pt") as stored:
+        tensors = {key: stored.get_tensor(key) for key in stored.keys() if key.startswith(kept) and kept}  # noqa: SIM118
+        metadata = stored.metadata()
+    save_file(tensors, file, metadata)
+    change_values(state)
+    with pytest.raises(InputError, match=r"state-4-4 holds other tensors than this training has") as raised:
+        toy.run(tmp_path, steps=4, save_every=2)
+    assert "\n" not in str(raised.value)
 
-    class Program:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "owned"),)
 
-    torch.save({"step": 1, "config": Program()}, tmp_path / "state.pt")
-    with pytest.raises(InputError, match=r"state\.pt is damaged"):
-        load_state(tmp_path / "state.pt")
-    assert not (tmp_path / "owned").exists()
+def test_a_state_of_before_is_refused(tmp_path: Path) -> None:
+    """One line, and nothing of it is read: a pickle could run a program."""
+    (tmp_path / "state.pt").write_bytes(b"any")
+    with pytest.raises(InputError, match=r"state\.pt is the state of an older eyas; delete it"):
+        toy.run(tmp_path, steps=4, save_every=2)
+    toy.run(tmp_path, steps=4, save_every=2, resume=False)
+
+
+def test_one_state_stays(tmp_path: Path) -> None:
+    """A run keeps its newest state; what a killed process left half written is no state, and goes."""
+    (tmp_path / ".state-tmp").mkdir(parents=True)
+    (tmp_path / ".state-tmp" / "shard-00007-model-00001-of-00001.safetensors").write_bytes(b"half")
+    toy.run(tmp_path, steps=4, save_every=2)
+    assert [path.name for path in tmp_path.glob("*state-*")] == ["state-4-4"]
+    assert not (tmp_path / ".state-tmp").exists()
+    assert sorted(path.name for path in (tmp_path / "state-4-4").iterdir()) == [
+        "shard-00001-model-00001-of-00001.safetensors",
+        "values.json",
+    ]
 
 
 def test_the_next_batches_across_epochs() -> None:
@@ -174,7 +168,7 @@ def test_the_next_batches_across_epochs() -> None:
 )
 def test_log_lines_that_are_none(tmp_path: Path, trained: Path, line: str) -> None:
     """A line of the log that is no entry is named, when the run is resumed."""
-    (tmp_path / "state.pt").write_bytes((trained / "state.pt").read_bytes())
+    copy_state(trained, tmp_path)
     (tmp_path / "log.jsonl").write_text(f'{{"step": 1, "loss": 2.0}}\n{line}\n')
     with pytest.raises(InputError, match=r"log\.jsonl:2: .*delete the line") as raised:
         toy.run(tmp_path, steps=4, save_every=2)
@@ -225,7 +219,7 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=str(process.pid)) as raised:
             toy.run(tmp_path, steps=2, warmup_steps=1)
         assert "\n" not in str(raised.value)
-        assert not (tmp_path / "state.pt").exists()
+        assert not saved_states(tmp_path)
     finally:
         process.kill()
         process.communicate()
@@ -238,7 +232,7 @@ def test_temporary_files_of_living_processes_stay(tmp_path: Path) -> None:
     """Those of processes that have gone are removed when a run begins: they may be as large as the state."""
     (tmp_path / "elsewhere").mkdir()
     process = holder(tmp_path / "elsewhere")
-    alive, dead = tmp_path / f".state.pt.{process.pid}.tmp", tmp_path / ".state.pt.999999999.tmp"
+    alive, dead = tmp_path / f".config.json.{process.pid}.tmp", tmp_path / ".config.json.999999999.tmp"
     alive.write_bytes(b"half")
     dead.write_bytes(b"half")
     toy.run(tmp_path, steps=2, warmup_steps=1)

@@ -118,13 +118,9 @@ class SingleProcess:
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Sum gradients over the processes, after the last backward of a step."""
 
-    def full_tensor(self, value: Tensor) -> Tensor:
-        """A tensor of the optimizer's state, whole in the first process."""
-        return value
-
-    def shard_like(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """Return the shard of a whole tensor that belongs to this process, if the parameter is sharded."""
-        return value
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes, in the order of their ranks."""
+        return [value]
 
     def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sums over the processes, the same bits in all of them."""
@@ -222,35 +218,20 @@ class ProcessGroup(SingleProcess):
         for work in [self.dist.all_reduce(value.grad, async_op=True) for value in parameters]:
             work.wait()
 
-    def full_tensor(self, value: Tensor) -> Tensor:
-        if not hasattr(value, "full_tensor"):
-            return value
-        full: Tensor = value.full_tensor()
-        return full.cpu() if self.is_first else full.new_empty(0)
-
-    def shard_like(self, value: Tensor, parameter: Tensor) -> Tensor:
-        if not hasattr(parameter, "full_tensor"):
-            return value
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        return distribute_tensor(value.to(self.device), mesh, placements, src_data_rank=None)
-
-    def _gather(self, value: T) -> list[T]:
-        """Return the values of all processes, in the order of their ranks."""
+    def gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         self.dist.all_gather_object(values, value)
         return values
 
     def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
         total = dict[str, float]()
-        for part in self._gather(dict(values)):
+        for part in self.gather(dict(values)):
             for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
     def any(self, flag: bool) -> bool:
-        return any(self._gather(flag))
+        return any(self.gather(flag))
 
     def broadcast(self, value: T) -> T:
         box: list[Any] = [value]

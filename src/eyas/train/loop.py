@@ -1,7 +1,7 @@
 """The training loop. It knows no method: a `DraftMethod` has a net, a loss and weights.
 
     examples --> Batches --> target.encode (frozen) --> drafter.loss --> backward, sum over processes, clip, optimizer
-                                                    |-- every save_every: state.pt
+                                                    |-- every save_every: the state
                                                     |-- every eval_every: held-out loss, further figures, best head
 
 What a step does follows from the options, the data and the number of the step alone: the place in
@@ -12,7 +12,7 @@ repeated, and its line of the log replaced. Several processes (`dist.py`) share 
 step; a run may go on with another number of processes, up to the rounding of sums.
 
 Files in the output folder:
-    state.pt                         everything that resuming needs, whole for any number of processes
+    state-STEP-EVALUATED             everything that resuming needs, with any number of processes
     log.jsonl                        losses, step by step
     config.json, model.safetensors   the best head so far, in its published format
     training.json, README.md         how it was made
@@ -33,7 +33,7 @@ from typing import Any
 from torch import Tensor
 
 from eyas.drafters import DraftMethod
-from eyas.errors import EyasError, InputError, OptionError
+from eyas.errors import EyasError
 from eyas.locks import locked_folder
 from eyas.train._process import InterruptHandler, flushed_denormals, frozen
 from eyas.train.config import TrainConfig
@@ -133,12 +133,7 @@ class Trainer:
         self.loss_function: LossFunction = setup.group.shard(setup.drafter)
         self.optimizer = HeadOptimizer(setup.net, setup.config, setup.device)
         if saved is not None:
-            try:
-                self.optimizer.load(saved["optimizers"], setup.group.shard_like)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise InputError(
-                    f"{output.state_file} holds no state of this optimizer; delete it to start the training again"
-                ) from error
+            output.restore(self.state, self.optimizer)
         self.reporter = Reporter(setup, self.state, output.folder, on_progress)
         if saved is not None:
             self.reporter.note(f"resumed at step {self.state.step} of {setup.total_steps}")
@@ -236,14 +231,7 @@ class Trainer:
 
 def _restore(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) -> TrainState:
     """Return the saved state; its weights are loaded into the net."""
-    state = TrainState.from_dict(saved, output.state_file)
-    try:
-        setup.net.load_state_dict(saved["net"])
-    except (RuntimeError, AttributeError) as error:
-        raise OptionError(
-            f"{output.state_file} is of a net with other layers or sizes; choose another folder, or start again"
-        ) from error
-    return state
+    return TrainState.from_dict(saved, output.state_file)
 
 
 def _copied_weights(setup: TrainSetup) -> dict[str, Tensor]:

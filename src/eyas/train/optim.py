@@ -9,7 +9,7 @@ a vocabulary, nor for vectors: those stay with AdamW. This module knows no metho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,34 +67,31 @@ class HeadOptimizer:
                 group["lr"] = lr
             optimizer.step()
 
-    def state(self, full_tensor: Callable[[Tensor], Tensor]) -> list[dict[str, Any]]:
-        """Return the state that resuming needs. `full_tensor` makes a whole tensor of a shard."""
-        return [
-            _map_tensors(optimizer.state_dict(), lambda _, value: full_tensor(value)) for optimizer in self.optimizers
-        ]
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the optimizers' state by the number of optimizer and parameter and their own name."""
+        return {
+            f"{number}.{i}.{name}": value
+            for number, optimizer in enumerate(self.optimizers)
+            for i, entries in optimizer.state_dict()["state"].items()
+            for name, value in entries.items()
+        }
 
-    def load(self, states: Sequence[dict[str, Any]], shard_like: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restore what `state` returned.
+    def like(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors to read a state into: these, or shards where their parameters are sharded. LookupError for
+        other parameters."""
+        found = {}
+        for key, value in whole.items():
+            number, i, _ = key.split(".")
+            parameter = [one for group in self.optimizers[int(number)].param_groups for one in group["params"]][int(i)]
+            found[key] = torch.zeros_like(parameter) if parameter.shape == value.shape else value
+        return found
 
-        Args:
-            shard_like: (whole tensor, parameter) -> this process's shard of the tensor, if the
-                parameter is sharded.
-        """
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            parameters = [value for group in optimizer.param_groups for value in group["params"]]
-
-            def local(i: int, value: Tensor, parameters: list[Tensor] = parameters) -> Tensor:
-                return shard_like(value, parameters[i]) if value.shape == parameters[i].shape else value
-
-            optimizer.load_state_dict(_map_tensors(state, local))
-
-
-def _map_tensors(state: dict[str, Any], change: Callable[[int, Tensor], Tensor]) -> dict[str, Any]:
-    """An optimizer's state dict with its tensors changed by (number of the parameter, tensor) ->
-    tensor.
-    """
-    changed = {
-        i: {name: change(i, value) if isinstance(value, Tensor) else value for name, value in entries.items()}
-        for i, entries in state["state"].items()
-    }
-    return {**state, "state": changed}
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `tensors` returned."""
+        for number, optimizer in enumerate(self.optimizers):
+            state = dict[int, dict[str, Tensor]]()
+            for key, value in tensors.items():
+                owner, i, name = key.split(".")
+                if int(owner) == number:
+                    state.setdefault(int(i), {})[name] = value
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,9 +1,10 @@
-"""The output folder of a training run: state.pt, the best head in its published format,
+"""The output folder of a training run: the state, the best head in its published format,
 training.json and README.md.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from torch import Tensor
 from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.options import option_values
+from eyas.errors import InputError
 from eyas.train.batch_loss import check_finite
 from eyas.train.log import read_log
 from eyas.train.optim import HeadOptimizer
 from eyas.train.record import write_record
 from eyas.train.setup import TrainSetup
-from eyas.train.state import STATE_FILE, TrainState, load_state, save_state
+from eyas.train.state import BestHead, TrainState, load_tensors, load_values, save_state, saved_states, whole_tensors
 
 __all__ = ["TrainOutput"]
 
@@ -35,10 +37,7 @@ class TrainOutput:
         self.setup, self.folder, self.about = setup, folder, dict(about)
         self.saved_step = -1  # step and last evaluation of the state on disk
         self.saved_evaluation = 0
-
-    @property
-    def state_file(self) -> Path:
-        return self.folder / STATE_FILE
+        self.state_file = folder
 
     @property
     def saved_state(self) -> str:
@@ -57,17 +56,22 @@ class TrainOutput:
             InputError: the file is damaged.
             OptionError: it is of a run with other settings.
         """
-        if not self.setup.group.broadcast(resume and self.state_file.exists()):
+        found, former = self.setup.group.broadcast((saved_states(self.folder), self.folder / "state.pt"))
+        if resume and not found and former.exists():
+            raise InputError(f"{former} is the state of an older eyas; delete it to start the training again")
+        if not (resume and found):
             if self.setup.group.is_first:
-                self.state_file.unlink(missing_ok=True)
+                for path in found:
+                    shutil.rmtree(path)
             return None
-        saved = load_state(self.state_file)
+        self.state_file = found[-1]
+        saved = load_values(self.state_file, self.setup.group)
         self.setup.check_same_run(saved, self.state_file)
         self.saved_step, self.saved_evaluation = saved["step"], saved["evaluated_step"]
         return saved
 
     def save(self, state: TrainState, optimizer: HeadOptimizer) -> None:
-        """Write state.pt; and the head as it is, when no evaluation has chosen a best one.
+        """Write the state; and the head as it is, when no evaluation has chosen a best one.
 
         Raises:
             EyasError: weights are NaN or infinite; the earlier state stays.
@@ -76,23 +80,33 @@ class TrainOutput:
         if (state.step, state.evaluated_step) == (self.saved_step, self.saved_evaluation):
             return
         setup = self.setup
-        with setup.group.full_weights(setup.net):
-            net = setup.net.state_dict()
-        optimizers = optimizer.state(setup.group.full_tensor)
-        for value in net.values():
-            check_finite(value.detach().sum(), state.step)
-        if setup.group.is_first:
-            saved = {
-                **state.to_dict(),
-                "net": net,
-                "optimizers": optimizers,
-                "config": asdict(setup.config),
-                **setup.identity,
-            }
-            save_state(self.state_file, saved)
+        for value in setup.net.state_dict().values():
+            total = value.detach().sum()
+            check_finite(total.full_tensor() if hasattr(total, "full_tensor") else total, state.step)
+        values = {**state.to_dict(), "config": asdict(setup.config), **setup.identity}
+        save_state(self.folder, values, self._tensors(optimizer.tensors(), state.best), setup.group)
         self.saved_step, self.saved_evaluation = state.step, state.evaluated_step
         if state.best is None:
             self.publish(state, state.step)
+
+    def _tensors(self, optimizer: Mapping[str, Tensor], best: BestHead | None) -> dict[str, Tensor]:
+        parts = {"net": self.setup.net.state_dict(), "optimizer": optimizer, "best": best.net if best else {}}
+        return {f"{part}.{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
+
+    def restore(self, state: TrainState, optimizer: HeadOptimizer) -> None:
+        """Read the weights of a saved state, its best ones and the optimizer's state."""
+        whole = {tuple(key.split(".", 1)): value for key, value in whole_tensors(self.state_file).items()}
+        try:
+            tensors = optimizer.like({name: value for (part, name), value in whole.items() if part == "optimizer"})
+        except (LookupError, ValueError) as error:
+            raise InputError(
+                f"{self.state_file} holds no state of this optimizer; delete it to start the training again"
+            ) from error
+        if state.best and self.setup.group.is_first:
+            net = {name: value for (part, name), value in whole.items() if part == "best"}
+            state.best = replace(state.best, net=net)
+        load_tensors(self.state_file, self._tensors(tensors, state.best), self.setup.group)
+        optimizer.load(tensors)
 
     def publish(self, state: TrainState, head_step: int) -> None:
         """Write the net as the head of `head_step`, in its published format and dtype, and the

@@ -1,14 +1,20 @@
-"""The state of a training run, and its file `state.pt`, from which an interrupted run continues.
+"""The state of a training run, and its folder `state-STEP-EVALUATED`, from which an interrupted run continues.
 
-`torch.save` writes a ZIP archive with a CRC-32 of every record, and `torch.load` does not compare
-them: `load_state` does. So a changed bit is either found, or is where no value depends on it.
-This module knows no method and no network.
+    values.json           counts, figures and settings; the SHA-256 of the other files, and of itself in the first line
+    shard-*.safetensors   the tensors that a process holds: of the net, of the optimizers, of the best head
+
+torch.distributed.checkpoint writes and reads the tensors, a part in each process, for any number of processes. The
+folder is renamed when it is whole, and then the former one is removed. Nothing in it is a pickle. This module knows no
+method and no network.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import time
-import zipfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +25,13 @@ import torch
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.files import write_atomically, write_errors
+from eyas.files import parse_json, sha256_of_file, sync_folder, write_errors, write_text
+from eyas.train.dist import SingleProcess
 
-__all__ = ["STATE_FILE", "BestHead", "TrainState", "load_state", "save_state"]
+__all__ = ["BestHead", "TrainState", "load_tensors", "load_values", "save_state", "saved_states", "whole_tensors"]
 
-STATE_FILE = "state.pt"
+STATE = "state-"
+VALUES_FILE = "values.json"
 KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "position": (list, tuple),
@@ -34,8 +42,6 @@ KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "heldout": dict,
     "log_sums": dict,
     "best": (dict, type(None)),
-    "net": dict,
-    "optimizers": list,
     "config": dict,
 }
 
@@ -95,8 +101,8 @@ class TrainState:
         self.evaluations_without_improvement = self.evaluations_without_improvement + 1 if is_worse else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as `state.pt` holds them."""
-        best = self.best and {"step": self.best.step, "figures": dict(self.best.figures), "net": dict(self.best.net)}
+        """Return the values that a state on disk has, but for tensors."""
+        best = self.best and {"step": self.best.step, "figures": dict(self.best.figures)}
         return {
             "step": self.step,
             "position": list(self.position),
@@ -125,7 +131,7 @@ class TrainState:
                 evaluated_step=saved["evaluated_step"],
                 evaluations_without_improvement=saved["evaluations_without_improvement"],
                 heldout=_floats(saved["heldout"]),
-                best=None if best is None else BestHead(int(best["step"]), _floats(best["figures"]), dict(best["net"])),
+                best=None if best is None else BestHead(int(best["step"]), _floats(best["figures"]), {}),
                 log_sums=_floats(saved["log_sums"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -139,30 +145,77 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
     return {str(name): float(value) for name, value in values.items()}
 
 
-def save_state(path: Path, saved: Mapping[str, Any]) -> None:
-    """Write a dict of tensors and plain values. InputError when it cannot be written; the earlier
-    file then stays.
-    """
-    with write_errors(path), write_atomically(path) as stream:
-        torch.save(dict(saved), stream)
+def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor], group: SingleProcess) -> None:
+    """Write a state, a part by each process, in the place of the former one, which stays when this fails.
 
+    Args:
+        folder: of the run.
+        values: of the first process.
+        tensors: DTensors, and tensors that are equal in all processes or that the first one has alone.
 
-def load_state(path: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote, onto the CPU. InputError when the file is damaged, or is no
-    state of a training.
+    Raises:
+        InputError: it cannot be written.
     """
+    import torch.distributed.checkpoint as dcp
+
+    path, temporary = folder / f"{STATE}{values['step']}-{values['evaluated_step']}", folder / f".{STATE}tmp"
+    if group.is_first:
+        with write_errors(path):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+    group.gather(None)  # until the folder is there
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged_record = archive.testzip() or _record_marked_as_folder(archive)
-        saved = None if damaged_record else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged archive can fail in any part of the two libraries
-        raise InputError(
-            f"{path} is damaged ({type(error).__name__}); delete it to start the training again"
-        ) from error
-    if damaged_record:
-        raise InputError(f"{path} is damaged (checksum of {damaged_record}); delete it to start the training again")
-    if not isinstance(saved, dict) or "step" not in saved:
-        raise InputError(f"{path} is no state of a training; delete it or choose another folder")
+        writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+        with _alone_is_fine():
+            dcp.save(dict(tensors), storage_writer=writer, no_dist=group.size == 1)
+    except dcp.api.CheckpointException as error:  # no Exception
+        cause, _ = next(iter(error.failures.values()))
+        with write_errors(path):
+            raise cause from error
+    own = {file.name: sha256_of_file(file) for file in temporary.glob(f"shard-{group.rank + 1:05d}-*")}
+    digests = {name: digest for part in group.gather(own) for name, digest in part.items()}
+    if group.is_first:
+        with write_errors(path):
+            content = json.dumps({**values, "files": digests})
+            digest = hashlib.sha256(content.encode()).hexdigest()
+            write_text(temporary / VALUES_FILE, f"{digest}\n{content}\n")
+            former = saved_states(folder)
+            temporary.rename(path)
+            sync_folder(folder)
+            for one in former:
+                shutil.rmtree(one)
+    group.gather(None)
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """Without torch's warning that there is one process, which it gives also where it has been told so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def saved_states(folder: Path) -> list[Path]:
+    """Return the whole states in a folder of a run, the newest last."""
+    found = [(tuple(map(int, path.name.removeprefix(STATE).split("-"))), path) for path in folder.glob(f"{STATE}*-*")]
+    return [path for _, path in sorted(found)]
+
+
+def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:
+    """Read the values of a state and compare its checksums, a part in each process. InputError when the state is
+    damaged, or is no state of a training.
+    """
+    again = "delete it to start the training again"
+    try:
+        digest, content, _ = (path / VALUES_FILE).read_text(encoding="utf-8").split("\n")
+        damaged = [VALUES_FILE] if hashlib.sha256(content.encode()).hexdigest() != digest else []
+        saved = {} if damaged else parse_json(content)
+        files = sorted(saved.get("files", {}).items())[group.rank :: group.size]
+        damaged += [name for name, digest in files if sha256_of_file(path / name) != digest]
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}); {again}") from error
+    if all_damaged := sorted(name for part in group.gather(damaged) for name in part):
+        raise InputError(f"{path} is damaged (checksum of {all_damaged[0]}); {again}")
     for key, types in KEY_TYPES.items():
         if key not in saved:
             raise InputError(f"{path} has no {key!r}, so it is no whole state of a training; delete it to start again")
@@ -170,9 +223,24 @@ def load_state(path: Path) -> dict[str, Any]:
             raise InputError(
                 f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start again"
             )
-    return saved
+    del saved["files"]
+    return dict(saved)
 
 
-def _record_marked_as_folder(archive: zipfile.ZipFile) -> str | None:
-    """Return the first record whose attributes say that it is a folder, which torch would read as nothing."""
-    return next((record.filename for record in archive.infolist() if record.external_attr), None)
+def whole_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a state, whole and not read yet."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {key: torch.zeros(one.size, dtype=one.properties.dtype) for key, one in found.items()}
+
+
+def load_tensors(path: Path, tensors: Mapping[str, Tensor], group: SingleProcess) -> None:
+    """Read these tensors of a state in place, shards of them too. InputError when there are others."""
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        with _alone_is_fine():
+            dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=group.size == 1)
+    except dcp.api.CheckpointException as error:
+        raise InputError(f"{path} holds other tensors than this training has; delete it to start again") from error

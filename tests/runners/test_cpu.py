@@ -24,6 +24,7 @@ from eyas.nn import LayerShape
 from eyas.runners import UnsuitedError
 from eyas.runners._cpu_net import CpuLayer
 from eyas.runners.cpu import FAMILIES, CpuRunner, make_cpu_runner
+from eyas.runners.cpu_ops import CpuOps
 from reference import plain_decode, run
 from test_lossless import DRAWN, OPTIONS
 
@@ -170,6 +171,7 @@ def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
     from eyas.runners._cpu_net import with_cpu_kernels as make_quick
 
     monkeypatch.setattr(cpu_ops, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
+    monkeypatch.setattr(cpu_ops.CpuOps, "draft_lm_head", property(lambda ops: ops.packed))
     for name in ("eagle1", "eagle3", "seagle", "mtp", "hydra"):
         kind, drafts = drafters.find(name), []
         for target in (Target(model("llama")), with_cpu_kernels("llama")):
@@ -199,6 +201,7 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(
     from eyas.runners._cpu_net import with_cpu_kernels as make_quick
 
     monkeypatch.setattr(cpu_ops, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
+    monkeypatch.setattr(cpu_ops.CpuOps, "draft_lm_head", property(lambda ops: ops.packed))
     kind, target = drafters.find(name), with_cpu_kernels("llama")
     head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
     requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
@@ -381,3 +384,15 @@ def test_drafts_that_leave_parts_of_layers_out(skip: str) -> None:
     assert (drafter.draft_model.runner.name == "kernels") == (skip in ("0", "exit:2"))
     request = Request(tuple(ids(30)), 16)
     assert run(Decoder(target, drafter), [request])[0] == [plain_decode(model("llama"), request)]
+
+
+def test_drafts_read_a_rounded_lm_head() -> None:
+    """Guards the seconds of drafts under the target's lm_head: in float32 it would be four times as many bytes a level."""
+    target = with_cpu_kernels("llama")
+    ops = target.runner.ops
+    assert isinstance(ops, CpuOps)
+    assert ops.packed.kind == "float32"
+    kind = drafters.find("mtp")
+    builder = kind.random(target, build_options(kind.Options, {}), seed=1).fused_tree_builder
+    assert builder.net.head is ops.draft_lm_head
+    assert ops.draft_lm_head.kind.startswith("int8")

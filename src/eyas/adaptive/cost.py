@@ -57,7 +57,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 4  # version of the file format; files of another version are not read
+FORMAT = 5  # version of the file format; files of another version are not read
 PASS_SECONDS = 0.25  # no larger pass is timed than the first that takes so long
 BRANCHES = (1, 2, 4, 8)
 OWN_DEPTH = 8  # assumed depth of trees that do not grow

@@ -111,7 +111,7 @@ class CpuRunner:
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = torch.empty(0, head_dim)
         self.thread_chooser = Threads(torch.get_num_threads())
-        self.ops: Ops = CpuOps(self.current_threads, self.output)
+        self.ops: Ops = CpuOps(self.current_threads, head, self.output)
 
     @property
     def build(self) -> str:

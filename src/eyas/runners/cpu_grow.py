@@ -7,7 +7,7 @@ other cases `grow_dynamic` grows the tree level by level.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,11 @@ __all__ = ["CpuTreeBuilder", "tree_builder_of"]
 
 
 def tree_builder_of(
-    target: Target, net: Any, own_table: Tensor | None, ids_v: Tensor | None, lm_head: kernels.Matrix
+    target: Target,
+    net: Any,
+    own_table: Tensor | None,
+    ids_v: Tensor | None,
+    lm_head: Callable[[], kernels.Matrix],
 ) -> CpuTreeBuilder | None:
     """Return the tree builder of an EAGLE net that runs by kernels; None if the kernels cannot grow trees
     with it.
@@ -37,7 +41,7 @@ def tree_builder_of(
     Args:
         own_table: [V, D] embeddings, if they are not the target's.
         ids_v: int64; the target's ids of the draft vocabulary, if it is smaller than the target's.
-        lm_head: the target's, packed.
+        lm_head: returns the target's, packed; called if the net has none of its own.
     """
     fused = getattr(getattr(net, "layer", None), "fused", None)
     if fused is None:
@@ -50,12 +54,14 @@ def tree_builder_of(
     return None if packed is None or packed.head.inputs != D else CpuTreeBuilder(fused, packed)
 
 
-def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.Matrix) -> kernels.Net | None:
+def _packed_net(
+    net: Any, table: Tensor, ids_v: Tensor | None, lm_head: Callable[[], kernels.Matrix]
+) -> kernels.Net | None:
     """Return the weights of the net as the kernels read them; None for other nets than EAGLE-1's,
     EAGLE-3's and MTP modules."""
     if hasattr(net, "input_norm") and hasattr(net, "embed_norm"):  # an MTP module with a LLaMA layer
         return kernels.Net(
-            lm_head,
+            lm_head(),
             table,
             fc=net.fc.matrix,
             embed_norm_D=net.embed_norm.weight.detach(),
@@ -65,10 +71,10 @@ def _packed_net(net: Any, table: Tensor, ids_v: Tensor | None, lm_head: kernels.
             norm_output=True,
         )
     if isinstance(getattr(net, "fc", None), KernelLinear) and getattr(net, "inputs", "") == "shifted":  # EAGLE-1's
-        return kernels.Net(lm_head, table, fc=net.fc.matrix)
+        return kernels.Net(lm_head(), table, fc=net.fc.matrix)
     if hasattr(net.layer, "embed_norm"):  # EAGLE-3's
         return kernels.Net(
-            lm_head if net.head is None else net.head.matrix,
+            lm_head() if net.head is None else net.head.matrix,
             table,
             fuse=_fusing_matrix(net),
             embed_norm_D=net.layer.embed_norm.weight.detach(),

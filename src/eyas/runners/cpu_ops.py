@@ -4,6 +4,7 @@ which is the reference."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +60,22 @@ class CpuOps(CpuCycleOps):
 
     Args:
         threads: number of threads of draft nets; a function is called for each forward.
-        lm_head: the target's lm_head, packed for the kernels.
+        lm_head: the target's lm_head.
+        packed: the same, packed for the kernels.
     """
 
     draft_formats = ("exact", "int4")  # "exact" is int8 here (`kernels.draft_format`)
 
-    def __init__(self, threads: kernels.ThreadCount, lm_head: kernels.Matrix) -> None:
-        self.threads, self.lm_head = threads, lm_head
+    def __init__(self, threads: kernels.ThreadCount, lm_head: nn.Linear, packed: kernels.Matrix) -> None:
+        self.threads, self.lm_head, self.packed = threads, lm_head, packed
+
+    @cached_property
+    def draft_lm_head(self) -> kernels.Matrix:
+        """The target's lm_head as draft nets without one of their own read it: rounded like their other weights.
+        A draft reads it once for each level, and in float32 that is most of what a draft takes."""
+        if self.packed.kind not in ("float32", "bfloat16"):
+            return self.packed
+        return kernels.pack(self.lm_head.weight, self.lm_head.bias, kernels.draft_format("exact"))
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return with_cpu_kernels(net, kernels.draft_format(draft_weights), self.threads)
@@ -73,4 +83,4 @@ class CpuOps(CpuCycleOps):
     def fused_tree_builder(
         self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
     ) -> FusedTreeBuilder | None:
-        return tree_builder_of(target, net, embeddings, draft_ids_v, self.lm_head)
+        return tree_builder_of(target, net, embeddings, draft_ids_v, lambda: self.draft_lm_head)

@@ -421,6 +421,14 @@ def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
 # --- interrupts and bad numbers ------------------------------------------------------------------------------------------------------
 
 
+def test_the_caller_can_end_it(tmp_path: Path) -> None:
+    """As a signal does: Ray's processes get theirs in another thread."""
+    asked = iter(range(12))
+    config = TrainConfig(**{**toy.CONFIG, "save_every": 0})
+    outcome = train(Toy(), toy.examples(), [], config, tmp_path, stop=lambda: next(asked) == 3)
+    assert (outcome.step, outcome.interrupted, state(tmp_path)["step"]) == (3, True, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path, number: signal.Signals) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,8 +107,8 @@ class _Loop:
     model: TargetOptions
     options: dict[str, Any]
 
-    def __call__(self) -> None:
-        _train(self.head, self.training, self.model, self.options)
+    def __call__(self, stop: Callable[[], bool]) -> None:
+        _train(self.head, self.training, self.model, self.options, stop)
 
 
 def _train_with_workers(
@@ -150,7 +151,13 @@ def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:
         config.check_processes(count)
 
 
-def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]) -> None:
+def _train(
+    head: HeadOptions,
+    training: dict[str, Any],
+    model: TargetOptions,
+    options: dict[str, Any],
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
     from eyas.core.options import build_options
     from eyas.train.config import TrainConfig
     from eyas.train.dist import world_size
@@ -168,7 +175,7 @@ def _train(head: HeadOptions, training: dict[str, Any], model: TargetOptions, op
     if _rank() == 0:
         check_output_folder(Path(head.output).expanduser())
     llm = _load_shared(model) if config.share_target else load_target(model, _device(model.device))
-    train_head(llm, head, config, method_options, verbose=model.verbose)
+    train_head(llm, head, config, method_options, verbose=model.verbose, stop=stop)
 
 
 def _load_shared(model: TargetOptions) -> LLM:
@@ -193,6 +200,7 @@ def train_head(
     *,
     verbose: bool = False,
     on_progress: OnProgress = lambda now: None,
+    stop: Callable[[], bool] = lambda: False,
     **evaluation: int,
 ) -> TrainResult:
     """Train a head for a target that is loaded, or go on with it. Interrupted when the run was stopped.
@@ -200,6 +208,7 @@ def train_head(
     Args:
         options: the method's own.
         on_progress: called after every step and evaluation, besides the display.
+        stop: as for `loop.train`.
         evaluation: arguments of `chain_figures`, where its defaults do not suit.
     """
     from eyas.train import alpha, progress
@@ -229,6 +238,7 @@ def train_head(
             evaluate=None if config.share_target else alpha.chain_figures(data.heldout, llm.eos, **evaluation),
             progress=report,
             about=about,
+            stop=stop,
         )
     _report(outcome, head.output, config)
     return outcome

@@ -24,7 +24,7 @@ Files in the output folder:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,7 @@ def train(
     evaluate: MoreFigures | None = None,
     progress: OnProgress | None = None,
     about: Mapping[str, Any] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
     """Train a drafter's net and leave the best head in `folder`.
 
@@ -94,6 +95,7 @@ def train(
             evaluation, in the first process.
         progress: called after every step.
         about: further entries of training.json, like the hash of the data files.
+        stop: called before every step; where it says True in one process, the run ends as by Ctrl-C.
 
     Raises:
         OptionError: the method cannot be trained, or the folder holds a run with other options.
@@ -113,7 +115,7 @@ def train(
         try:
             with frozen(drafter.target), flushed_denormals():
                 trainer = Trainer(setup, output, resume, progress)
-                return trainer.run(evaluate)
+                return trainer.run(evaluate, stop)
         except RuntimeError as error:
             if not group.is_connection_error(error):
                 raise
@@ -147,7 +149,7 @@ class Trainer:
         patience = self.setup.config.patience
         return self.state.step >= self.setup.total_steps or 0 < patience <= self.state.evaluations_without_improvement
 
-    def run(self, more_figures: MoreFigures | None) -> TrainResult:
+    def run(self, more_figures: MoreFigures | None, stop: Callable[[], bool]) -> TrainResult:
         """Train until the end or an interrupt."""
         group = self.setup.group
         interrupt = InterruptHandler(self._note_interrupt, ignore_second=group.size > 1)
@@ -157,7 +159,7 @@ class Trainer:
                 while True:
                     self.save_if_due()  # before the evaluation: if that fails, the step is kept
                     self.evaluate_if_due(more_figures)
-                    stopped = group.any(interrupt.requested)
+                    stopped = group.any(interrupt.requested or stop())
                     if self.is_finished or stopped:
                         break
                     with self._saved_state_in_errors():

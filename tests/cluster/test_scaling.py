@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,9 +17,11 @@ from eyas import tiny
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 
-from ray import serve  # noqa: E402 - what follows needs Ray
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of Ray's own modules
+    from ray import serve
 
-from eyas.cli._cluster import Maker, arguments_of  # noqa: E402
+from eyas.cli._cluster import Maker, arguments_of  # noqa: E402 - what follows needs Ray
 from eyas.cluster.fleet import VARIABLES  # noqa: E402
 from eyas.cluster.options import APPLICATION, DEPLOYMENT, Fleet, deployment_options  # noqa: E402
 from eyas.cluster.replica import Replica  # noqa: E402

@@ -28,18 +28,9 @@ from typing import Any, BinaryIO
 from eyas.errors import InputError, first_line
 
 __all__ = [
-    "CHECKSUMS",
-    "is_altered",
-    "kept_sha256",
-    "parse_json",
-    "sha256_of_file",
-    "sha256_of_folder",
-    "sync_folder",
-    "user_cache",
-    "write_atomically",
-    "write_errors",
-    "write_text",
-]
+    "CHECKSUMS", "is_altered", "kept_sha256", "parse_json", "sha256_of_file", "sha256_of_folder", "sync_folder", "user_cache",
+    "write_atomically", "write_errors", "write_text",
+]  # fmt: skip
 
 CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecimal"}
 

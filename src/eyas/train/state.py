@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,11 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
     return {str(name): float(value) for name, value in values.items()}
 
 
+def _distributed_checkpoint() -> Any:
+    """Import torch.distributed.checkpoint, which does not declare what it exports."""
+    return import_module("torch.distributed.checkpoint")
+
+
 def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor], group: SingleProcess) -> None:
     """Write a state, a part by each process, in the place of the former one, which stays when this fails.
 
@@ -156,8 +162,7 @@ def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Te
     Raises:
         InputError: it cannot be written.
     """
-    import torch.distributed.checkpoint as dcp
-
+    dcp = _distributed_checkpoint()
     path, temporary = folder / f"{STATE}{values['step']}-{values['evaluated_step']}", folder / f".{STATE}tmp"
     if group.is_first:
         with write_errors(path):
@@ -229,16 +234,13 @@ def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:
 
 def whole_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a state, whole and not read yet."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    found = _distributed_checkpoint().HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {key: torch.zeros(one.size, dtype=one.properties.dtype) for key, one in found.items()}
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor], group: SingleProcess) -> None:
     """Read these tensors of a state in place, shards of them too. InputError when there are others."""
-    import torch.distributed.checkpoint as dcp
-
+    dcp = _distributed_checkpoint()
     try:
         with _alone_is_fine():
             dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=group.size == 1)

@@ -56,7 +56,7 @@ class Notice:
 NOTICE = Notice()  # of this process
 
 
-class _Told(TorchConfig):
+class _Told(TorchConfig):  # type: ignore[misc]  # no types where Ray is not installed
     """torch's processes, which take SIGTERM as a request."""
 
     @property

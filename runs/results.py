@@ -586,28 +586,49 @@ RECIPES = {
 
 def recipes() -> Iterator[str]:
     """Heads of SmolLM2 by today's recipes, after equally many training tokens."""
-    wide, narrow = record("smollm2_edge"), record("smollm2_edge_speed")
+    wide, narrow = _with_dflash2(record("smollm2_edge")), record("smollm2_edge_speed")
     yield prose(f"""
         Heads of SmolLM2-135M, one run each with {wide["heads"]["eagle3"]["trained"]["tokens"]:,} tokens of its own
         answers in the same order (`runs/smollm2.sh edge`), greedy and at T = 1 on {wide["prompts"]} bundled
         prompts, less those that loop. EAGLE-3 has a draft vocabulary of 8,192, the others the whole one. Tokens/s are
         whole answers with the small tree, on the idle machine. Few tokens: a comparison of how fast
         recipes learn.""")
-    heads = ["", "head", "tau, 12/4/4", "over EAGLE-3", "tau, 3/2/1", "over EAGLE-3", "tokens/s over plain, 3/2/1"]
+    heads = [
+        "",
+        "head",
+        "tau, 12/4/4",
+        "over EAGLE-3",
+        "tau, 3/2/1",
+        "over EAGLE-3",
+        "ms of a draft",
+        "tokens/s over plain",
+    ]
     yield table(
         heads, [line for temperature in ("T = 0", "T = 1") for line in _recipe_lines(wide, narrow, temperature)]
     )
-    yield source("smollm2_edge")
-    yield source("smollm2_edge_speed")
+    for name in ("smollm2_edge", "smollm2_edge_dflash2", "smollm2_edge_speed"):
+        yield source(name)
+
+
+def _with_dflash2(content: Record) -> Record:
+    """Add the head that was measured later, beside EAGLE-3's on the same prompts."""
+    later = record("smollm2_edge_dflash2")
+    for temperature in ("T = 0", "T = 1"):
+        for figure in ("tau", "ratio"):
+            row = content[temperature]["12/4/4"][figure]
+            row |= {name: value for name, value in later[temperature]["12/4/4"][figure].items() if "dflash2" in name}
+    return content
 
 
 def _recipe_lines(wide: Record, narrow: Record, temperature: str) -> Iterator[list[str]]:
     for name, title in RECIPES.items():
         line = [temperature, title]
         for content, tree in ((wide, "12/4/4"), (narrow, "3/2/1")):
-            row = content[temperature][tree]
-            line += [cell(row["tau"].get(name)), cell(row["ratio"].get(f"{name} / eagle3"))]
-        yield [*line, cell(narrow[temperature]["speed"]["3/2/1"]["over_plain"].get(name))]
+            if row := content.get(temperature, {}).get(tree):
+                line += [cell(row["tau"][name]), cell(row["ratio"].get(f"{name} / eagle3"))]
+        if speed := narrow.get(temperature, {}).get("speed"):
+            line += [cell(speed["3/2/1"]["median_draft_ms"][name], 1), cell(speed["3/2/1"]["over_plain"][name])]
+        yield [*line, *([""] * (8 - len(line)))]
 
 
 APPENDIX: dict[str, Callable[[], Iterator[str]]] = {

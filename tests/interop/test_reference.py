@@ -25,7 +25,7 @@ def test_reference(prompts: list[list[int]], heads: dict[str, Path], tmp_path: P
     python = python_of(".venv-reference")
     expected, _ = ours(prompts[:PROMPTS], heads["eagle3"], "eagle3", DRAFTS, LIMIT)
     workshop = Workshop(tmp_path, 1, None, None)
-    for name, options in _peers_reference.ways(workshop).items():
+    for name, options in _peers_reference.ways(tmp_path).items():
         with workshop.program(python, "with_reference.py", "reference", **options) as ask:
             found = [ask("answer", ids=ids, max_tokens=LIMIT)["ids"] for ids in prompts[:PROMPTS]]
             length = mean_length(ask("counts"))

@@ -37,7 +37,7 @@ from rich.progress import track
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from eyas.cli.serve import build_app
+from eyas.cli._cluster import Maker, arguments_of, build_app
 from eyas.cluster.fleet import VARIABLES
 from eyas.cluster.llm_server import asked
 
@@ -76,9 +76,8 @@ class Ingress:
 
 def application(router: str, options: Mapping[str, Any]) -> Any:
     """Return the application with this router."""
-    app = build_app({**options, "sticky": router == "sessions"})
     if router != "prefixes":
-        return app
+        return build_app({**options, "sticky": router == "sessions"})
     deployment = serve.deployment(
         Engine,
         name="engine",
@@ -87,7 +86,7 @@ def application(router: str, options: Mapping[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 1},
         request_router_config={"request_router_class": PREFIX_ROUTER},
     )
-    make = app._bound_deployment.init_args[0]
+    make = Maker(arguments_of({name: value for name, value in options.items() if name != "replicas"}))
     ingress = serve.deployment(Ingress, name="ingress", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
     return ingress.bind(deployment.bind(make))
 
@@ -111,7 +110,7 @@ def served(router: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass
 class Turn:
-    """What one turn of a conversation took."""
+    """The seconds, the tokens and the text of one turn of a conversation."""
 
     number: int
     first_seconds: float

@@ -1,4 +1,4 @@
-"""What a training of EAGLE-3 needs of each GPU, by arithmetic.
+"""Compute the memory and the tokens a second of each GPU that trains an EAGLE-3 head.
 
     python runs/training_arithmetic.py --output docs/results/training_arithmetic.json
 

@@ -18,7 +18,7 @@ from eyas import tiny
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # those of Ray's own modules
+    warnings.simplefilter("ignore")  # Ray's own modules use deprecated parts of pydantic
     from ray import serve
 
 from eyas.cli._cluster import Maker, arguments_of  # noqa: E402 - what follows needs Ray

@@ -126,7 +126,7 @@ def test_a_state_of_before_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_state_stays(tmp_path: Path) -> None:
-    """A run keeps its newest state; what a killed process left half written is no state, and goes."""
+    """Guard that a run keeps its newest state only, and removes a state that a killed process has written in part."""
     (tmp_path / ".state-tmp").mkdir(parents=True)
     (tmp_path / ".state-tmp" / "shard-00007-model-00001-of-00001.safetensors").write_bytes(b"half")
     toy.run(tmp_path, steps=4, save_every=2)

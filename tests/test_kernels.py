@@ -94,13 +94,14 @@ def test_a_matrix_is_kept_in_the_narrowest_form_that_holds_it(kind: torch.dtype,
 @pytest.mark.parametrize(
     "rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str
 )
-@pytest.mark.parametrize("inputs", [48, 512])
+@pytest.mark.parametrize("inputs", [48, 336, 512])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_row_has_the_same_bits_alone_and_among_others(
     kind: torch.dtype, inputs: int, rounded: kernels.WeightFormat
 ) -> None:
     """Guards the order of sums, which must not depend on the tile that a row falls into, nor on
-    threads; 512 inputs: rows are copied, so that they do not push each other out of the cache."""
+    threads; 336 inputs: three parts of sums, which wide passes take one after the other for all rows;
+    512: rows are copied, so that they do not push each other out of the cache."""
     weight, bias = stored(kind, inputs=inputs), torch.linspace(-1, 1, 70)
     matrix, x = kernels.pack(weight, bias, rounded), torch.randn(37, inputs, generator=torch.Generator().manual_seed(1))
     together, threads = kernels.linear(matrix, x), torch.get_num_threads()

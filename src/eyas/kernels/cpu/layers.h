@@ -41,7 +41,7 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
 // The scores of COUNT queries [h], already scaled, with LANES / COUNT keys: all of the first query,
 // then all of the second.
 template <int CHUNKS, int COUNT>
-static inline FloatVec dot_products(const float* const* query, const float* const* key) {
+NOINLINE FloatVec dot_products(const float* const* query, const float* const* key) {
     constexpr int KEYS = LANES / COUNT;
     FloatVec a[LANES];
 #pragma GCC unroll 16
@@ -62,9 +62,9 @@ static inline FloatVec dot_products(const float* const* query, const float* cons
 
 // out [COUNT][h] += the weighted values, in order; CHUNKS vectors from the float `begin` on.
 template <int CHUNKS, int COUNT>
-static inline void accumulate_values(const float* const* weights, int64_t place,
-                                     const float* const* value, int64_t count, float* const* out,
-                                     int64_t begin) {
+NOINLINE void accumulate_values(const float* const* weights, int64_t place,
+                                const float* const* value, int64_t count, float* const* out,
+                                int64_t begin) {
     FloatVec a[COUNT][CHUNKS];
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; i++)
@@ -105,7 +105,7 @@ static inline float exp_inplace(float* scores, int64_t count) {
 }
 
 // Attention of some queries of a row, for some heads that share keys: (query, head) pairs. Keys and
-// values are read LANES slots at a time and serve all pairs while they are in the cache.
+// values are read a few slots at a time and serve all pairs while they are in the cache.
 //
 // A query's visible slots, in order: the committed ones from `begin` on, then its nodes. The
 // leading slots that all queries see (most of a prompt) are shared: those before `shared`. The
@@ -132,13 +132,14 @@ struct QueryGroup {
         return begin + (p.length[row] + nodes - begin) / LANES * LANES;
     }
 
-    // act(index of the first score, pointers to keys or values, how many)
-    template <class Do>
+    // act(index of the first score, pointers to keys or values, how many), at most BLOCK at a time
+    template <int BLOCK, class Do>
     void for_shared_slots(const float* from, Do act) const {
-        const float* at[LANES];
-        for (int64_t slot = begin; slot < shared; slot += LANES) {
-            for (int64_t j = 0; j < LANES; j++) at[j] = from + (slot + j) * stride;
-            act(slot - begin, at, LANES);
+        const float* at[BLOCK];
+        for (int64_t slot = begin; slot < shared; slot += BLOCK) {
+            const int64_t count = std::min<int64_t>(BLOCK, shared - slot);
+            for (int64_t j = 0; j < count; j++) at[j] = from + (slot + j) * stride;
+            act(slot - begin, at, count);
         }
     }
 
@@ -219,7 +220,7 @@ struct QueryGroup {
             out[n] = p.context + (m * s.heads + i) * h;
             std::memset(out[n], 0, h * sizeof(float));
         }
-        for_shared_slots(keys, [&](int64_t place, const float* const* key, int64_t) {
+        for_shared_slots<LANES>(keys, [&](int64_t place, const float* const* key, int64_t) {
             score(query, scores_at, pairs, place, key);
         });
         for (int64_t n = 0; n < queries; n++) {
@@ -231,9 +232,10 @@ struct QueryGroup {
             for (int64_t i = from; i < from + heads; i++)
                 totals[i] = exp_inplace(scores_at[i], count);
         }
-        for_shared_slots(values, [&](int64_t place, const float* const* value, int64_t count) {
-            add_values(scores_at, pairs, place, value, count, out);
-        });
+        for_shared_slots<4 * LANES>(
+            values, [&](int64_t place, const float* const* value, int64_t count) {
+                add_values(scores_at, pairs, place, value, count, out);
+            });
         for (int64_t n = 0; n < queries; n++)
             for_other_slots(
                 n, values, [&](int64_t place, const float* const* value, int64_t count) {
@@ -261,15 +263,16 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
         for (int64_t i = 0; i < p.rows * s.kv_heads; i++)
             store_keys_values(layer, s, p, c, i / s.kv_heads, i % s.kv_heads);
     }
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < p.rows * parts * head_sets; unit++) {
+    const int64_t units = p.rows * parts * head_sets;
+    share(units, p.tokens(), [&](int64_t i) {
+        const int64_t unit = units - 1 - i;  // the last queries see most, so they begin
         const int64_t head_set = unit % head_sets, part = unit / head_sets % parts,
                       r = unit / head_sets / parts, k = head_set * heads / group_heads;
         const int64_t first = part * p.count(r) / parts,
                       count = (part + 1) * p.count(r) / parts - first;
         int64_t begin = 0;
         if (exclusive) store_keys_values(layer, s, p, c, r, k);
-        if (!count) continue;
+        if (!count) return;
         if (layer.window && p.position[r * p.queries + first] >= layer.window)
             begin = p.position[r * p.queries + first] - layer.window + 1;
         if (begin > p.length[r]) begin = p.length[r];
@@ -290,7 +293,7 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
                            0,
                            p.scores + thread * MAX_PAIRS * p.score_stride}
             .run();
-    }
+    });
 }
 
 // A decoder layer on the residual stream x [M, D], in place. input: what attention reads instead of

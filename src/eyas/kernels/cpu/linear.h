@@ -17,6 +17,27 @@ static void widen(const W* w, int64_t inputs, float* to) {
                });
 }
 
+// Many tiles [M rows] through a panel of floats: all tiles take SUM_BLOCK inputs, then the next, so
+// that these weights stay in the L1 cache. The bits are those of multiply_tile.
+static void multiply_wide(const float* x, int64_t ldx, const float* w, int64_t inputs, int64_t M,
+                          const float* scale, const float* bias, float* y, int64_t ldy,
+                          Epilogue epilogue) {
+    alignas(64) float sums[MAX_BLOCK_ROWS * PANEL];
+    std::memset(sums, 0, M * PANEL * sizeof(float));
+    const int64_t tiles = (M + TILE_ROWS - 1) / TILE_ROWS, bytes = SUM_BLOCK * PANEL * sizeof(float);
+    for (int64_t k = 0; k < inputs; k += SUM_BLOCK)
+        for (int64_t i = 0; i < tiles; i++) {
+            const int64_t m = i * M / tiles, rows = (i + 1) * M / tiles - m;
+            const char* next = (const char*)(w + (k + SUM_BLOCK) * PANEL) + i * (bytes / tiles);
+            add_products_of<TILE_ROWS>(rows, x + m * ldx, ldx, w, k,
+                                       std::min<int64_t>(k + SUM_BLOCK, inputs),
+                                       {next, 4 * PANEL / tiles}, sums + m * PANEL);
+        }
+    for (int64_t m = 0; m < M; m++)
+        apply_epilogue(load(sums + m * PANEL), load(sums + m * PANEL + LANES), scale, bias,
+                       y + m * ldy, epilogue);
+}
+
 // x [M, inputs], at most MAX_BLOCK_ROWS rows, through all panels. A panel's tiles have nearly the
 // same number of rows.
 template <class W>
@@ -33,15 +54,21 @@ static void multiply_panels(const Matrix& w, const float* x, int64_t ldx, int64_
     const PreparedRows* prepared =
         F::x_bytes || aliased ? prepared_rows<F>(x, ldx, M, w.inputs, tiles) : nullptr;
     static thread_local std::vector<float> widened;
-    const bool widens = F::widens && tiles >= MIN_WIDE_TILES;
+    const bool wide = tiles >= MIN_WIDE_TILES, widens = F::widens && wide;
     if (widens && (int64_t)widened.size() < w.inputs * PANEL) widened.resize(w.inputs * PANEL);
-#pragma omp for schedule(static)
-    for (int64_t n = 0; n < w.outputs / PANEL; n++) {
+    share(w.outputs / PANEL, M, [&](int64_t n) {
         const char* panel = (const char*)w.data + n * bytes;
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr,
                     *bias = w.bias ? w.bias + n * PANEL : nullptr;
         if constexpr (F::widens)
             if (widens) widen((const W*)panel, w.inputs, widened.data());
+        if constexpr (SUM_BLOCK && (F::widens || std::is_same<W, float>::value))
+            if (wide) {
+                const float* floats = F::widens ? widened.data() : (const float*)panel;
+                const float* from = aliased ? prepared->from<F>(0, w.inputs).x : x;
+                return multiply_wide(from, aliased ? w.inputs + LANES : ldx, floats, w.inputs, M,
+                                     scale, bias, y + n * width, ldy, epilogue);
+            }
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t m = i * M / tiles, rows = (i + 1) * M / tiles - m;
             const TileInput in = prepared ? prepared->from<F>(m, w.inputs)
@@ -60,7 +87,7 @@ static void multiply_panels(const Matrix& w, const float* x, int64_t ldx, int64_
             multiply_rows<W, MOST>(rows, in, (const W*)panel, w.inputs, prefetch, scale, bias, to,
                                    ldy, epilogue);
         }
-    }
+    });
 }
 
 template <template <int> class W>

@@ -209,6 +209,31 @@ NOINLINE void multiply_tile(const TileInput& in, const W* w, int64_t inputs, Pre
         apply_epilogue(a[m][0], a[m][1], scale, bias, y + m * ldy, epilogue);
 }
 
+// Add a tile's products of the inputs from `begin` to `end`, at most SUM_BLOCK, to `sums`
+// [row][PANEL], as multiply_tile does.
+template <int ROWS>
+NOINLINE void add_products(const float* x, int64_t ldx, const float* w, int64_t begin, int64_t end,
+                           Prefetch prefetch, float* sums) {
+    FloatVec a[ROWS][2] = {};
+    for_inputs(w, begin, end, prefetch,
+               [&](int64_t k, FloatVec first, FloatVec second) INLINE_LAMBDA {
+                   accumulate<ROWS>(a, first, second, x + k, ldx);
+               });
+    for (int m = 0; m < ROWS; m++, sums += PANEL) {
+        store(sums, load(sums) + a[m][0]);
+        store(sums + LANES, load(sums + LANES) + a[m][1]);
+    }
+}
+
+template <int ROWS>
+static void add_products_of(int64_t rows, const float* x, int64_t ldx, const float* w,
+                            int64_t begin, int64_t end, Prefetch prefetch, float* sums) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS)
+            return add_products_of<ROWS - 1>(rows, x, ldx, w, begin, end, prefetch, sums);
+    add_products<ROWS>(x, ldx, w, begin, end, prefetch, sums);
+}
+
 #if defined(__AVX512BF16__)
 constexpr bool HAS_AVX512_BF16 = true;
 

@@ -33,6 +33,20 @@ static inline int thread_number() { return omp_get_thread_num(); }
 static inline int thread_number() { return 0; }
 #endif
 
+// Call act(i) for 0 .. count - 1 by all threads of the parallel region. Few tokens are shared
+// evenly, which costs least. Of many every thread takes the next unit when it is done with one, as
+// units cost differently and a processor's cores are not equally fast.
+template <class Act>
+static inline void share(int64_t count, int64_t tokens, Act act) {
+    if (tokens <= SMALL_BATCH) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++) act(i);
+    } else {
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < count; i++) act(i);
+    }
+}
+
 static inline FloatVec load(const float* p) {
     FloatVec v;
     std::memcpy(&v, p, sizeof v);

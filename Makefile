@@ -16,8 +16,8 @@ CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving]
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
-# Ray, and what it brings, for tests/cluster and runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
-SCALE       := ray[serve,data,train] mmh3 kubernetes-validate
+# Ray, what it brings, and an object store on this machine, for tests/cluster and runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
+SCALE       := ray[serve,data,train] mmh3 kubernetes-validate s3fs moto[s3] flask flask-cors
 SCALE_STAMP := .venv-scale/.installed
 
 # Engines of others, for tests/interop and runs/peers.py; each is skipped where it cannot be installed.
@@ -87,7 +87,7 @@ clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have w
 
 scale: $(STAMP) $(SCALE_STAMP) ## several processes on Ray: replicas and workers, killed ones too; the server's contract with a fleet (minutes; `make test` skips them)
 	@echo "==> pytest: tests/cluster, and data in Parquet"
-	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster tests/cli/test_sources.py --all -n 0 $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster tests/cli/test_sources.py tests/cli/test_object_stores.py --all -n 0 $(ARGS)
 	@echo "==> runs/scale_contract.py: tests/serve against a fleet"
 	@OMP_NUM_THREADS=1 .venv-scale/bin/python runs/scale_contract.py
 

@@ -70,7 +70,10 @@ def read_errors(file: File) -> Iterator[None]:
     except EyasError:
         raise
     except FileNotFoundError as error:
-        raise InputError(f"{file} does not exist; check the path") from error
+        if (cause := error.__cause__) is None or isinstance(cause, FileNotFoundError):
+            raise InputError(f"{file} does not exist; check the path") from error
+        # fsspec says so of a server that refuses or does not answer, too
+        raise InputError(f"{file} cannot be found: {first_line(cause)}") from error
     except IsADirectoryError as error:
         raise InputError(f"{file} is a folder; name the files in it") from error
     except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged

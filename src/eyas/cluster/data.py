@@ -1,6 +1,6 @@
 """Work on many items with several processes, on Ray Data.
 
-Each worker loads what works once, and takes a few items at a time. Ray gives the items of a worker that died to
+Each worker builds its function once, and then receives a few items at a time. Ray gives the items of a worker that died to
 another one; the caller gets every outcome once, in the order of the items, and as fast as it takes them. Items and
 outcomes go between these processes as pickles, as all of Ray's own messages do; none is read from a file.
 """
@@ -33,7 +33,7 @@ MAX_ITEMS = 64  # of one piece
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes.
+    """Describe the worker processes.
 
     Attributes:
         number: how many there are.
@@ -51,7 +51,7 @@ def worked(
     """Yield the outcomes of items, in the order of the items.
 
     Args:
-        make: returns what works, in a worker's process.
+        make: builds the function that works on items; it is called once in each worker.
 
     Raises:
         EyasError: what `make` or its result has raised.

@@ -1,9 +1,9 @@
 """Before Ray's HTTP proxy, in its process.
 
-Ray gives a request to another replica as long as none has accepted it. What comes later is done here:
+Ray itself retries a request until a replica accepts it. This module handles failures after that:
 
     a replica dies before the answer begins     the request is repeated: no byte of an answer has reached the client
-    a replica dies in the middle of a stream    the stream ends with an error event, so that nobody takes it for whole
+    a replica dies in the middle of a stream    the stream ends with an error event, so that nobody believes it is complete
     a request names no session                  it gets the name of one, by which Ray finds the replica with its prefix
 
 Ray's proxy calls `middlewares` where the variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. The class is

@@ -1,7 +1,7 @@
-"""From the body of a request to the name of its session.
+"""Derive a session's name from the body of a request.
 
 Requests of one session begin with the same tokens, whose keys and values the replica that answered the last one still
-holds. A conversation is known by what it begins with: everything up to the first message of the user's. So clients
+holds. A conversation is known by what it begins with: everything up to and including the user's first message. So clients
 need to send nothing for it; one that does (`prompt_cache_key`, or the header of `gate.py`) is followed.
 """
 

@@ -56,7 +56,7 @@ class Notice:
 NOTICE = Notice()  # of this process
 
 
-class _Told(TorchConfig):  # type: ignore[misc]  # no types where Ray is not installed
+class _SigtermAware(TorchConfig):  # type: ignore[misc]  # no types where Ray is not installed
     """torch's processes, which take SIGTERM as a request."""
 
     @property
@@ -80,10 +80,10 @@ def train_with(loop: Loop, workers: Workers, folder: Path, fewest: int | None = 
 
     Args:
         folder: where the training's output goes, which all machines see.
-        fewest: so many processes do where the cluster has no place for all; more join when it has.
+        fewest: the number of processes to run with while the cluster has no room for all; None: all are required.
 
     Raises:
-        EyasError: what `loop` has raised; it is a mistake of the user's, which another try does not mend.
+        EyasError: what `loop` has raised; an error of the user's that a retry cannot fix.
     """
     own = folder / RAY_FOLDER
     with connected(workers), _made(own):
@@ -91,7 +91,7 @@ def train_with(loop: Loop, workers: Workers, folder: Path, fewest: int | None = 
         trainer = TorchTrainer(
             _call,
             train_loop_config={"loop": loop, "fault": str(fault)},
-            torch_config=_Told(),
+            torch_config=_SigtermAware(),
             scaling_config=ScalingConfig(
                 num_workers=workers.number if fewest is None else (fewest, workers.number),
                 use_gpu=workers.gpus > 0,

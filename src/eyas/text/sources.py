@@ -38,7 +38,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Return the last part of its path."""
         path = next(part for part in self.url.split("::") if "://" in part)
         return path.partition("://")[2].partition("?")[0].rpartition("/")[2]
 
@@ -105,7 +105,7 @@ def file_system(folder: RemoteFile) -> tuple[AbstractFileSystem, str]:
 
     Raises:
         OptionError: the package that reads such a URL is missing.
-        InputError: the URL is of no kind that fsspec knows.
+        InputError: fsspec does not know this kind of URL.
     """
     from fsspec.core import url_to_fs
 
@@ -120,18 +120,19 @@ def _package_errors(file: RemoteFile) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise OptionError(f"{file} cannot be read: {first_line(error)}; {_repair(file)}") from error
+        raise OptionError(f"{file} cannot be read: {first_line(error)}{_repair(file)}") from error
 
 
 def _repair(file: RemoteFile) -> str:
-    """Return the command that installs what reads a URL."""
+    """Return the command that installs what reads a URL, or nothing where fsspec's own message is all there is."""
     from fsspec.registry import known_implementations
 
     protocols = [part.partition("://")[0] for part in file.url.split("::")]
     packages = {
         known_implementations[name]["class"].partition(".")[0] for name in protocols if name in known_implementations
     }
-    return f"pip install {' '.join(sorted(packages - {'fsspec', 'huggingface_hub'}))}"
+    missing = sorted(packages - {"fsspec", "huggingface_hub"})
+    return f"; pip install {' '.join(missing)}" if missing else ""
 
 
 # --- Parquet
@@ -162,7 +163,7 @@ def parquet_rows(file: File) -> Iterator[bytes]:
                 for row in batch.to_pylist():
                     yield json.dumps(_without_nulls(row), default=str).encode()
         except ArrowException as error:
-            raise InputError(f"{file} is no whole file in Parquet: {first_line(error)}") from error
+            raise InputError(f"{file} is damaged or incomplete, not a file in Parquet: {first_line(error)}") from error
 
 
 def _without_nulls(value: Any) -> Any:

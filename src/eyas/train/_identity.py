@@ -17,7 +17,7 @@ __all__ = ["examples_hash", "untrained_hash"]
 
 
 def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> str:
-    """SHA-256 of the tokens of both sets and of which of them count, in order: a place in the data
+    """Return SHA-256 of the tokens of both sets and of which of them count, in order: a place in the data
     is only valid for the same data.
     """
     digest = hashlib.sha256()
@@ -30,7 +30,7 @@ def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> st
 
 
 def untrained_hash(drafter: DraftMethod) -> str:
-    """SHA-256 of the tensors of the head's checkpoint that are not trained, such as its draft
+    """Return SHA-256 of the tensors of the head's checkpoint that are not trained, such as its draft
     vocabulary and its own embeddings.
     """
     assert drafter.net is not None

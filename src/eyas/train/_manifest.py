@@ -85,7 +85,7 @@ class FeatureSettings:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's features."""
+        """Return bytes of one token's features."""
         return sum(tensor.token_bytes for layer in self.layers for tensor in self.tensors(layer))
 
     def tensors(self, layer: int) -> tuple[StoredTensor, ...]:
@@ -219,13 +219,13 @@ class Manifest:
 
 
 def _content_hash(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest's content, without the entry for this hash itself."""
+    """Return SHA-256 of a manifest's content, without the entry for this hash itself."""
     hashed = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """SHA-256 of a tokenizer's vocabulary and of its chat template."""
+    """Return SHA-256 of a tokenizer's vocabulary and of its chat template."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
     return {
@@ -273,7 +273,7 @@ def plan_store(settings: FeatureSettings, data: Data, versions: dict[str, str]) 
 
 
 def _cut_into_shards(lengths: Sequence[int], settings: FeatureSettings) -> tuple[Shard, ...]:
-    """Shards of at most `shard_bytes`, of whole examples. `lengths`: tokens of each example, in the
+    """Return shards of at most `shard_bytes`, of whole examples. `lengths`: tokens of each example, in the
     order of the shards.
     """
     shards: list[Shard] = []
@@ -293,5 +293,5 @@ def _cut_into_shards(lengths: Sequence[int], settings: FeatureSettings) -> tuple
 
 
 def format_value(value: object) -> str:
-    """A setting's value, for a message."""
+    """Return a setting's value, for a message."""
     return ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else str(value)

@@ -40,7 +40,7 @@ def byte_view(value: Tensor) -> memoryview:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of all bytes, in this order."""
+    """Return SHA-256 of all bytes, in this order."""
     digest = hashlib.sha256()
     for value in tensors.values():
         digest.update(byte_view(value))
@@ -103,7 +103,7 @@ def parse_header(stream: BinaryIO, path: File) -> Header:
 
 
 def file_digest(path: Path, begin: int) -> str:
-    """SHA-256 of the file from byte `begin` on."""
+    """Return SHA-256 of the file from byte `begin` on."""
     with open(path, "rb") as stream:
         stream.seek(begin)
         return hashlib.file_digest(stream, "sha256").hexdigest()

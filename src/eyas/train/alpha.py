@@ -26,7 +26,7 @@ def chain_figures(
     depth: int = 5,
     tree_prompts: int = 4,
 ) -> Callable[[DraftMethod], dict[str, float]]:
-    """Held-out figures for the training loop, from greedy answers to the prompts of some examples.
+    """Return held-out figures for the training loop, from greedy answers to the prompts of some examples.
 
     Args:
         eos: tokens that end an answer.

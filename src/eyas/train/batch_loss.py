@@ -39,7 +39,7 @@ class LossSums:
 
     @staticmethod
     def per_token(sums: Mapping[str, float]) -> dict[str, float]:
-        """Means over the tokens that count."""
+        """Return means over the tokens that count."""
         count = max(1.0, sums.get("count", 1.0))
         return {name: value / count for name, value in sums.items() if name != "count"}
 

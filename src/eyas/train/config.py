@@ -182,7 +182,7 @@ class TrainConfig:
         return steps
 
     def _batch_count(self, batches: Batches) -> int:
-        """Batches of the whole run, from `epochs` or `tokens`."""
+        """Return batches of the whole run, from `epochs` or `tokens`."""
         if self.tokens is None:
             epochs = 1.0 if self.epochs is None else self.epochs
             count = sum(len(batches.plan(epoch)) for epoch in range(int(epochs)))
@@ -221,7 +221,7 @@ def _require(is_valid: bool, name: str, rule: str, config: TrainConfig) -> None:
 
 
 def _as_list(value: object) -> object:
-    """Tuples as lists, as a saved state may hold either."""
+    """Return tuples as lists, as a saved state may hold either."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -182,7 +182,7 @@ def check_lines(file: File, lines: int, bad: int, report: Report) -> None:
 
 
 def data_hash(paths: Sequence[str | File] | str | Path) -> str:
-    """SHA-256 of one file's bytes as on disk (as `sha256sum` prints it); of several files, of their
+    """Return SHA-256 of one file's bytes as on disk (as `sha256sum` prints it); of several files, of their
     hashes in order, one a line.
     """
     digests = []
@@ -258,12 +258,12 @@ class LineReader:
 
 
 def raw_lines(file: File) -> Iterator[tuple[str, bytes]]:
-    """(where, bytes) of each conversation or document of a file."""
+    """Yield (where, bytes) of each conversation or document of a file."""
     return chat_lines(file) if is_chat_file(file) else _documents(file)
 
 
 def _documents(file: File) -> Iterator[tuple[str, bytes]]:
-    """(where, text) of each document; `where` names the line that it begins on."""
+    """Yield (where, text) of each document; `where` names the line that it begins on."""
     begin, number = 1, 0
     lines: list[bytes] = []
     with open_file(file) as stream:
@@ -282,12 +282,12 @@ def _documents(file: File) -> Iterator[tuple[str, bytes]]:
 
 
 def _uniform_hash(raw: bytes) -> float:
-    """A number in [0, 1) that depends on the content alone."""
+    """Return a number in [0, 1) that depends on the content alone."""
     return int.from_bytes(hashlib.sha256(raw).digest()[:6], "big") / 2**48
 
 
 def _split(examples: Examples, draws: Sequence[float], share: float) -> tuple[Examples, Examples]:
-    """(training, held out): examples whose draw is below the share; of two or more examples, never
+    """Return (training, held out): examples whose draw is below the share; of two or more examples, never
     all and never none of them.
     """
     chosen = {i for i, draw in enumerate(draws) if draw < share}
@@ -360,11 +360,11 @@ class Batches:
         return batches, (epoch, index)
 
     def tokens(self, batch: Sequence[int]) -> int:
-        """Tokens of a batch without its padding."""
+        """Return tokens of a batch without its padding."""
         return sum(self.lengths[i] for i in batch)
 
     def load(self, batch: Sequence[int]) -> tuple[Tensor, Tensor, Documents]:
-        """(tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of
+        """Return (tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of
         an example never count.
         """
         rows = [self.examples[i] for i in batch]

@@ -90,7 +90,7 @@ class SingleProcess:
         return self.rank == 0
 
     def split(self, items: Sequence[T]) -> list[tuple[int, T]]:
-        """This process's share of the items, each with its number among all of them."""
+        """Return this process's share of the items, each with its number among all of them."""
         return list(enumerate(items))[self.rank :: self.size]
 
     def shard(self, drafter: DraftMethod) -> LossFunction:
@@ -123,7 +123,7 @@ class SingleProcess:
         return [value]
 
     def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sums over the processes, the same bits in all of them."""
+        """Return sums over the processes, the same bits in all of them."""
         return dict(values)
 
     def any(self, flag: bool) -> bool:

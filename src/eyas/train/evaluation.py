@@ -19,7 +19,7 @@ MoreFigures = Callable[[DraftMethod], Mapping[str, float]]
 
 @torch.no_grad()
 def evaluate_heldout(setup: TrainSetup, step: int, more_figures: MoreFigures | None) -> dict[str, float]:
-    """Held-out figures of the net as it is; all processes call this together, with the whole net in
+    """Return held-out figures of the net as it is; all processes call this together, with the whole net in
     each.
 
     The held-out loss and its parts are means over the tokens that count, without dropout, on the

@@ -35,7 +35,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def batch_of(batches: Batches, indices: Sequence[int], drafter: DraftMethod) -> Batch:
-    """These examples, packed, with the features that the drafter's loss reads."""
+    """Return these examples, packed, with the features that the drafter's loss reads."""
     target, examples = drafter.target, batches.examples
     tokens_N, counted_N, documents = batches.load(indices)
     if isinstance(examples, StoredExamples):
@@ -54,7 +54,7 @@ def fetch_ahead(batches: Batches, coming: Iterable[Sequence[int]], drafter: Draf
 
 
 def _encode(target: Target, tokens_N: Tensor, documents: Documents, layers: Sequence[int]) -> Tensor:
-    """[N, F]: the target's hidden states. It reads the examples padded to the longest; padding is
+    """Return [N, F]: the target's hidden states. It reads the examples padded to the longest; padding is
     left out of the result.
     """
     lengths_R = torch.tensor(documents.lengths)
@@ -64,7 +64,7 @@ def _encode(target: Target, tokens_N: Tensor, documents: Documents, layers: Sequ
 
 
 def layers_for_training(target: Target, methods: Iterable[tuple[type[DraftMethod], Any]]) -> tuple[int, ...]:
-    """All layers of this target that the losses of these methods read.
+    """Return all layers of this target that the losses of these methods read.
 
     Args:
         methods: (method, its options; None for the default ones).
@@ -121,7 +121,7 @@ def _write_failure(store: FeatureStore, error: OSError) -> str:
 def _shard_features(
     store: FeatureStore, target: Target, shard: int, batch_tokens: int, on_batch: Callable[[int], None] | None
 ) -> dict[int, list[Tensor]]:
-    """layer -> its tensors as they are on disk. The target reads examples of about one length together."""
+    """Return layer -> its tensors as they are on disk. The target reads examples of about one length together."""
     settings, numbers = store.settings, store.in_shard(shard)
     batches = Batches([store.example(i) for i in numbers], batch_tokens)
     begins = [0, *accumulate(batches.lengths)]

@@ -153,5 +153,5 @@ class TrainOutput:
 
 
 def _in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating-point tensors in this dtype; maps of a vocabulary stay whole numbers."""
+    """Return floating-point tensors in this dtype; maps of a vocabulary stay whole numbers."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}

@@ -104,7 +104,7 @@ class Skipped:
 
 
 def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
-    """All lines that are not blank. InputError when a file cannot be read, or holds no
+    """Yield all lines that are not blank. InputError when a file cannot be read, or holds no
     conversations.
     """
     for path in map(as_file, paths):

@@ -2,10 +2,10 @@
 
     first          manifest.json and examples.safetensors
     for a shard    its beginning, with the checksums of its examples
-    for a step     the rows of its examples, side by side in time, while the step before is computed
+    for a step     the rows of its examples, all at the same time, while the step before is computed
 
-A batch has examples from all over the store, as examples are in the shards at random. So not shards are fetched but
-the rows of examples. They are kept in a temporary folder up to a number of bytes; the ones that were read longest ago
+A batch has examples from all over the store, as examples are in the shards at random. So a training fetches
+rows of examples, not whole shards. They are kept in a temporary folder up to a number of bytes; the ones that were read longest ago
 go first. Each is compared with its CRC-32 whenever it has been fetched.
 """
 
@@ -83,11 +83,11 @@ class RemoteStore(FeatureStore):
         return load(path.read_bytes())
 
     def fault(self, shard: int) -> str:
-        """Return no fault: a shard is looked at when it is first read."""
+        """Return an empty string: a shard elsewhere is checked when it is first read."""
         return ""
 
     def expect(self, numbers: Sequence[int], layers: Sequence[int]) -> None:
-        """Begin to fetch what is not here of these examples, once what is being fetched has come."""
+        """Wait for the download that runs, then begin to download those of these examples that are not here."""
         keys = [(number, layer) for number in numbers for layer in layers]
         if all(key in self.kept for key in keys):
             return

@@ -38,11 +38,11 @@ class Reporter:
             self.trackers = open_trackers(setup.config.trackers, folder, asdict(setup.config), state.step)
 
     def note(self, text: str) -> None:
-        """A line for the user."""
+        """Write a line for the user."""
         self._report_progress(text, {})
 
     def report_step(self, figures: Mapping[str, float]) -> None:
-        """Figures of the step that has just ended; every `log_every` steps their means go into the
+        """Take the figures of the step that has just ended; every `log_every` steps their means go into the
         log.
         """
         state, config = self.state, self.setup.config
@@ -58,7 +58,7 @@ class Reporter:
         self._report_progress("", {name: value for name, value in means.items() if name != "grad_norm"})
 
     def report_evaluation(self, figures: Mapping[str, float], is_worse: bool) -> None:
-        """Held-out figures, for the user."""
+        """Report held-out figures to the user."""
         self.note(f"step {self.state.step}: held-out {figures_text(figures)}{' (not better)' if is_worse else ''}")
 
     def write(self, line: Mapping[str, Any]) -> None:

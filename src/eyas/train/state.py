@@ -152,11 +152,11 @@ def _distributed_checkpoint() -> Any:
 
 
 def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor], group: SingleProcess) -> None:
-    """Write a state, a part by each process, in the place of the former one, which stays when this fails.
+    """Save a state; each process writes its part. The former state is deleted only when this one is complete.
 
     Args:
-        folder: of the run.
-        values: of the first process.
+        folder: the output folder of the run.
+        values: what is saved as JSON; those that the first process passes count.
         tensors: DTensors, and tensors that are equal in all processes or that the first one has alone.
 
     Raises:
@@ -239,7 +239,7 @@ def whole_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor], group: SingleProcess) -> None:
-    """Read these tensors of a state in place, shards of them too. InputError when there are others."""
+    """Load these tensors, or shards of them, from a state, in place. Raise InputError if it holds other tensors."""
     dcp = _distributed_checkpoint()
     try:
         with _alone_is_fine():

@@ -116,7 +116,7 @@ class FeatureStore:
         return load_file(path)
 
     def _places(self) -> tuple[list[int], list[int], list[int]]:
-        """For each example: its shard, its first row in it, its number in it."""
+        """Return for each example: its shard, its first row in it, its number in it."""
         count = len(self.order)
         shard_of, row_of, number_of = [0] * count, [0] * count, [0] * count
         for shard in range(len(self.manifest.shards)):
@@ -170,14 +170,14 @@ class FeatureStore:
         return Example(self.tokens[span].tolist(), self.counted[span].bool().tolist())
 
     def features(self, number: int, layers: Sequence[int]) -> Tensor:
-        """[T, F]: these layers of an example, side by side. InputError when layers are missing or
+        """Return [T, F]: these layers of an example, side by side. InputError when layers are missing or
         bytes were changed.
         """
         self.check_layers(layers)
         return torch.cat([self._checked(number, k) for k in layers], -1)
 
     def _checked(self, number: int, layer: int) -> Tensor:
-        """[T, D]: one layer of an example, whose bytes are compared with their checksum at the first time."""
+        """Return [T, D]: one layer of an example, whose bytes are compared with their checksum at the first time."""
         tensors = self._rows(number, layer)
         flag = self._flag(number, layer)
         if not self._is_checked[flag]:
@@ -188,7 +188,7 @@ class FeatureStore:
         return restored(tensors)
 
     def _flag(self, number: int, layer: int) -> int:
-        """Where `_is_checked` says whether a layer of an example has been compared."""
+        """Return where `_is_checked` says whether a layer of an example has been compared."""
         return number * len(self.settings.layers) + self.settings.layers.index(layer)
 
     def _rows(self, number: int, layer: int) -> list[Tensor]:

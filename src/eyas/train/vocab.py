@@ -16,7 +16,7 @@ TOKENS_AT_ONCE = 1 << 20
 
 
 def count_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
-    """int64 [V]: how often the prediction of each token is trained in one epoch."""
+    """Return int64 [V]: how often the prediction of each token is trained in one epoch."""
     counts_V = torch.zeros(vocab_size, dtype=torch.long)
     tokens: list[int] = []
     for i in range(len(examples)):

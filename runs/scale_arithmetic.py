@@ -4,7 +4,8 @@
 
 For targets of 8B and 70B parameters (Llama 3's dimensions) with a typical EAGLE-3 head, `eyas.predict` gives the seconds
 of a pass and of a draft for so many requests at a time. A request has 1,024 tokens of context and an answer of 250.
-The prompts' own passes are left out, and so is what a server and a network take.
+The prompts' own passes are left out, and so is what a server and a network take. So many requests as do not fit the
+GPU's memory with the weights (keys and values in bfloat16) are left out too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from _common import parser, run, write
 
 from eyas.predict import MACHINES, Prediction, Settings, read_head, read_model
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
@@ -26,10 +27,19 @@ MODELS = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
-CASES = (("8B", "h100", "bfloat16"), ("8B", "h200", "bfloat16"), ("70B", "h200", "int8"))
-ROWS = (1, 4, 16, 32, 64, 128, 256)
+CASES = (("8B", "h100", "bfloat16"), ("8B", "h200", "bfloat16"), ("70B", "h100", "int4"), ("70B", "h200", "int8"))
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
 CONTEXT, ANSWER = 1024, 250
+MEMORY = {"h100": 80e9, "h200": 141e9}
+WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 CORPORA = {"10B": 10e9, "1T": 1e12}
+
+
+def fits(name: str, machine: str, weights: str, rows: int) -> bool:
+    """Return whether the weights and the keys and values of so many requests fit into the GPU's memory."""
+    parameters = {"8B": 8.03e9, "70B": 70.6e9}[name]
+    kv = 2 * 2 * MODELS[name]["num_hidden_layers"] * LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
+    return parameters * WEIGHT_BYTES[weights] + rows * (CONTEXT + ANSWER) * kv < MEMORY[machine]
 
 
 def figures(name: str, machine: str, weights: str, rows: int) -> dict[str, Any]:
@@ -62,7 +72,11 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     write(
         options.output,
-        {"context": CONTEXT, "answer": ANSWER, "cases": [figures(*case, rows) for case in CASES for rows in ROWS]},
+        {
+            "context": CONTEXT,
+            "answer": ANSWER,
+            "cases": [figures(*case, rows) for case in CASES for rows in ROWS if fits(*case, rows)],
+        },
     )
 
 

@@ -30,6 +30,8 @@ def test_every_entry_is_whole() -> None:
     content, heads = json.loads(_listed.FILE.read_text()), named.listed_heads()
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", content["read"])
     assert {entry["source"] for entry in content["heads"]} == set(content["sources"])
+    left_out = {head for group in content["left_out"] for head in group["heads"]}
+    assert not left_out & {entry["head"] for entry in content["heads"]}  # what is listed is not also refused
     for head in heads:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", head.target)
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", head.head)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from eyas import tiny
 from eyas.errors import InputError, OptionError
@@ -166,6 +168,22 @@ def test_a_datastore_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert contents(tmp_path / "several") == contents(tmp_path / "one")
 
 
+def brief_training(data: Path) -> list[str]:
+    """Two steps of two batches; the output's name and the number of processes are left out."""
+    common = ["train", "--data", str(data), "--method", "mtp", "--accumulation", "2", "--steps", "2", "--device", "cpu"]
+    return [*common, "--log-every", "1", "--eval-every", "0", "--heldout-tokens", "100", "--output"]
+
+
+def check_same_training(two: Path, one: Path) -> None:
+    """Two steps have the same losses and end with the same head, up to the rounding of sums."""
+    assert len(losses(one)) == 2
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    head, expected = (load_file(folder / "model.safetensors") for folder in (two, one))
+    assert head.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(head[name], values, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def node(numbers: Sequence[int]) -> Iterator[str]:
     """Say which node a number has come to."""
     import time
@@ -177,16 +195,20 @@ def node(numbers: Sequence[int]) -> Iterator[str]:
 
 @EMBEDDED
 def test_two_nodes_write_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against work that only the caller's node can do. Two nodes of one core, which Ray simulates."""
+    """Guards against work that only the caller's node can do, and against processes of two nodes that train apart.
+    Two nodes of one core, which Ray simulates."""
     from ray.cluster_utils import Cluster
 
-    asked = tmp_path / "asked.jsonl"
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # of the two nodes
+    asked, chats = tmp_path / "asked.jsonl", written_chats(tmp_path / "chats.jsonl", 24)
     asked.write_text("".join(json.dumps({"id": i, "prompt": f"Tell me about {i}."}) + "\n" for i in range(4)))
     short = ["--max-new-tokens", "6", "--tree.nodes", "6", "--tree.depth", "3", "--output"]
     commands = {
         "generate": ["generate", "--input", str(asked), *short],
         "regenerate": ["regenerate", "--data", str(asked), *short],
-        "features": features_command(written_chats(tmp_path / "chats.jsonl", 12)),
+        "features": features_command(chats),
+        "datastore": ["datastore", "build", "--data", str(chats), "--output"],
+        "train": brief_training(chats),
     }
     for name, command in commands.items():
         assert run([*command, str(tmp_path / f"{name} one")]) == 0
@@ -203,7 +225,9 @@ def test_two_nodes_write_what_one_process_does(tmp_path: Path, monkeypatch: pyte
     for name in ("generate", "regenerate"):
         one, two = (list(map(without_times, lines(tmp_path / f"{name} {number}"))) for number in ("one", "two"))
         assert sorted(two, key=lambda line: line["id"]) == sorted(one, key=lambda line: line["id"])
-    assert contents(tmp_path / "features two") == contents(tmp_path / "features one")
+    for name in ("features", "datastore"):
+        assert contents(tmp_path / f"{name} two") == contents(tmp_path / f"{name} one")
+    check_same_training(tmp_path / "train two", tmp_path / "train one")
 
 
 @EMBEDDED
@@ -322,17 +346,8 @@ def test_numbers_of_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 @EMBEDDED
 def test_a_training_with_two_processes(tmp_path: Path) -> None:
-    """Guards against processes that train apart, each on its share: the losses are those of one process, up to the
-    rounding of sums."""
-    turns = [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "There was a hat. " * 9}]
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps({"messages": turns, "id": i}) + "\n" for i in range(24)))
-    common = ["train", "--data", str(data), "--method", "mtp", "--accumulation", "2", "--steps", "2", "--device", "cpu"]
-    common += ["--log-every", "1", "--eval-every", "0", "--heldout-tokens", "200", "--output"]
+    """Guards against processes that train apart, each on its share."""
+    common = brief_training(written_chats(tmp_path / "chats.jsonl", 24))
     assert run([*common, str(tmp_path / "one")]) == 0
     assert run([*common, str(tmp_path / "two"), "--workers", "2"]) == 0
-    one, two = (
-        [line["loss"] for line in lines(tmp_path / name / "log.jsonl") if "loss" in line] for name in ("one", "two")
-    )
-    assert two == pytest.approx(one, rel=1e-4)
-    assert len(one) == 2
+    check_same_training(tmp_path / "two", tmp_path / "one")

@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import processes
@@ -212,6 +215,52 @@ def test_two_processes_one_is_killed_and_one_goes_on(
     assert result.exit_code == 0, result.output
     assert f"resumed at step {step} of 60" in result.stderr
     assert json.loads((tmp_path / "new" / "training.json").read_text())["processes"] == 1
+
+
+def agent(port: int, world: Path, command: tuple[object, ...]) -> list[str]:
+    """The command line of one machine's torchrun, as deploy/slurm/train.sbatch has it."""
+    machines = ("--nnodes", 2, "--nproc-per-node", 1, "--local-addr", "127.0.0.1")
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job")
+    arguments = (world / "llama" if part == "llama" else part for part in command)
+    launcher = (sys.executable, "-m", "torch.distributed.run", *machines, *meeting)
+    return [str(part) for part in (*launcher, "-m", "eyas", *arguments)]
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.exhaustive
+def test_two_machines_train_what_one_process_does(
+    run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
+) -> None:
+    """Guards against machines that train apart: two of torchrun's agents, which have only an address in common, end
+    with the losses and the head of one process, up to the rounding of sums."""
+    whole = (*command, "--accumulation", 2, "--device", "cpu", "--log-every", 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
+    with ExitStack() as running:
+        agents = [
+            running.enter_context(
+                processes.started(agent(port, world, whole), env=environment, stderr=subprocess.PIPE, text=True)
+            )
+            for _ in range(2)
+        ]
+        said = [processes.finish(one)[1] for one in agents]
+    assert [one.returncode for one in agents] == [0, 0], said
+    alone = tuple(tmp_path / "alone" if part == tmp_path / "new" else part for part in whole)
+    assert run(*alone).exit_code == 0
+    records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("new", "alone")]
+    assert [record["processes"] for record in records] == [2, 1]
+    losses, expected = (losses_of(tmp_path / name) for name in ("new", "alone"))
+    assert len(losses) == 6
+    assert losses == pytest.approx(expected, rel=1e-4)
+    head = load_file(tmp_path / "new" / "model.safetensors")
+    for name, values in load_file(tmp_path / "alone" / "model.safetensors").items():
+        torch.testing.assert_close(head[name], values, rtol=1e-3, atol=1e-5, msg=name)
 
 
 BAD = {

@@ -87,7 +87,7 @@ class RemoteStore(FeatureStore):
         return ""
 
     def expect(self, numbers: Sequence[int], layers: Sequence[int]) -> None:
-        """Wait for the download that runs, then begin to download those of these examples that are not here."""
+        """Wait for the running download, then start to download the named examples that are not cached yet."""
         keys = [(number, layer) for number in numbers for layer in layers]
         if all(key in self.kept for key in keys):
             return

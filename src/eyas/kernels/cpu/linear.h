@@ -17,8 +17,9 @@ static void widen(const W* w, int64_t inputs, float* to) {
                });
 }
 
-// Many tiles [M rows] through a panel of floats: all tiles take SUM_BLOCK inputs, then the next, so
-// that these weights stay in the L1 cache. The bits are those of multiply_tile.
+// Multiply M rows of x, in many tiles, by a panel of floats. All tiles use SUM_BLOCK inputs before
+// any uses the next, so these weights stay in the L1 cache. Results equal multiply_tile's to the
+// last bit, as it sums in the same order.
 static void multiply_wide(const float* x, int64_t ldx, const float* w, int64_t inputs, int64_t M,
                           const float* scale, const float* bias, float* y, int64_t ldy,
                           Epilogue epilogue) {

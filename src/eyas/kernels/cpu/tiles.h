@@ -225,6 +225,7 @@ NOINLINE void add_products(const float* x, int64_t ldx, const float* w, int64_t 
     }
 }
 
+// add_products with as many rows as there are, 1 to ROWS.
 template <int ROWS>
 static void add_products_of(int64_t rows, const float* x, int64_t ldx, const float* w,
                             int64_t begin, int64_t end, Prefetch prefetch, float* sums) {

@@ -10,7 +10,7 @@ import io
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,8 +106,11 @@ class _Loop:
     training: dict[str, Any]
     model: TargetOptions
     options: dict[str, Any]
+    folder: str  # of the command, by which relative paths are meant
 
     def __call__(self, stop: Callable[[], bool]) -> None:
+        with suppress(OSError):  # another machine need not have it
+            os.chdir(self.folder)
         _train(self.head, self.training, self.model, self.options, stop)
 
 
@@ -124,13 +127,14 @@ def _train_with_workers(
     from eyas.cluster.data import Workers
     from eyas.cluster.training import train_with
 
-    folder = str(Path(head.output).expanduser().absolute())  # Ray's processes work in other folders
+    folder = str(Path(head.output).expanduser().absolute())  # Ray's processes begin in other folders
     data = tuple(map(_absolute, head.data))
     features = head.features and _absolute(head.features)
     head = replace(head, output=folder, data=data, features=features)
     assert head.workers is not None
     share = Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
-    train_with(_Loop(head, dict(training), model, dict(options)), share, Path(folder), head.min_workers)
+    loop = _Loop(head, dict(training), model, dict(options), os.getcwd())
+    train_with(loop, share, Path(folder), head.min_workers)
     note(f"the head is in {head.output}")
 
 

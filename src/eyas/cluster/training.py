@@ -9,8 +9,10 @@ after the step that they are in, and Ray begins again from there.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +25,15 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from eyas.cluster.data import Workers, connected
 from eyas.errors import EyasError
 from eyas.files import write_errors
+from eyas.locks import locked_output, prepare_folder
 
 __all__ = ["train_with"]
 
 RAY_FOLDER = ".ray"  # of Ray's own files, while it runs
+RAY_PART = "training"  # of the output folder, which one command at a time has
 FAILURES = 100  # lost processes, until the training is given up
-
+FINAL = "final"  # beside the mistakes of processes: the run is over
+PATIENCE_SECONDS, LOOK_SECONDS = 120.0, 0.5  # longer than Ray needs to notice a machine that is gone
 
 Loop = Callable[[Callable[[], bool]], object]  # gets the function that says whether to save and stop
 
@@ -75,22 +80,31 @@ def _take_notice() -> None:
     NOTICE.take()
 
 
-def train_with(loop: Loop, workers: Workers, folder: Path, fewest: int | None = None, failures: int = FAILURES) -> None:
+def train_with(
+    loop: Loop,
+    workers: Workers,
+    folder: Path,
+    fewest: int | None = None,
+    failures: int = FAILURES,
+    patience: float = PATIENCE_SECONDS,
+) -> None:
     """Call `loop` in every process, again in all of them after one was lost.
 
     Args:
         folder: where the training's output goes, which all machines see.
         fewest: the number of processes to run with while the cluster has no room for all; None: all are required.
+        patience: seconds that processes wait for one that has ended with a mistake of the user's, until they end too.
 
     Raises:
         EyasError: what `loop` has raised; an error of the user's that a retry cannot fix.
+        InputError: another command trains in this folder by Ray.
     """
     own = folder / RAY_FOLDER
-    with connected(workers), _made(own):
-        fault = own / "fault"
+    prepare_folder(folder)
+    with locked_output(folder, RAY_PART), connected(workers), _made(own), _made(own / "faults") as faults:
         trainer = TorchTrainer(
             _call,
-            train_loop_config={"loop": loop, "fault": str(fault)},
+            train_loop_config={"loop": loop, "faults": str(faults), "patience": patience},
             torch_config=_SigtermAware(),
             scaling_config=ScalingConfig(
                 num_workers=workers.number if fewest is None else (fewest, workers.number),
@@ -100,17 +114,20 @@ def train_with(loop: Loop, workers: Workers, folder: Path, fewest: int | None = 
             run_config=RunConfig(storage_path=str(own), failure_config=FailureConfig(max_failures=failures)),
         )
         trainer.fit()
-        if fault.exists():
-            raise EyasError(fault.read_text(encoding="utf-8"))
+        # the first one: others may only say that a process has ended
+        found = sorted(faults.glob("[0-9]*"), key=lambda file: file.stat().st_mtime_ns)
+        if found:
+            raise EyasError(found[0].read_text(encoding="utf-8"))
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Make a folder for the block."""
+def _made(folder: Path) -> Iterator[Path]:
+    """Make an empty folder for the block; a command that was killed has left one."""
+    shutil.rmtree(folder, ignore_errors=True)
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -118,14 +135,42 @@ def _made(folder: Path) -> Iterator[None]:
 def _call(config: Mapping[str, Any]) -> None:
     """Run the training in a process of Ray's. A mistake of the user's ends the run as if it were done: Ray would begin
     it again and again."""
-    is_first, fault = ray.train.get_context().get_world_rank() == 0, Path(config["fault"])
-    if is_first:
-        fault.unlink(missing_ok=True)  # of an earlier try, whose other processes were lost
+    import torch.distributed as dist
+
+    rank, faults = ray.train.get_context().get_world_rank(), Path(config["faults"])
+    if (faults / FINAL).exists():
+        return
+    if rank == 0:
+        for fault in faults.iterdir():  # of an earlier try, whose other processes were lost
+            fault.unlink()
+    dist.barrier()
     NOTICE.is_training = True
     try:
-        config["loop"](lambda: NOTICE.is_given)
+        with _not_left_waiting(faults, config["patience"]):
+            config["loop"](lambda: NOTICE.is_given)
     except EyasError as error:
-        if is_first:
-            fault.write_text(str(error), encoding="utf-8")
+        (faults / str(rank)).write_text(str(error), encoding="utf-8")
     finally:
         NOTICE.is_training = False
+
+
+@contextmanager
+def _not_left_waiting(faults: Path, patience: float) -> Iterator[None]:
+    """End this process if another one has ended with a mistake so many seconds ago, and this one waits for it. If the
+    other one were lost, Ray would have ended this one by then. Ray begins again, and each process then ends at once."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        seconds = 0.0
+        while seconds < patience:
+            if ended.wait(LOOK_SECONDS):
+                return
+            seconds = seconds + LOOK_SECONDS if any(faults.iterdir()) else 0.0
+        (faults / FINAL).touch()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -19,7 +19,8 @@ import httpx2
 import pytest
 
 import eyas
-from eyas import checkpoints, drafters, tiny
+from cluster import live
+from eyas import checkpoints, drafters
 from eyas.core.options import build_options
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
@@ -33,12 +34,7 @@ with warnings.catch_warnings():
 from eyas.cluster.fleet import VARIABLES  # noqa: E402 - what follows needs Ray
 from eyas.cluster.options import APPLICATION, DEPLOYMENT  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::UserWarning"),
-    pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not here"),
-]
+pytestmark = [*live.MARKS, live.EMBEDDED]
 
 SECONDS = 300  # that a change may take on a busy machine
 PROMPTS = ("Tell me a story.", "Tell me a story about a hat.", "What is the weather like?", "Can you help me?")
@@ -121,7 +117,8 @@ def counts(url: str) -> dict[str, dict[str, float]]:
 
 
 def accepted_shares(url: str) -> dict[str, float]:
-    """Return the share of drafts that each replica accepts now. Sessions are asked until both replicas have drafted."""
+    """Return the share of drafts that each replica accepts now; replicas that draft nothing have none. Sessions are
+    asked until both replicas have drafted."""
     before = counts(url)
     for session in range(100):
         streamed(url, PROMPTS[session % len(PROMPTS)], f"shares {session}", max_tokens=40)
@@ -129,7 +126,8 @@ def accepted_shares(url: str) -> dict[str, float]:
         drafted = {name: now[name]["draft"] - before.get(name, {}).get("draft", 0) for name in now}
         if len(drafted) == 2 and min(drafted.values()) > 0:
             break
-    return {name: (now[name]["accepted"] - before.get(name, {}).get("accepted", 0)) / drafted[name] for name in drafted}
+    accepted = {name: now[name]["accepted"] - before.get(name, {}).get("accepted", 0) for name in now}
+    return {name: accepted[name] / count for name, count in drafted.items() if count > 0}
 
 
 def test_a_new_head_without_a_restart(url: str, tmp_path: Path) -> None:

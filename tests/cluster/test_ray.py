@@ -5,32 +5,39 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from cluster import live
 from eyas import tiny
-from eyas.errors import InputError, OptionError
+from eyas.errors import EyasError, InputError, OptionError
+from eyas.locks import locked_output
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own modules use deprecated parts of pydantic
+    from eyas.cluster import fleet
+
 from eyas.cli import features, run, train  # noqa: E402 - what follows needs Ray
 from eyas.cli.features import MakeWriter  # noqa: E402
 from eyas.cluster.data import Workers, piece_size, worked  # noqa: E402
+from eyas.cluster.options import Fleet  # noqa: E402
+from eyas.cluster.training import train_with  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::UserWarning"),
-]
+pytestmark = live.MARKS
 
 
 class Dying:
@@ -81,6 +88,64 @@ def test_mistakes_are_one_line(at_once: bool, message: str) -> None:
         list(worked([1], Refusing(at_once), Workers(1)))
 
 
+@pytest.mark.parametrize(
+    ("address", "others", "ended"),
+    [("", {}, True), ("local", {}, True), ("auto", {}, True), ("auto", {"chat": 1}, False)],
+)
+def test_other_applications_of_a_cluster_stay(
+    address: str, others: dict[str, int], ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `eyas serve --replicas` that ends all of Ray Serve, and with it what others serve on the cluster,
+    or that leaves its own application there when it is stopped at its start. Ray is a stand-in."""
+    done, started = list[str](), dict[str, Any]()
+
+    def run_application(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name, value in {**fleet.VARIABLES, "RAY_ADDRESS": address}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(fleet, "application", lambda make, fleet: None)
+    monkeypatch.setattr(fleet, "ray", SimpleNamespace(init=started.update, shutdown=lambda: done.append("ray")))
+    monkeypatch.setattr(fleet, "serve", SimpleNamespace(
+        start=lambda **_: None,
+        run=run_application,
+        delete=done.append,
+        status=lambda: SimpleNamespace(applications=others),
+        shutdown=lambda: done.append("serve"),
+    ))  # fmt: skip
+    with (
+        pytest.raises(KeyboardInterrupt),
+        fleet.local_fleet(lambda: None, Fleet(replicas=3), "127.0.0.1", 8000),  # type: ignore[arg-type,return-value]
+    ):
+        pass
+    assert done == ["eyas", *(["serve"] if ended else []), "ray"]
+    assert started.get("num_cpus") == (None if address == "auto" else 3)
+
+
+class Unloadable:
+    """Makes no server, by a mistake of the user's."""
+
+    def __call__(self) -> Any:
+        raise OptionError("there is no such model")
+
+
+def test_a_server_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `eyas serve --replicas` with a model that is not there against a traceback that does not say so."""
+    for name, value in fleet.VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(EyasError, match=r"^there is no such model$"),
+        fleet.local_fleet(Unloadable(), Fleet(), "127.0.0.1", free_port()),
+    ):
+        pass
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def test_pieces() -> None:
     """Guards against one worker that still has much to do when the others have nothing left."""
     assert piece_size(3, 2) == 1
@@ -128,9 +193,7 @@ class DyingWriter(MakeWriter):
         return some
 
 
-EMBEDDED = pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not here"
-)
+EMBEDDED = live.EMBEDDED
 
 
 def features_command(data: Path) -> list[str]:
@@ -326,6 +389,35 @@ def test_a_lost_worker_leaves_the_loss_curve(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "disturbed" / ".ray").exists()
 
 
+@dataclass(frozen=True)
+class Mistaken:
+    """A loop that one process ends with a mistake of the user's, while the other one waits for it."""
+
+    rank: int
+
+    def __call__(self, stop: Callable[[], bool]) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == self.rank:
+            raise InputError(f"process {self.rank} has no such file")
+        dist.barrier()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_of_one_process_ends_all(rank: int, tmp_path: Path) -> None:
+    """Guards against processes that wait for half an hour for one that has told its mistake, and against a mistake that
+    only the first process may tell."""
+    with pytest.raises(EyasError, match=f"process {rank} has no such file"):
+        train_with(Mistaken(rank), Workers(2), tmp_path / "head", patience=1)
+    assert not (tmp_path / "head" / ".ray").exists()
+
+
+def test_one_training_at_a_time(tmp_path: Path) -> None:
+    """Guards against a second command that removes Ray's files of the first one."""
+    with locked_output(tmp_path, "training"), pytest.raises(InputError, match="is being written by"):
+        train_with(Mistaken(0), Workers(1), tmp_path)
+
+
 def test_numbers_of_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Guards against a training that ends when a process is lost, as those that are left cannot share its batches."""
     (tmp_path / "chats.jsonl").write_text("")
@@ -345,9 +437,13 @@ def test_numbers_of_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 @EMBEDDED
-def test_a_training_with_two_processes(tmp_path: Path) -> None:
-    """Guards against processes that train apart, each on its share."""
-    common = brief_training(written_chats(tmp_path / "chats.jsonl", 24))
-    assert run([*common, str(tmp_path / "one")]) == 0
-    assert run([*common, str(tmp_path / "two"), "--workers", "2"]) == 0
+def test_a_training_with_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against processes that train apart, each on its share, and that look for the target in another folder than
+    the command's."""
+    monkeypatch.chdir(tmp_path)
+    tiny.model().save_pretrained("target")
+    tiny.tokenizer().save_pretrained("target")
+    common = [*brief_training(written_chats(Path("chats.jsonl"), 24))[:-1], "--target", "target", "--output"]
+    assert run([*common, "one"]) == 0
+    assert run([*common, "two", "--workers", "2"]) == 0
     check_same_training(tmp_path / "two", tmp_path / "one")

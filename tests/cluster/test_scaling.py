@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from eyas import tiny
+from cluster import live
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 
@@ -26,12 +26,7 @@ from eyas.cluster.fleet import VARIABLES  # noqa: E402
 from eyas.cluster.options import APPLICATION, DEPLOYMENT, Fleet, deployment_options  # noqa: E402
 from eyas.cluster.replica import Replica  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::UserWarning"),
-    pytest.mark.skipif(not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not here"),
-]
+pytestmark = [*live.MARKS, live.EMBEDDED]
 
 ROWS, SEQUENCES, LOOKS = 2, 4, 600
 QUICK = {"upscale_delay_s": 1, "downscale_delay_s": 3, "metrics_interval_s": 0.5, "look_back_period_s": 2}

@@ -19,7 +19,7 @@ import ray.data
 
 from eyas.errors import EyasError, OptionError
 
-__all__ = ["Workers", "connected", "piece_size", "worked"]
+__all__ = ["Workers", "connected", "on_shared_cluster", "piece_size", "worked"]
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -107,14 +107,16 @@ class _Worker:
             return OptionError(str(error))
 
 
+def on_shared_cluster() -> bool:
+    """Return whether RAY_ADDRESS names a cluster that runs already, perhaps for others too."""
+    return os.environ.get(ADDRESS, LOCAL) not in ("", LOCAL)
+
+
 @contextmanager
 def connected(workers: Workers) -> Iterator[None]:
     """Use the cluster that RAY_ADDRESS names, or start Ray on this machine while the block runs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if os.environ.get(ADDRESS, LOCAL) not in ("", LOCAL):
-        own: dict[str, Any] = {}
-    else:
-        own = {"num_cpus": workers.number * workers.cpus + 1, "include_dashboard": False}
+    own = {} if on_shared_cluster() else {"num_cpus": workers.number * workers.cpus + 1, "include_dashboard": False}
     ray.init(log_to_driver=False, **own)
     try:
         yield

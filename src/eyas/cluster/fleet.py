@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,17 +13,19 @@ from typing import Any
 import ray
 from ray import serve
 
+from eyas.cluster.data import on_shared_cluster
 from eyas.cluster.gate import CALLBACK
-from eyas.cluster.options import APPLICATION, Fleet, deployment_options
+from eyas.cluster.options import APPLICATION, DEPLOYMENT, Fleet, deployment_options
 from eyas.cluster.replica import Replica, Server
+from eyas.errors import EyasError
 
 __all__ = ["application", "local_fleet", "run_until_signal"]
 
+MISTAKE = re.compile(r"eyas\.errors\.\w+: (.+)")
 VARIABLES = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere unless the user says so
 }
-ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster that runs already
 
 
 def application(make: Callable[[], Server], fleet: Fleet) -> Any:
@@ -36,22 +39,37 @@ def local_fleet(make: Callable[[], Server], fleet: Fleet, host: str, port: int) 
     """Serve on this address while the block runs.
 
     Ray is started on this machine, unless RAY_ADDRESS names a cluster. At the end the replicas have `fleet.drain`
-    seconds for running answers.
+    seconds for running answers. Other applications of that cluster are left alone.
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     most = fleet.max_replicas or fleet.replicas
-    own = {} if os.environ.get(ADDRESS) else {"num_cpus": most * fleet.cpus, "include_dashboard": False}
+    own = {} if on_shared_cluster() else {"num_cpus": most * fleet.cpus, "include_dashboard": False}
     ray.init(log_to_driver=False, **own)
     try:
         options = {"host": host, "port": port}
         serve.start(proxy_location="HeadOnly", http_options=options)
-        serve.run(application(make, fleet), name=APPLICATION)
-        yield
-        serve.delete(APPLICATION)
-        serve.shutdown()
+        try:
+            _run(application(make, fleet))
+            yield
+        finally:
+            serve.delete(APPLICATION)
+            if not serve.status().applications:
+                serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _run(app: Any) -> None:
+    """Run the application. EyasError where a replica cannot be made by a mistake of the user's, which Ray tells of the
+    deployment, within a traceback."""
+    try:
+        serve.run(app, name=APPLICATION)
+    except RuntimeError as error:
+        told = MISTAKE.findall(serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message)
+        if not told:
+            raise
+        raise EyasError(told[-1]) from error
 
 
 def run_until_signal() -> None:

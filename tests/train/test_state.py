@@ -125,6 +125,14 @@ def test_a_state_of_before_is_refused(tmp_path: Path) -> None:
     toy.run(tmp_path, steps=4, save_every=2, resume=False)
 
 
+def test_other_files_are_no_states(tmp_path: Path, trained: Path) -> None:
+    """Bug: a traceback where somebody has packed a state beside it."""
+    state = copy_state(trained, tmp_path)
+    for name in ("state-4-4.tar.gz", "state-of-the-run.txt", "state-10-1x"):
+        (tmp_path / name).write_bytes(b"any")
+    assert saved_states(tmp_path) == [state]
+
+
 def test_one_state_stays(tmp_path: Path) -> None:
     """Guard that a run keeps its newest state only, and removes a state that a killed process has written in part."""
     (tmp_path / ".state-tmp").mkdir(parents=True)

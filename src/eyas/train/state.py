@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 import warnings
@@ -31,7 +32,7 @@ from eyas.train.dist import SingleProcess
 
 __all__ = ["BestHead", "TrainState", "load_tensors", "load_values", "save_state", "saved_states", "whole_tensors"]
 
-STATE = "state-"
+STATE, STATE_NAME = "state-", re.compile(r"state-(\d+)-(\d+)")
 VALUES_FILE = "values.json"
 KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "step": int,
@@ -201,9 +202,10 @@ def _alone_is_fine() -> Iterator[None]:
 
 
 def saved_states(folder: Path) -> list[Path]:
-    """Return the whole states in a folder of a run, the newest last."""
-    found = [(tuple(map(int, path.name.removeprefix(STATE).split("-"))), path) for path in folder.glob(f"{STATE}*-*")]
-    return [path for _, path in sorted(found)]
+    """Return the whole states in a folder of a run, the newest last. Files that people put beside them, such as an
+    archive of one, are none."""
+    found = [(match, path) for path in folder.glob(f"{STATE}*-*") if (match := STATE_NAME.fullmatch(path.name))]
+    return [path for match, path in sorted(found, key=lambda one: (int(one[0][1]), int(one[0][2])))]
 
 
 def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.checkpoints import Weights, expect, load, safeailab, save
+from eyas.checkpoints._files import write
 from eyas.errors import CheckpointError, InputError
 from golden import GOLDEN, golden_head, needs_golden, same
 
@@ -568,6 +569,14 @@ def test_interrupted_save_leaves_the_older_head(tmp_path: Path, head: Weights, m
     with pytest.raises(KeyboardInterrupt):
         save(dataclasses.replace(head, tensors={k: v + 1 for k, v in head.tensors.items()}), tmp_path / "out")
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_pickle_that_cannot_be_written(tmp_path: Path) -> None:
+    """Guards against a traceback when the disk is full while a head of Hydra's is exported: torch.save raises an error
+    of its own."""
+    with small_files(), pytest.raises(InputError, match=r"cannot write the draft head to .*; choose another folder"):
+        write(tmp_path / "out", {}, {"weight": torch.zeros(1000)}, "hydra_lm_head.pt")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("number", ["ENOSPC", "os error 28"])

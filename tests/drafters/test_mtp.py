@@ -4,9 +4,12 @@ eyas trains learns what it reads while drafting, and comes back from its folder.
 
 from __future__ import annotations
 
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -318,6 +321,28 @@ def test_a_module_is_stitched_into_its_target(family: str, tmp_path: Path) -> No
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(again(ids).logits, target.model(ids).logits)
     assert not all(torch.equal(a, b) for a, b in zip(old.net.state_dict().values(), stitched.values(), strict=True))
+
+
+@pytest.mark.slow
+def test_a_target_of_the_hub_is_stitched_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the copy of a target that is fetched has the files of a head only, so no engine can read a text with it."""
+    target, _ = with_module("qwen3_5", tmp_path / "target")
+    other = {"tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "generation_config.json"}
+    for name in (*other, "original.pth", "picture.png"):
+        (tmp_path / "target" / name).write_text("{}")
+
+    def snapshot(hub_id: str, allow_patterns: list[str], **more: Any) -> str:
+        (tmp_path / "fetched").mkdir(exist_ok=True)
+        for file in (tmp_path / "target").iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy(file, tmp_path / "fetched")
+        return str(tmp_path / "fetched")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    weights = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=6).weights()
+    exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget("someone/target"))
+    module = {"config.json", "model-00001-of-00001.safetensors", "mtp.safetensors", "model.safetensors.index.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == module | other
 
 
 def test_refusals_of_stitching(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
                 os.fsync(stream.fileno())  # a full disk shows here at the latest
         for name, path in temporary.items():
             path.replace(folder / name)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises the second for the first
         needed = sum(tensor.nbytes for tensor in tensors.values())
         raise InputError(f"cannot write the draft head to {folder} ({needed / 1e6:.1f} MB): {_why(error)}") from error
     finally:

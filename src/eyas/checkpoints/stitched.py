@@ -24,7 +24,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from eyas.checkpoints._files import find, read_config
+from eyas.checkpoints._files import read_config
+from eyas.checkpoints._hub import fetch_model
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
@@ -113,7 +114,8 @@ def _folder(target: ExportTarget) -> Path:
         raise CheckpointError(
             "a module is stitched into a copy of its target: name the target's folder or hub id with --target"
         )
-    return find(target.name, None)[0]
+    folder = Path(target.name).expanduser()
+    return folder if folder.is_dir() else fetch_model(target.name)
 
 
 def _numbered(prefix: str) -> dict[str, str]:

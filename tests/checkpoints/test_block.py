@@ -175,6 +175,8 @@ def test_the_flag_has_precedence(tmp_path: Path, told: dict[str, Any], from_anch
         (config("Gemma4DSparkModel"), "Gemma 4's"),
         (config(DSPARK, is_causal="yes"), "is_causal"),
         (config(DSPARK, layer_types=["full_attention", "chunked_attention"]), "layer_types"),
+        (config(DSPARK, layer_types=[["full_attention"], []]), "layer_types"),
+        (config(DSPARK, use_sliding_window=True, sliding_window="wide"), "windows that cannot be read"),
         (config(DSPARK, draft_vocab_size=32), "whole vocabulary"),
         (config(DSPARK, attention_bias=True), "biases"),
         (config(DSPARK, model_type="gemma4"), "Gemma 4's"),
@@ -330,6 +332,12 @@ def test_windows_and_factors(tmp_path: Path) -> None:
         assert [first.config[key] for key in ("embed_scale", "logit_scale", "logit_cap")] == [7.0, 0.5, 30.0]
         save(first, tmp_path / f"b{number}")
         assert load(tmp_path / f"b{number}").config == first.config
+
+
+def test_layer_types_of_a_larger_model(tmp_path: Path) -> None:
+    """Guards a head whose config.json lists the layers of the model that it was made from: the head's are the first."""
+    told = config(DFLASH, **{**WINDOWED, "layer_types": [*WINDOWED["layer_types"], "full_attention"]})
+    assert load(lay(tmp_path, told, tensors())).config["windows"] == (None, 9)
 
 
 def library(kind: str, **more: Any) -> dict[str, Any]:

@@ -444,6 +444,9 @@ def test_what_llama_cpp_does_not_compute(target: Target, tmp_path: Path) -> None
     block, _ = block_parts(target, tmp_path / "dflash", "dflash")
     anchored = dataclasses.replace(block, config={**block.config, "windows": (7, 7), "anchored": True})
     not_written(anchored, known, "windows that are counted from the root", out)
+    last = dataclasses.replace(block, config={**block.config, "feature_layers": (1, target.num_layers)})
+    more = {"block_count": target.num_layers + 1, "nextn_predict_layers": 1}  # the last one is a module, not a layer
+    not_written(last, target_file(target, tmp_path / "module.gguf", **more), r"reads hidden_states\[\d\], and", out)
     early = dataclasses.replace(block, config={**block.config, "from_anchor": True})
     not_written(early, known, "slots that predict the next token, and no Markov head", out)
     module = mtp.Method.random(target, seed=5).weights()

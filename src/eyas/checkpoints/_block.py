@@ -50,7 +50,7 @@ from torch import Tensor
 from eyas.checkpoints._eagle3 import architecture
 from eyas.checkpoints._llama import Shape, count, flag, in_halves, layer_names, number, read_layer, read_rope
 from eyas.checkpoints._weights import differences, refuse_dtypes
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, first_line
 
 __all__ = [
     "CLASSES",
@@ -248,12 +248,18 @@ def attention_kinds(merged: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import Qwen3Config  # its rules decide which layers have a window
 
     kinds, layers = merged.get("layer_types"), count(merged, "num_hidden_layers")
-    known = kinds is None or (isinstance(kinds, list) and set(kinds) <= {SLIDING, "full_attention"})
+    known = kinds is None or (isinstance(kinds, list) and all(kind in (SLIDING, "full_attention") for kind in kinds))
     if not known or (kinds is not None and len(kinds) < layers):
         raise CheckpointError(
             f"config.json has layer_types {kinds!r}; heads whose {layers} layers have full or sliding attention are read"
         )
-    resolved: Any = Qwen3Config(**{key: merged[key] for key in LAYER_KEYS if merged.get(key) is not None})
+    settings = {key: merged[key] for key in LAYER_KEYS if merged.get(key) is not None}
+    if kinds is not None:  # the config may be that of a model with more layers
+        settings["layer_types"] = kinds[:layers]
+    try:
+        resolved: Any = Qwen3Config(**settings)
+    except Exception as error:  # transformers checks the values in its own ways
+        raise CheckpointError(f"config.json has windows that cannot be read: {first_line(error, 200)}") from error
     slides = [kind == SLIDING for kind in resolved.layer_types[:layers]]
     told = "causal" if merged.get("is_causal") is None else "is_causal"
     causal = slides if merged.get(told) is None else [flag(merged, told, False)] * layers

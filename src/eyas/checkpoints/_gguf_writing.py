@@ -104,7 +104,7 @@ def _eagle3(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ours, published, theirs = publish(config, tensors, "layers.0", "llama.cpp")
-    layers = int(file.need("ARCH.block_count")) - int(file.get("ARCH.nextn_predict_layers", 0))
+    layers = _own_layers(file)
     features = list(ours["feature_layers"] or (2, layers // 2, layers - 3))
     _refuse(
         {
@@ -149,7 +149,7 @@ def _block(
             "embeddings of its own, and no lm_head": tables == {"embed.weight"},
         }
     )
-    _refuse_last(config["feature_layers"], int(file.need("ARCH.block_count")))
+    _refuse_last(config["feature_layers"], _own_layers(file))
     published = write_common({**config, "draft_vocab": 0, "anchored": False}, "")
     settings = {
         **_layer_settings(published),
@@ -195,7 +195,7 @@ def _module(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
         raise CheckpointError(
             f"{file.name} is a {file.architecture}, and the module's target a {config['target_model_type']}"
         )
-    layers = int(file.need("ARCH.block_count")) - int(file.get("ARCH.nextn_predict_layers", 0))
+    layers = _own_layers(file)
     if int(file.get("ARCH.nextn_predict_layers", 0)) > 1:
         raise CheckpointError(f"{file.name} has several modules already, of which only one could be replaced")
     _, published = mtp.write("mtp", config, tensors)
@@ -224,6 +224,11 @@ def _module(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
 
 
 # --- parts -------------------------------------------------------------------------------------------
+
+
+def _own_layers(file: File) -> int:
+    """Return how many layers the target has, without modules of multi-token prediction behind them."""
+    return int(file.need("ARCH.block_count")) - int(file.get("ARCH.nextn_predict_layers", 0))
 
 
 def _refuse(facts: Mapping[str, Any]) -> None:

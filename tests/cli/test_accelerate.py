@@ -6,17 +6,20 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eyas.accelerate import prospect
 from eyas.accelerate.forecast import forecast
+from eyas.accelerate.journal import Journal
 from eyas.accelerate.prospect import Prospect
 from eyas.accelerate.report import HEADING
 from eyas.adaptive import cost
-from eyas.cli import accelerate
+from eyas.cli import accelerate, features, train
 from eyas.cli._errors import Interrupted
+from eyas.train.progress import Progress
 
 Run = Callable[..., Any]
 COSTS = cost.Costs(64, (1, 8), (0.01, 0.02), (1, 4), (0.001, 0.001), (0.001, 0.001), 0.0, 0.0)
@@ -75,6 +78,41 @@ def test_data_that_cannot_be_used_is_refused(refused: Callable[..., str], tmp_pa
     assert "plain text by its name" in refused("accelerate", "llama", "--output", tmp_path / "h", "--data", text)
     assert "it is a file" in refused("accelerate", "llama", "--output", few)
     assert "holds something that this command has not made" in refused("accelerate", "llama", "--output", tmp_path)
+
+
+def test_large_features_are_not_asked_about(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a run whose features are large asks in the middle of the night, or ends where nobody can answer, with the
+    advice to give an option that it does not have."""
+    jobs = list[features.FeatureOptions]()
+    monkeypatch.setattr(features, "make_features", lambda llm, job, options: jobs.append(job))
+    run = accelerate.Run(None, None, tmp_path, None)  # type: ignore[arg-type]
+    run.models = SimpleNamespace(for_training=lambda: None)  # type: ignore[assignment]
+    run.prospect = prospect.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
+    run.features()
+    assert jobs[0].yes
+
+
+def test_every_evaluation_counts_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an evaluation is left out of the forecast where the acceptance is that of the one before, or one of a saved
+    state counts again, as of a later step, when the run goes on. The run is killed at step 5; its state is of step 3."""
+    (tmp_path / "work").mkdir()
+    sessions = [[(2, 3.0), (3, 3.0), (4, 3.0), (4, 2.0), (5, 2.0)], [(4, 3.0), (4, 2.0), (5, 2.0), (6, 2.0), (6, 1.0)]]
+    Journal(tmp_path / "work", {}).write(
+        training={"config": {}, "prompts": 4, "effective_tokens": 1200}, evaluations=[]
+    )
+    for shown in sessions:
+
+        def train_head(*of: Any, on_progress: Callable[[Progress], None], shown: Any = shown, **more: Any) -> None:
+            for step, loss in shown:
+                on_progress(Progress(step, 6, 1e-3, 1.0, heldout={"chain tau": 1.0, "loss": loss}))
+
+        monkeypatch.setattr(train, "train_head", train_head)
+        run = accelerate.Run(None, None, tmp_path, Journal(tmp_path / "work", {}))  # type: ignore[arg-type]
+        run.models = SimpleNamespace(for_training=lambda: None)  # type: ignore[assignment]
+        run.prospect = prospect.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
+        run.train()
+    evaluations = Journal(tmp_path / "work", {})["evaluations"]
+    assert [(one["step"], one["loss"]) for one in evaluations] == [(2, 3.0), (4, 2.0), (6, 1.0)]
 
 
 @pytest.mark.exhaustive

@@ -282,6 +282,7 @@ class Run:
             max_length=self.prospect.max_length,
             heldout=heldout_share(_lines(answers)),
             shard_mib=SHARD_MIB,
+            yes=True,  # hours after the command was given nobody is there to be asked
         )
         features.make_features(self.models.for_training(), job, {})
 
@@ -302,10 +303,11 @@ class Run:
         head = train.HeadOptions(features=str(store), output=str(self.folder), method=self.prospect.method)
 
         def on_progress(now: Progress) -> None:
-            evaluations = self.journal["evaluations"]
-            tau = now.heldout.get("chain tau")
-            if tau is not None and (not evaluations or evaluations[-1]["tau"] != tau):  # else the one before
-                self._evaluate(now.step, now.steps, tau)
+            # figures are shown until there are others, and those of the saved state again in a run that goes on
+            known = [(one["tau"], one.get("loss")) for one in self.journal["evaluations"]]
+            figures = now.heldout.get("chain tau"), now.heldout.get("loss")
+            if figures[0] is not None and figures not in known:
+                self._evaluate(now.step, now.steps, figures[0], figures[1])
 
         train.train_head(
             self.models.for_training(),
@@ -318,14 +320,15 @@ class Run:
             tree_prompts=0,
         )
 
-    def _evaluate(self, step: int, steps: int, tau: float) -> None:
+    def _evaluate(self, step: int, steps: int, tau: float, loss: float | None) -> None:
         """Correct the forecast by the acceptance that an evaluation has measured."""
         from eyas.accelerate.prospect import updated
 
         training = self.journal["training"]
         forecast = updated(self.prospect, training["effective_tokens"], step / steps, tau, training["prompts"])
-        evaluation = {"step": step, "steps": steps, "tau": tau, "forecast": forecast.to_json()}
-        self.journal.write(evaluations=[*self.journal["evaluations"], evaluation])
+        evaluation = {"step": step, "steps": steps, "tau": tau, "loss": loss, "forecast": forecast.to_json()}
+        others = [one for one in self.journal["evaluations"] if one["step"] != step]
+        self.journal.write(evaluations=[*others, evaluation])
         note(f"now expected: {_expected(forecast)}")
 
     def bench(self) -> None:

@@ -21,6 +21,7 @@ from eyas import checkpoints
 from eyas.cli import _files, generate
 from eyas.core.target import Target
 from eyas.drafters import eagle1
+from eyas.errors import InputError
 
 Run = Callable[..., Any]
 GENERATE = ("generate", "--target", "llama", "--max-new-tokens", 4)
@@ -47,6 +48,8 @@ BAD = {
         ("--bogus",),
         ["unknown option '--bogus'; known: accelerate", "tune (see eyas --help)"],
     ),
+    "an unknown user's folder": ((*GENERATE, "x", "--draft", "~no-such-user/head"), ["write the path in full"]),
+    "a name that no file can have": ((*GENERATE, "x", "--draft", "head" * 99), ["headhead", "file name too long"]),
     "unknown subcommand": (("datastore", "bogus"), ["(see eyas datastore --help)"]),
     "option of no method": ((*GENERATE, "x", "--tree.nods", 3), ["--tree.nods", "--tree.nodes"]),
     "impossible option": (
@@ -251,6 +254,15 @@ def test_no_space_left(refused: Run, prompts: Path) -> None:
     said = refused(*GENERATE, "--method", "vanilla", "--input", prompts, "--output", "/dev/full")
     assert "no space left on the device" in said
     assert "run the same command again" in said
+
+
+def test_a_line_of_prompts_is_no_half_result(tmp_path: Path) -> None:
+    """Bug: the only line of a file of prompts, which is named as the output by mistake, is cut off as half a result."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}')
+    with pytest.raises(InputError, match="something other than results"), _files.Results(str(path)):
+        pass
+    assert path.read_text() == '{"id": "a", "prompt": "x"}'
 
 
 @pytest.mark.slow

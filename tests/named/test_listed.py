@@ -189,5 +189,9 @@ def test_the_command_lists_what_fits(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "deepseek-ai/dspark_qwen3_14b_block7  (dspark)" in said
     assert "Gemma 4's, which are not computed here" in said
+    assert run(["heads", "embedded"]) == 0
+    own = capsys.readouterr().out
+    assert own.index("(mtp)") < own.index("(eagle3)")  # the default first
+    assert "no head is listed" not in own
     assert run(["heads", "me/nothing", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["heads"] == []

@@ -23,6 +23,8 @@ from typing import TextIO
 from eyas.errors import EyasError, one_line
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+UNUSABLE = frozenset({errno.EACCES, errno.ENAMETOOLONG})  # whatever names a file, where the file is looked for
+NO_HOME = "Could not determine home directory"
 GREEN, RED = "32", "31"
 
 
@@ -100,6 +102,10 @@ def _mistake(error: Exception) -> str | None:
         _discard_output()
         place = f" for {error.filename}" if error.filename else ""
         return f"no space left on the device{place}: free some and try again"
+    if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename:
+        return f"{str(error.filename)[:200]} cannot be used: {(error.strerror or '').lower()}"
+    if isinstance(error, RuntimeError) and str(error).startswith(NO_HOME):  # Path.expanduser
+        return "a path begins with ~ and a user whom this machine does not know: write the path in full"
     # torch's error for accelerators is a RuntimeError of that name
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         reason = str(error).partition(". ")[0][:200] or "allocation failed"

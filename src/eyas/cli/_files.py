@@ -246,7 +246,8 @@ class Results:
                     self._stream.write(b"\n")
                 except EyasError:
                     begins = (f'{{"{name}":'.encode() for name in self.names)
-                    if not any(raw.startswith(begin) or begin.startswith(raw) for begin in begins):
+                    is_part = any(raw.startswith(begin) or begin.startswith(raw) for begin in begins)
+                    if not is_part or _is_json(raw):
                         raise
                     self._stream.truncate(end)
 
@@ -263,6 +264,15 @@ class Results:
         self.first = self.first or result
         made_for = result.get("prompt_sha256")
         self.done[json.dumps(key)] = made_for if isinstance(made_for, str) else None
+
+
+def _is_json(raw: bytes) -> bool:
+    """Return whether a line is whole; a part of an object is no JSON."""
+    try:
+        parse_json(raw)
+    except InputError:
+        return False
+    return True
 
 
 # --- a run --------------------------------------------------------------------------------------

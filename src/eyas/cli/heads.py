@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from eyas.cli._load import quiet
 from eyas.cli._options import AS_JSON
+
+if TYPE_CHECKING:
+    from eyas.named import FittingHead
 
 GROUP = "Heads"
 EXAMPLES = """
@@ -33,7 +36,7 @@ def command(
     if model is None:
         found = [named.FittingHead(head, f"{head.source} lists for {head.target}") for head in named.listed_heads()]
     else:
-        found = named.fitting_heads(model, _config(model))
+        found = _fitting(model)
     if as_json:
         heads = [{"head": fit.head.head, "method": fit.head.method, "why": fit.why} for fit in found]
         print(json.dumps({"model": model, "heads": heads, "left_out": dict(named.left_out())}))
@@ -47,18 +50,30 @@ def command(
         print(f"{heads_left_out}\n    {reason}")
 
 
+def _fitting(model: str) -> list[FittingHead]:
+    """Return the heads that fit a model. A model with a name has heads of its own, which come first."""
+    from eyas import named
+
+    known = named.find(model)
+    if known is None:
+        return named.fitting_heads(model, _config(model))
+    own = [
+        named.FittingHead(
+            named.ListedHead(model, str(path), kind, ""),
+            "comes with the model, which takes it without --draft" + f" (--method {kind})" * (kind != known.best),
+        )
+        for kind, path in sorted(known.heads.items(), key=lambda head: head[0] != known.best)
+    ]
+    return own + (named.fitting_heads(known.published, {}) if known.published else [])
+
+
 def _config(model: str) -> dict[str, Any]:
     """Return the text config of a model; empty where it cannot be had: then its name alone says what fits."""
     from transformers import AutoConfig
 
-    from eyas import named
-
-    place = named.place_of(model) if named.find(model) is None else ""
-    if not place:
-        return {}
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(place)
+            config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError):
         return {}
     return {**config.get_text_config(decoder=True).to_dict(), "_name_or_path": config.to_dict().get("_name_or_path")}

@@ -117,7 +117,8 @@ EAGLE1 = [
 def test_one_format_recognises_each_head(config: dict[str, Any], names: Any, expected: list[str]) -> None:
     """Guards against a head that two formats claim, so that the order of the files would decide how
     it is read."""
-    assert [name for name, form in formats().items() if form.recognises(config, list(names))] == expected
+    readable = {name: form for name, form in formats().items() if hasattr(form, "read")}
+    assert [name for name, form in readable.items() if form.recognises(config, list(names))] == expected
 
 
 def test_one_format_writes_each_method() -> None:

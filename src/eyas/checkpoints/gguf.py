@@ -16,7 +16,7 @@ have 1 added, the factors of llama3's RoPE are a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,7 @@ from eyas.checkpoints._weights import Published
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.errors import CheckpointError
 
-__all__ = [
-    "DTYPES", "EXPORTS", "METHODS", "NAME", "SUFFIX", "export", "read", "recognises", "unpack", "usage", "write_file",
-]  # fmt: skip
+__all__ = ["DTYPES", "EXPORTS", "METHODS", "NAME", "SUFFIX", "export", "unpack", "usage", "write_file"]
 
 METHODS = ()
 NAME, SUFFIX = "gguf", ".gguf"
@@ -60,16 +58,6 @@ _OTHER_BLOCKS = {
 }
 
 _UNUSED_TABLES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # copies of the target's
-
-
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return False: a file becomes a head of another form, which is recognised."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Raise CheckpointError: no folder has this form."""
-    raise CheckpointError("a folder is not a file in GGUF format")
 
 
 def unpack(path: Path) -> Published:

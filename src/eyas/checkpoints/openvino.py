@@ -9,7 +9,7 @@ SGLang's form.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,20 +19,10 @@ from eyas.checkpoints import sglang
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "METHODS", "NAME", "export", "usage"]
 
 METHODS = ()
 NAME, EXPORTS = "openvino", ("eagle3",)
-
-
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """False: such a head is one of SGLang's form."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """See `sglang.read`."""
-    return sglang.read(config, tensors)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:

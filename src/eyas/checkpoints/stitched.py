@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from eyas.checkpoints._files import find, read_config
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "EXPORT_FILE", "METHODS", "NAME", "export", "finish", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "EXPORT_FILE", "METHODS", "NAME", "export", "finish", "usage"]
 
 METHODS = ()
 NAME, EXPORTS, EXPORT_FILE = "checkpoint", ("mtp",), "mtp.safetensors"
@@ -41,16 +41,6 @@ QWEN = {
 QWEN_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 NUMBERED_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite")
 INDEX = "model.safetensors.index.json"
-
-
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return False: what is written is a whole model."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Raise CheckpointError: the module is read with its target, without a head."""
-    raise CheckpointError("this is a target with a module of its own: give it as the target, with the method mtp")
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:

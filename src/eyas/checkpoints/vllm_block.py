@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,22 +12,10 @@ from eyas.checkpoints import dflash, dspark
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "METHODS", "NAME", "export", "usage"]
 
 METHODS = ()
 NAME, EXPORTS = "vllm", ("dflash", "dflash2", "dspark")
-
-
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return False: such a head is one of its authors' form."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """See `dflash.read` and `dspark.read`."""
-    if dspark.recognises(config, tensors):
-        return dspark.read(config, tensors)
-    return dflash.read(config, tensors)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:

@@ -115,16 +115,7 @@ class LLM:
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,
-        prompt: str,
-        *,
-        system: str | None = None,
-        batch_size: int | None = None,
-        **keywords: Unpack[GenerateKeywords],
-    ) -> Result: ...
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[int] | Messages,
+        prompt: str | Sequence[int] | Messages,
         *,
         system: str | None = None,
         batch_size: int | None = None,

@@ -10,7 +10,6 @@ Letters: B rows, S levels, Q nodes of a level, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -78,6 +77,7 @@ class BlockMethod(DraftMethod):
     needs_weights: ClassVar[bool] = True
     trainable: ClassVar[bool] = True
     label: ClassVar[str]  # the method's name for people
+    new_from_anchor: ClassVar[bool] = False  # `BlockFormat.from_anchor` of new heads
     net: BlockNet
 
     def __init__(
@@ -95,19 +95,15 @@ class BlockMethod(DraftMethod):
         self.tree: DynamicTree = replace(self.options.tree, depth=min(self.options.tree.depth, block_format.levels))
 
     @classmethod
-    @abstractmethod
     def new_extras(cls, options: Any) -> Extras:
         """Return the further heads of a new net."""
-
-    @classmethod
-    @abstractmethod
-    def new_from_anchor(cls) -> bool:
-        """`BlockFormat.from_anchor` of new heads."""
+        return Extras()
 
     @property
-    @abstractmethod
     def training(self) -> BlockTraining:
         """The weights of the loss."""
+        training: BlockTraining = self.options.train.loss()
+        return training
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
@@ -170,7 +166,7 @@ class BlockMethod(DraftMethod):
         block_format = BlockFormat(
             new.block,
             mask_token(new.mask_token, target, counts_V),
-            cls.new_from_anchor(),
+            cls.new_from_anchor,
             embed_scale=embed_scale(target),
             logit_scale=family.logit_scale,
             logit_cap=family.softcap or 0.0,

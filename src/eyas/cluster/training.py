@@ -75,7 +75,7 @@ def _take_notice() -> None:
     NOTICE.take()
 
 
-def train_with(loop: Loop, workers: Workers, folder: Path, fewest: int | None = None, failures: int = FAILURES) -> None:
+def train_with(loop: Loop, workers: Workers, folder: Path, fewest: int | None = None) -> None:
     """Call `loop` in every process, again in all of them after one was lost.
 
     Args:
@@ -97,7 +97,7 @@ def train_with(loop: Loop, workers: Workers, folder: Path, fewest: int | None = 
                 use_gpu=workers.gpus > 0,
                 resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if workers.gpus else {})},
             ),
-            run_config=RunConfig(storage_path=str(own), failure_config=FailureConfig(max_failures=failures)),
+            run_config=RunConfig(storage_path=str(own), failure_config=FailureConfig(max_failures=FAILURES)),
         )
         trainer.fit()
         if fault.exists():

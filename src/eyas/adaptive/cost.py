@@ -23,7 +23,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,7 +40,7 @@ from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
 from eyas.files import parse_json, user_cache, write_atomically
-from eyas.hardware import cpu_name, versions
+from eyas.hardware import cpu_name, load_per_core, versions
 from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
@@ -214,7 +213,7 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
 def measure(drafter: Drafter) -> Costs:
     """Measure the costs of a method."""
     limit, target = drafter.max_tree, drafter.target
-    load, now = _load_per_core(), time.time()
+    load, now = load_per_core(), time.time()
     measured = time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
     nodes, verify = tuple(measured.medians), _rising(list(measured.medians.values()))
     if limit is None:
@@ -246,12 +245,6 @@ def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
     first = max(0.0, median(step.seconds for step in drafted) - _interpolate(costs.nodes, costs.verify, own_nodes))
     rest = max(0.0, median(step.seconds for step in plain) - costs.plain())
     return replace(costs, own_nodes=own_nodes, first=(first,), plain_rest=rest)
-
-
-def _load_per_core() -> float:
-    """Processes a core that ran or waited during the last minute; 0 where the system does not
-    say."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 # --- keeping measurements ----------------------------------------------------------------------------------------------

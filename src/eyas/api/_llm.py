@@ -94,8 +94,8 @@ class LLM:
         return {head.method: head.head for head in known if not head.listed}
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
-        """Target, drafter and policy of the requests for one adapter; "": for none. The policy of
-        each learns by itself.
+        """Return target, drafter and policy of the requests for one adapter; "": for none. The policy of each learns
+        by itself.
 
         Raises:
             OptionError: there is no such adapter.
@@ -282,7 +282,7 @@ class LLM:
         return Chat(self, system, keywords)
 
     def ids(self, prompt: Any, system: str | None = None, raw: bool = False, **template: Any) -> tuple[int, ...]:
-        """Token ids of one prompt.
+        """Return the token ids of one prompt.
 
         A string is a user's message where the tokenizer has a chat template, unless `raw`.
         `template`: `tools` and `chat_template_kwargs`, for it.
@@ -324,7 +324,8 @@ class LLM:
         return self._request(_single(prompt), system, params)
 
     def _request(self, prompt: Prompt, system: str | None, params: Mapping[str, Any]) -> tuple[Request, TextReader]:
-        """As `request`, for a prompt of `as_prompts` and all keywords, as `generate_keywords` returns them."""
+        """Return what `request` returns, for a prompt of `as_prompts` and all keywords, as `generate_keywords` returns
+        them."""
         template = template_keywords(params)
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
@@ -378,7 +379,7 @@ class LLM:
         return self._structures.constraint(structure, eos)
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
-        """Token ids of a predicted text."""
+        """Return the token ids of a predicted text."""
         if given is None or isinstance(given, str):
             if given and self.tokenizer is None:
                 raise InputError("this target has no tokenizer: give the prediction as token ids")
@@ -408,9 +409,9 @@ class LLM:
     def take_decoder(
         self, rows: int = 1, reuse: bool = False, adapter: str | None = None
     ) -> tuple[Decoder, Callable[[], None]]:
-        """A Decoder without requests (the last one if it fits), and a function that returns it.
+        """Return a Decoder without requests (the last one if it fits), and a function that gives it back.
 
-        Call that function only after success: after an error the rows may hold anything.
+        Call it only after success: after an error the rows may hold anything.
         """
         target, drafter, policy = self.view(self.target.adapter if adapter is None else adapter)
         decoder_key = target, drafter, policy, rows, reuse
@@ -486,7 +487,7 @@ class Chat:
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """Return the Sampling among the keywords of `generate`; OptionError for impossible values."""
+    """Return the Sampling among the keywords of `generate`; raise OptionError for impossible values."""
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 
@@ -509,9 +510,8 @@ def _single(prompt: Any) -> Prompt:
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Token ids that end an answer, as transformers finds them: generation config, else model
-    config, else tokenizer.
-    """
+    """Return the token ids that end an answer, as transformers finds them: generation config, else model config, else
+    tokenizer."""
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

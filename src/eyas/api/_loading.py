@@ -170,8 +170,8 @@ def _load_drafter(
 def _listed_drafter(
     target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None
 ) -> tuple[str | None, Drafter]:
-    """(hub id, drafter) of the first listed head for this target that can be read; the default
-    without a head where none is listed.
+    """Return (hub id, drafter) of the first listed head for this target that can be read; the default without a head
+    where none is listed.
 
     Raises:
         CheckpointError: heads are listed, and none of them can be fetched and read.

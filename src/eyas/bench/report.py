@@ -33,7 +33,7 @@ BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transform
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return the summary in a file or folder. InputError when it is none of this format."""
+    """Return the summary in a file or folder. Raise InputError when it is none of this format."""
     place = path / "summary.json" if path.is_dir() else path
     try:
         summary = parse_json(place.read_bytes())
@@ -259,8 +259,7 @@ LONG = ("methods", "prompts", "texts", "fingerprint")  # settings whose two valu
 
 
 def compared(a: Summary, b: Summary) -> dict[str, Any]:
-    """Rows of both side by side, and the settings that differ. InputError when they have no row in
-    common."""
+    """Rows of both side by side, and the settings that differ. Raise InputError when they have no row in common."""
     keys = ("temperature", "task", "method")
     rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
     pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]

@@ -292,8 +292,8 @@ class BlockMethod(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the loss of blocks at random anchors; see `_loss`. CheckpointError for a head whose parts are not
-        trained here."""
+        """Return the loss of blocks at random anchors; see `_loss`. Raise CheckpointError for a head whose parts are
+        not trained here."""
         if not self.block_format.is_plain or self.draft_ids_v is not None:
             raise CheckpointError(
                 "this head has windows or a vocabulary of its own, and such heads are not trained here"

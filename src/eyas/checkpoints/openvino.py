@@ -26,8 +26,8 @@ NAME, EXPORTS = "openvino", ("eagle3",)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors for optimum-intel. CheckpointError for what
-    its class does not compute."""
+    """Return config.json and the tensors for optimum-intel. Raise CheckpointError for what its class does not
+    compute."""
     unknown = {
         "explicit layers": config.get("feature_layers"),
         "norms of its features": config.get("fc_norm") or config.get("norm_before_fc"),
@@ -50,6 +50,6 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which optimum-intel converts the target and the head."""
+    """Return lines, of a shell or of Python, by which optimum-intel converts the target and the head."""
     command = "optimum-cli export openvino --task text-generation-with-past --weight-format fp32"
     return [f"{command} --model {target} TARGET_OV", f"{command} --model {folder} --trust-remote-code {folder}_ov"]

@@ -13,7 +13,7 @@ NAME = "sglang"
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which SGLang runs the head."""
+    """Return lines, of a shell or of Python, by which SGLang runs the head."""
     algorithm = "DSPARK" if method == "dspark" else "DFLASH"
     options = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {folder}"
     return [f"python -m sglang.launch_server --model-path {target} {options}"]

@@ -44,7 +44,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> the target's config.json, and the module's tensors under the family's names."""
+    """Return the target's config.json, and the module's tensors under the family's names."""
     kind = config["target_model_type"]
     if kind not in (*QWEN_TYPES, *NUMBERED_TYPES):
         raise CheckpointError(f"checkpoints of a {kind} have no names for such a module, and engines no class for it")
@@ -89,7 +89,7 @@ def finish(folder: Path, target: ExportTarget) -> None:
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which engines run the module."""
+    """Return lines, of a shell or of Python, by which engines run the module."""
     speculative = '{"method": "mtp", "num_speculative_tokens": 2}'
     return [
         f"vllm serve {folder} --speculative-config '{speculative}'",
@@ -114,7 +114,7 @@ def _numbered(prefix: str) -> dict[str, str]:
 
 
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A tensor of all experts -> one for each, as checkpoints hold them; any other unchanged."""
+    """Return a tensor of all experts split into one for each, as checkpoints hold them; any other tensor unchanged."""
     stem, _, kind = name.rpartition(".")
     if kind == "gate_up_proj":
         halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)

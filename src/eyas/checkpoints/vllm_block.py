@@ -19,7 +19,7 @@ NAME, EXPORTS = "vllm", ("dflash", "dflash2", "dspark")
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors. CheckpointError for what the form cannot say."""
+    """Return config.json and the tensors. Raise CheckpointError for what the form cannot say."""
     if method != "dspark" and not {"embed.weight", "head.weight"}.isdisjoint(tensors):
         raise CheckpointError("the head has embeddings or an lm_head of its own, which heads of DFlash's form have not")
     if method == "dspark":
@@ -28,7 +28,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which vLLM runs the head."""
+    """Return lines, of a shell or of Python, by which vLLM runs the head."""
     levels = config["block"] - (0 if config["from_anchor"] else 1) if config else 7
     kind = "dspark" if method == "dspark" else "dflash"
     speculative = f'{{"method": "{kind}", "model": "{folder}", "num_speculative_tokens": {levels}}}'

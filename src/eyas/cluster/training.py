@@ -26,7 +26,7 @@ from eyas.files import write_errors
 
 __all__ = ["train_with"]
 
-RAY_FOLDER = ".ray"  # of Ray's own files, while it runs
+RAY_FOLDER = ".ray"  # holds Ray's own files while it runs
 FAILURES = 100  # lost processes, until the training is given up
 
 
@@ -53,7 +53,7 @@ class Notice:
         signal.signal(signal.SIGTERM, note)
 
 
-NOTICE = Notice()  # of this process
+NOTICE = Notice()  # this process's own
 
 
 class _SigtermAware(TorchConfig):  # type: ignore[misc]  # no types where Ray is not installed

@@ -154,7 +154,7 @@ class TextEnd:
 class RowNodes(NamedTuple):
     """One row of a draft tree in plain numbers."""
 
-    parents: Sequence[int]  # of each node, which comes after its parent; -1 for node 0, the root
+    parents: Sequence[int]  # the parent of each node, which comes before it; -1 for node 0, the root
     tokens: Sequence[int]
     text: Sequence[int]  # the row's prompt and emitted tokens; the last one is the root
     open_nodes: OpenNodes  # the nodes at which plain decoding could stand

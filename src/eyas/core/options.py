@@ -26,8 +26,7 @@ NEW_HEADS = "new heads only"
 
 
 def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or
-    `{"tree": {"nodes": 60}}`.
+    """Return an instance of the options dataclass `kind` from `{"tree.nodes": 60}` or `{"tree": {"nodes": 60}}`.
 
     An unknown name raises OptionError, which lists similar names.
     """

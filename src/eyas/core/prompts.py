@@ -68,10 +68,10 @@ class Prompt:
     cached_tokens: int = 0  # prompt tokens whose keys and values were there already
     read: int = 0  # prompt tokens in the caches, those kept included
     timer: StageTimer | None = None  # started when the prompt got its row
-    logits_readers: tuple[PromptLogits, ...] = ()  # of the request's features
+    logits_readers: tuple[PromptLogits, ...] = ()  # the request's features that read the prompt's logits
 
     def report(self) -> dict[str, Any]:
-        """What features have read from the prompt, for `Step.extra`."""
+        """Return what features have read from the prompt, for `Step.extra`."""
         return {name: value for reader in self.logits_readers for name, value in reader.report().items()}
 
     def read_logits(self, logits_TV: Tensor, position: int) -> None:
@@ -105,7 +105,7 @@ class PromptReader:
         self.target, self.drafter, self.extra_slots = target, drafter, extra_slots
         self.reuse, self.budget = reuse, budget
         self.waiting: deque[Prompt] = deque()
-        self.reading: dict[int, Prompt] = {}  # by row
+        self.reading: dict[int, Prompt] = {}  # prompts that are being read, by row
         self.empty = set(range(target.rows))  # rows without a request
         # the text whose keys and values a row holds, as far as the target's length
         self.texts: list[Sequence[int]] = [()] * target.rows
@@ -158,7 +158,7 @@ class PromptReader:
             )
 
     def observe(self, seconds: float) -> None:
-        """Called with the seconds of each cycle."""
+        """Take the seconds of a cycle."""
         self._cycle_seconds = _average(self._cycle_seconds, seconds)
 
     @property
@@ -262,8 +262,7 @@ class PromptReader:
         prompt.row, prompt.cached_tokens, prompt.read = row, kept, kept
 
     def _place(self, prompt: Sequence[int]) -> tuple[int, int, int]:
-        """(the row for the prompt, the row whose prefix it starts after, the length of that
-        prefix)."""
+        """Return (the row for the prompt, the row whose prefix it starts after, the length of that prefix)."""
         shared = [self._shared(row, prompt) for row in range(self.target.rows)]
         unused_first = sorted(self.empty, key=lambda row: (len(self.texts[row]) > 0, self._used_at[row], row))
         source = max(range(self.target.rows), key=lambda row: (shared[row], row in self.empty, -row))
@@ -295,5 +294,5 @@ class PromptReader:
 
 
 def _average(average: float, newest: float) -> float:
-    """A moving average; 0: there is none yet."""
+    """Return the moving average with the newest value in it; an `average` of 0 means that there is none yet."""
     return average + AVERAGE_WEIGHT * (newest - average) if average else newest

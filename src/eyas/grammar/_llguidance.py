@@ -54,7 +54,7 @@ class LLGuidance:
 
 
 def _as_lark(structure: Structure) -> str:
-    """Return the structure in the library's grammar language; ValueError where it cannot be written so."""
+    """Return the structure in the library's grammar language; raise ValueError where it cannot be written so."""
     import llguidance
     from llguidance import _lib
 

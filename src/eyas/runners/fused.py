@@ -231,7 +231,7 @@ def fused_layers(target: Target, join_weights: bool, fixed_order: bool = False) 
 
 
 def check(fused: GpuModelLayers) -> None:
-    """Compare with the model's own forward; UnsuitedError if logits or features differ."""
+    """Compare with the model's own forward; raise UnsuitedError if logits or features differ."""
     compare(fused.target, FusedRunner(fused))
 
 

@@ -60,7 +60,7 @@ def check_readable(llm: LLM, tools: Tools) -> None:
 
 
 def message_of(reader: MessageReader, index: int, totals: Totals) -> dict[str, Any]:
-    """OpenAI's message of a whole sequence."""
+    """Return OpenAI's message of a whole sequence."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     whole = Delta(
         index, totals.text, tuple(totals.token_ids), finish=totals.finish or "length", stop_reason=totals.stop_reason
@@ -209,6 +209,6 @@ def _function(call: Any) -> dict[str, str] | None:
 
 
 def _call(number: int, function: Mapping[str, str]) -> dict[str, Any]:
-    """A whole call, as a part of a delta."""
+    """Return a whole call, as a part of a delta."""
     call = {"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": dict(function)}
     return {"tool_calls": [call]}

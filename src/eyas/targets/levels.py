@@ -48,7 +48,7 @@ class Level:
         )
 
     def select(self, value: Any, shape: tuple[int, int]) -> Any:
-        """A module's arguments for these nodes alone: tensors [R, Q, ...] become [M, 1, ...]."""
+        """Return a module's arguments for these nodes alone: tensors [R, Q, ...] become [M, 1, ...]."""
 
         def nodes(tensor: Tensor) -> Tensor:
             every = tensor.expand(shape[0], *tensor.shape[1:])

@@ -127,7 +127,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
-    """Keywords of `from_pretrained`. OptionError without accelerate."""
+    """Return keywords of `from_pretrained`. Raise OptionError without accelerate."""
     if device_map is None:
         return {}
     if find_spec("accelerate") is None:
@@ -277,7 +277,7 @@ def _fault(folder: Path, files: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """An exception's message on one line; with its type if the message alone says little."""
+    """Return an exception's message on one line; with its type if the message alone says little."""
     message = one_line(error)
     # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
     if type(error).__name__.startswith("StrictDataclass"):

@@ -188,7 +188,7 @@ class RowStates(TargetState):
         shape: tuple[int, int],
         earlier: int,
     ) -> Forward:
-        """A forward that runs a state module's own, `forward`, once for each level.
+        """Return a forward that runs a state module's own, `forward`, once for each level.
 
         Args:
             row_R: the rows of the forward; None for all rows.

@@ -173,8 +173,7 @@ class ProbeCache(Cache):
 
     @torch.no_grad()
     def state_modules(self) -> tuple[StateModule, ...]:
-        """Return the modules that have written states. ModelError for one whose states cannot be
-        handled."""
+        """Return the modules that have written states. Raise ModelError for one whose states cannot be handled."""
         found = []
         for module, written in self._writers.items():
             name, layers = type(module).__name__, set(written.values())

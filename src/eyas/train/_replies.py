@@ -88,7 +88,7 @@ def find_replies(write: Write, messages: Messages, template: str) -> Found:
     earlier = [k for k, message in enumerate(messages[:-1]) if is_trained(message, k + 1)]
     texts = {k: _text(write, messages[: k + 1]) for k in earlier}
     kept = [k for k in earlier if _holds(texts[k], messages[k], template)]
-    left_out = 0 in earlier and 0 not in kept  # by a template that begins with the first question
+    left_out = 0 in earlier and 0 not in kept  # the template begins with the first question
     rewritten = not all(whole.startswith(text) for text in texts.values()) or len(earlier) - left_out > len(kept)
     if has_marks:
         spans = _without_untrained(write, messages, marks)

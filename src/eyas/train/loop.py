@@ -224,7 +224,7 @@ class Trainer:
 
     @contextmanager
     def _saved_state_in_errors(self) -> Iterator[None]:
-        """Errors of a step or an evaluation say which state is on disk."""
+        """Add to errors of a step or an evaluation which state is on disk."""
         try:
             yield
         except EyasError as error:

@@ -41,7 +41,7 @@ class Book(NamedTuple):
 
 
 def split_lengths(path: str) -> tuple[str, tuple[int, ...]]:
-    """ "PATH@1000+4000" -> ("PATH", (1000, 4000)). OptionError when a length is 0 or comes twice."""
+    """ "PATH@1000+4000" -> ("PATH", (1000, 4000)). Raise OptionError when a length is 0 or comes twice."""
     found = re.search(r"@(\d+(?:\+\d+)*)$", path)
     if not found:
         return path, LENGTHS_WORDS

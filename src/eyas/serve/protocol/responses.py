@@ -55,7 +55,7 @@ class ResponsesBody(GenerationBody):
     previous_response_id: str | None = None
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_tool_calls: int | None = None  # of tools of a server's own: there are none
+    max_tool_calls: int | None = None  # limits the server's own tools: there are none
     # the fields below are accepted only with values that change nothing
     conversation: None = None
     include: list[str] | None = None
@@ -100,7 +100,7 @@ class ResponsesBody(GenerationBody):
         return ChatBody.model_construct(**{**fields, **own}).placed([*(["the instructions"] if head else []), *places])
 
     def response_form(self) -> dict[str, Any] | None:
-        """`text.format` as the `response_format` of a chat."""
+        """Return `text.format` as the `response_format` of a chat."""
         form = self.text.format if self.text else None
         if form is None or form.get("type") != "json_schema":
             return self.response_format if form is None else form
@@ -148,8 +148,8 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
-    """An item as a message; {} for reasoning that is empty. Keys that a message does not have are
-    from earlier responses."""
+    """Return an item as a message; {} for reasoning that is empty. Keys that a message does not have are from earlier
+    responses."""
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"))}
@@ -172,7 +172,7 @@ def _content(content: Any) -> Any:
 
 
 def _part(part: Any) -> Any:
-    """A part of an item's content as one of a chat; others are refused where the chat is read."""
+    """Return a part of an item's content as one of a chat; others are refused where the chat is read."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in TEXTS:
         return {"type": "text", "text": part.get("text")}
@@ -180,7 +180,7 @@ def _part(part: Any) -> Any:
 
 
 def _nest(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """A tool in the form of chats."""
+    """Return a tool in the form of chats."""
     if tool.get("type") != "function":
         raise ApiError(
             400,

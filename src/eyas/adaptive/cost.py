@@ -99,11 +99,11 @@ class Costs:
         return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
-        """Seconds of a cycle without a draft."""
+        """Return the seconds of a cycle without a draft."""
         return _interpolate(self.nodes, self.verify, rows) + self.plain_rest
 
     def draft(self, depth: int, branch: int, rows: int = 1) -> float:
-        """Seconds of a draft."""
+        """Return the seconds of a draft."""
         first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
@@ -144,7 +144,8 @@ class Costs:
 
 
 def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
-    """Linear between measured points; beyond the last one as between the last two, but never falling."""
+    """Return the value at a point: linear between measured points; beyond the last one as between the last two, but
+    never falling."""
     if x <= at[0] or len(at) == 1:
         return values[0] if x <= at[0] else values[0] * x / at[0]
     i = next((i for i in range(1, len(at)) if x <= at[i]), len(at) - 1)
@@ -170,8 +171,8 @@ class _Alternating(Policy):
 
 
 def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list[Step], list[Step]]:
-    """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms
-    up, or records."""
+    """Return the steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms up, or
+    records."""
     decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Alternating(size)))
     new = min((2 * passes.REPEATS + 2) * (1 + (OWN_DEPTH if size is None else size.depth)), drafter.target.context - 1)
     decoder.add(Request(tuple(repeated_token(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
@@ -185,8 +186,8 @@ def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list
 
 
 def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
-    """Seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds
-    less the seconds of its pass."""
+    """Return the seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds less the
+    seconds of its pass."""
     _, drafted = _cycles(drafter, size, CONTEXT)
     return max(
         0.0, median(s.seconds - _interpolate(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
@@ -194,7 +195,7 @@ def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int],
 
 
 def _overheads(drafter: Drafter, costs: Costs, size: TreeSize) -> tuple[float, float]:
-    """Median seconds of a cycle besides pass and draft: of a plain one, and of one with a draft."""
+    """Return the median seconds of a cycle besides pass and draft: of a plain one, and of one with a draft."""
     on_cpu = drafter.target.device.type == "cpu"  # on other devices a stage ends when its work is queued
 
     def rest(step: Step, known: float) -> float:
@@ -251,7 +252,7 @@ def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
 
 
 def cost_key(drafter: Drafter) -> dict[str, Any]:
-    """Everything that costs depend on."""
+    """Return everything that costs depend on."""
     target, device = drafter.target, drafter.target.device
     return {
         "format": FORMAT,

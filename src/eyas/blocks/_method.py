@@ -112,7 +112,7 @@ class BlockMethod(DraftMethod):
 
     @classmethod
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """`train_feature_layers` of new heads, without making them."""
+        """Return the `train_feature_layers` of new heads, without making them."""
         return (*fused_layers(options.head.layers, options.head.depth, target), target.num_layers)
 
     @property
@@ -158,7 +158,7 @@ class BlockMethod(DraftMethod):
     def random(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None, **shape: Any
     ) -> Self:
-        """A head with layers of the target's own sizes; `shape` replaces some of them."""
+        """Return a head with layers of the target's own sizes; `shape` replaces some of them."""
         options = options or cls.Options()
         new, layer = options.head, target_layer_shape(target, **shape)
         layers = fused_layers(new.layers, new.depth, target)
@@ -179,8 +179,8 @@ class BlockMethod(DraftMethod):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """A head whose layers add nothing yet, whose convolutions change nothing, and whose Markov head and selector
-        prefer no token."""
+        """Return a head whose layers add nothing yet, whose convolutions change nothing, and whose Markov head and
+        selector prefer no token."""
         method = cls.random(target, options, seed, counts_V)
         with torch.no_grad():
             for layer in method.net.typed_layers:
@@ -230,7 +230,7 @@ class BlockMethod(DraftMethod):
         return (table[ids] * (self.block_format.embed_scale or 1.0)).to(self.dtype)
 
     def head(self, hidden: Tensor, net: Any = None) -> Tensor:
-        """Normed hidden [..., D] -> logits [..., V]. `net`: the one to use, `self.net` by default."""
+        """Return the logits [..., V] of normed hidden [..., D]. `net`: the one to use, `self.net` by default."""
         lm_head, block_format = (net or self.net).head, self.block_format
         if lm_head is None and not self.own_logit_scale:
             return self.target.head(hidden.to(self.target.dtype))
@@ -276,7 +276,7 @@ class BlockMethod(DraftMethod):
         return logits_BQV
 
     def chain(self, depth: int) -> Self:
-        """At most as deep as the block."""
+        """Return the method with a chain, at most as deep as the block."""
         tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
         options = replace(self.options, tree=tree)
         chain = type(self)(

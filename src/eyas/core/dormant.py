@@ -91,11 +91,11 @@ class Policy(Protocol):
         ...
 
     def observe(self, steps: Sequence[Step]) -> None:
-        """Called with the Steps of the cycle that was decided about, one for each active row."""
+        """Learn from the Steps of the cycle that was decided about, one for each active row."""
         ...
 
     def observe_prompt(self, tokens: int, seconds: float | None) -> None:
-        """Called for prompts that the method reads only because it drafts.
+        """Learn what a prompt cost that the method reads only because it drafts.
 
         Args:
             tokens: number of tokens of the prompt, or of a chunk of it.

@@ -40,10 +40,8 @@ NetT = TypeVar("NetT", bound=nn.Module)
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within this context new tensors are made on the device, and torch's random numbers come from
-    `seed`; afterwards its random state is as before. On a GPU a head of a billion weights takes a
-    moment, on a CPU half a minute.
-    """
+    """Make new tensors on the device within this context, with torch's random numbers from `seed`; afterwards its
+    random state is as before. On a GPU a head of a billion weights takes a moment, on a CPU half a minute."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), device:
         torch.manual_seed(seed)

@@ -189,8 +189,7 @@ def apply_processors(
     logits_NV: Tensor, nodes: Mapping[int, tuple[int, Sequence[int]]], text: Sequence[int], sampling: Sampling,
     adjustments: Adjustments | None, processors: Sequence[Processor], mask_NV: Tensor | None,
 ) -> tuple[Tensor, dict[int, EyasError]]:  # fmt: skip
-    """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by
-    node.
+    """Return the scores [N, V] of one row's tree, processed node by node, and the errors of processors, by node.
 
     Args:
         nodes: the parent of each node at which plain decoding could stand, and the tokens from below

@@ -46,7 +46,7 @@ PIP = ("download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-ch
 
 
 def place(name: str) -> tuple[Path, str]:
-    """(folder in Hugging Face layout, the target's name), fetched and converted if necessary.
+    """Return (folder in Hugging Face layout, the target's name), fetched and converted if necessary.
 
     Raises:
         ModelError: neither place can be reached, or a file is not what it should be; one line that
@@ -83,7 +83,7 @@ def _published(fetch: bool) -> Path | None:
 
 
 def _file() -> Path:
-    """Where the file in GGUF format is kept; it may not be there."""
+    """Return where the file in GGUF format is kept; it may not be there."""
     return user_cache() / "models" / FILE
 
 

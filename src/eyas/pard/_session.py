@@ -59,7 +59,8 @@ class Session(LanguageModelSession):
     def _extend(
         self, ids_BN: Tensor, depth_BN: Tensor, visible_BNN: Tensor, last_B1: Tensor, cycle_input: CycleInput
     ) -> Tensor:
-        """One pass of the model: logits [B, N, V]. `last_B1`: the place of the root among the unread tokens."""
+        """Run the model once, and return the logits [B, N, V]. `last_B1`: the place of the root among the unread
+        tokens."""
         return self.model.extend(ids_BN, depth_BN, visible_BNN, cycle_input.active_rows).logits_BNV
 
 

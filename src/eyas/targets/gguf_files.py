@@ -257,9 +257,9 @@ def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> Non
 
 @contextmanager
 def _read_quickly() -> Iterator[Callable[[str], Any]]:
-    """Within this block transformers gets quicker functions, which give the same: files are parsed
-    once, weights are computed on all cores, tables of names are made once; and its progress bar is
-    one that only terminals see. Yields the function that parses a file."""
+    """Give transformers quicker functions within this block, which give the same: files are parsed once, weights are
+    computed on all cores, tables of names are made once; and its progress bar is one that only terminals see. Yields
+    the function that parses a file."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 

@@ -167,8 +167,8 @@ class _Projections:
 
 @contextmanager
 def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
-    """Within this context calls of the module run `forward`. Its class is not changed, and a
-    forward of the instance (accelerate's) is put back afterwards."""
+    """Let calls of the module run `forward` within this context. Its class is not changed, and a forward of the
+    instance (accelerate's) is put back afterwards."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:

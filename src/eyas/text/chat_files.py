@@ -49,8 +49,8 @@ def is_chat_file(file: File) -> bool:
 
 
 def chat_lines(file: File) -> Iterator[tuple[str, bytes]]:
-    """(where, JSON of one conversation) of each line, array item or row; blank lines are left out. Raise InputError
-    when the file is unreadable."""
+    """Yield (where, JSON of one conversation) of each line, array item or row; blank lines are left out. Raise
+    InputError when the file is unreadable."""
     if is_parquet(file):
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(parquet_rows(file), start=1))
         return
@@ -112,9 +112,8 @@ def _is_system(messages: Sequence[Any]) -> bool:
 
 
 def _in_openai_form(turn: Any, number: int) -> Any:
-    """A turn with OpenAI's keys and roles. ShareGPT's turn "function_call" holds a call, or a list
-    of them, as JSON.
-    """
+    """Return a turn with OpenAI's keys and roles. ShareGPT's turn "function_call" holds a call, or a list of them, as
+    JSON."""
     if not isinstance(turn, Mapping):
         return turn
     if turn.get("from") == "function_call":

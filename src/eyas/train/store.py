@@ -298,7 +298,7 @@ class FeatureStore:
         write_tensors(self.path(shard), {"crc32": torch.tensor(checksums), **dict(written)}, {"store": self.id})
 
     def finish(self) -> bool:
-        """If all shards are there, copy their checksums into the manifest and return True."""
+        """Copy the shards' checksums into the manifest and return True, if all shards are there."""
         if self.missing():
             return False
         if any(shard.sha256 is None for shard in self.manifest.shards):

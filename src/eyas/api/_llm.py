@@ -169,30 +169,29 @@ class LLM:
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
-            max_new_tokens: None: 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the
-                default.
-            repetition_penalty, presence_penalty, frequency_penalty, logit_bias: likewise. logit_bias
-                may be a dict, also with strings of digits as keys.
+            max_new_tokens: most tokens of the answer. None is 256, or as many as fit the context.
+            temperature, top_k, top_p, min_p, seed: see `Sampling`, whose defaults (greedy decoding) None stands for.
+            repetition_penalty, presence_penalty, frequency_penalty, logit_bias: see `Sampling`. logit_bias may be a
+                dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
             stop_token_ids: further tokens that end the answer.
-            logprobs: N: `Result.logprobs` lists the log-probabilities of every new token and of
-                the N most probable tokens, from the raw logits (before penalties and temperature).
-                0: the token's own only.
-            prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even
-                if its beginning is in a cache.
-            stop: one stop string or several. `text` ends before the stop string; `token_ids`
-                includes the token that completed it.
-            logits_processor: processors of transformers, one or several. They run once for each
-                node, with the node's own prefix, which is slow.
-            draft: "auto"; "off": decode plainly; or the most draft tokens to verify per cycle.
-            adapter: the name of the adapter to answer with, where several were loaded; "base": none
-                of them. None: none, or for a PeftModel the one that was active when it was loaded.
+            logprobs: with N, `Result.logprobs` lists the log-probabilities of every new token and of the N most
+                probable tokens, from the raw logits (before penalties and temperature). 0 lists the token's own only.
+            prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even if its beginning is
+                in a cache.
+            stop: one stop string or several. `text` ends before the stop string; `token_ids` includes the token that
+                completed it.
+            logits_processor: processors of transformers, one or several. They run once for each node of a draft tree,
+                with the node's own prefix, which is slow.
+            draft: "auto" leaves it to the drafter and the policy; "off" decodes plainly; a number is the most draft
+                tokens to verify per cycle.
+            adapter: the name of the adapter to answer with, where several were loaded; "base" is the model without
+                any. None is the same, or for a PeftModel the adapter that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
-            features: a list of what else the request asks for: each a `core.requests.RequestFeature`, such
-                as `eyas.recall.Recalled` or one of your own.
-            ignore_eos: go on to max_new_tokens.
+            features: what else the request asks for, each a `core.requests.RequestFeature`, such as
+                `eyas.recall.Recalled` or one of your own.
+            ignore_eos: go on to max_new_tokens, whatever token ends an answer.
             raw: take a string as it is, without the chat template.
             tools: functions that the model may call, in OpenAI's form, for the chat template.
             chat_template_kwargs: variables of the chat template, such as enable_thinking.
@@ -224,9 +223,7 @@ class LLM:
         system: str | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Iterator[tuple[int, Result]]:
-        """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in
-        `generate`.
-        """
+        """Yield (index, Result) whenever a prompt is answered, in any order. The parameters are those of `generate`."""
         params = generate_keywords(keywords)
         answers = [Answer(*self._request(_single(prompt), system, params)) for prompt in prompts]
         yield from self._answer_each(answers, batch_size)
@@ -258,7 +255,7 @@ class LLM:
         on_step: Callable[[Step], None] | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Stream:
-        """Answer one prompt piece by piece, one per cycle. Parameters as in `generate`.
+        """Answer one prompt piece by piece, one per cycle. The parameters are those of `generate`.
 
         Closing the stream early leaves everything usable.
 
@@ -277,7 +274,7 @@ class LLM:
     def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
         """Begin a conversation whose keys and values are kept from turn to turn.
 
-        Parameters as in `generate`; they hold for every turn.
+        The parameters are those of `generate`; they hold for every turn.
         """
         return Chat(self, system, keywords)
 
@@ -318,7 +315,7 @@ class LLM:
         self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> tuple[Request, TextReader]:
         """Return the engine's request for a prompt, and the reader that turns its tokens into text.
-        Parameters as in `generate`.
+        The parameters are those of `generate`.
         """
         params = generate_keywords(keywords)
         return self._request(_single(prompt), system, params)
@@ -447,9 +444,8 @@ class Chat:
 
     @with_generate_keywords
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
-        """Send a user's message; it and the answer are appended to the conversation. Parameters as
-        in `LLM.generate`.
-        """
+        """Send a user's message; append it and the answer to the conversation. The parameters are those of
+        `LLM.generate`."""
         stream = self.stream(text, **keywords)
         for _ in stream:
             pass
@@ -457,9 +453,8 @@ class Chat:
 
     @with_generate_keywords
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
-        """Return the same, piece by piece. When the stream is closed early, the text so far is appended to
-        the conversation.
-        """
+        """Send a user's message as `send` does, and return the answer piece by piece. When the stream is closed early,
+        the text so far is appended to the conversation."""
         if not all(decoder.finished for decoder in self._decoders.values()):
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not isinstance(text, str) or not text.strip():

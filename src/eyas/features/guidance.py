@@ -138,8 +138,8 @@ class _RowGuidance(RowFeature):
 def make_custom(
     processors: Sequence[Processor], tokens: Sequence[int], greedy: bool, mask_1V: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """Return the argument `custom` of `apply_sampling` for one prefix: a function, scores [1, V] -> scores
-    [1, V], that applies the constraint's mask and the processors.
+    """Return the argument `custom` of `apply_sampling` for one prefix: a function of scores [1, V] that returns scores
+    [1, V] after the constraint's mask and the processors.
 
     Raises:
         InputError: a processor returns something else than scores, or scores that allow no token.

@@ -272,7 +272,7 @@ def test_bad_folders(tmp_path: Path) -> None:
     head = put(tmp_path / "head")
     refused(head / "model.safetensors", "this is a file; give a folder")
     refused(tmp_path / "nowhere", "there is no such folder")
-    refused(str(tmp_path / "nowhere"), r"there is no such folder, and it is no hub id \(owner/name\)")
+    refused(str(tmp_path / "nowhere"), r"there is no such folder, and it is not a hub id \(owner/name\)")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "the folder has no config.json")
     (head / "model.safetensors").unlink()

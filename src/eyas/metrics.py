@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from eyas.core.adjustments import Adjustments
+from eyas.core.cache import common_prefix
 from eyas.core.engine import Request, Step
 from eyas.core.rows import Row
 from eyas.core.sampling import GumbelNoise, apply_sampling
@@ -202,10 +203,8 @@ def bootstrap(
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the index of the first token that differs, or at which the shorter text ends; None for equal texts."""
-    if tuple(one) == tuple(other):
-        return None
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    same = common_prefix(one, other)
+    return None if same == len(one) == len(other) else same
 
 
 @torch.inference_mode()

@@ -56,7 +56,7 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
             f"draft head {name}: this is a file; give a folder with a {_CONFIG}, or a file in GGUF format ({GGUF})"
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
-        raise CheckpointError(f"draft head {name}: there is no such folder, and it is no hub id (owner/name)")
+        raise CheckpointError(f"draft head {name}: there is no such folder, and it is not a hub id (owner/name)")
     from eyas.checkpoints._hub import fetch
 
     folder = fetch(name, revision)

@@ -81,7 +81,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json has {heads} attention heads, which is no multiple of its {kv_heads} key-value heads"
+            f"config.json has {heads} attention heads, which is not a multiple of its {kv_heads} key-value heads"
         )
     if config.get("head_dim") is None and hidden % heads:
         raise CheckpointError(

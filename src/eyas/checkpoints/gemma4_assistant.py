@@ -56,6 +56,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     if order_V is not None and (
         order_V.is_floating_point() or order_V.ndim != 1 or sorted(order_V.tolist()) != list(range(len(order_V)))
     ):
-        raise CheckpointError(f"{_ORDER} is no order of the tokens: each token id has to be there once")
+        raise CheckpointError(f"{_ORDER} does not order the tokens: each token id has to be there once")
     used = {name: tensor for name, tensor in tensors.items() if not _OWN_KEYS.match(name)}
     return "gemma4_assistant", dict(config), used

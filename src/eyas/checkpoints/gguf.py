@@ -260,7 +260,7 @@ def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
     factor = float(factors.max())
     inner = (factors > 1 + 1e-6) & (factors < factor * (1 - 1e-6))
     if bool(torch.isclose(factors, torch.ones_like(factors)).all()) or int(inner.sum()) < 2:
-        raise CheckpointError(f"{file.name} has rope_freqs from which the scaling of RoPE cannot be told")
+        raise CheckpointError(f"{file.name} has rope_freqs from which no scaling of RoPE follows that is known here")
     smooth = (1 / factors[inner] - 1 / factor) / (1 - 1 / factor)
     lines = torch.stack([turns[inner], torch.ones_like(smooth)], dim=1)  # s = slope / w + offset
     slope, offset = torch.linalg.lstsq(lines, smooth[:, None]).solution[:, 0].tolist()

@@ -115,7 +115,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     layer = mapping(config, "eyas").get("layer")
     if layer is not None and not (isinstance(layer, dict) and layer.keys() - _NEWER_KEYS == _LAYER_KEYS):
         raise CheckpointError(
-            f'config.json has an "eyas": "layer" that is no shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
+            f'config.json has an "eyas": "layer" that is not the shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
         )
     heads, blocks = count(config, "hydra_num_heads"), count(config, "hydra_num_layers")
     if heads * blocks > len(tensors):

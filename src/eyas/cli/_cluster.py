@@ -145,7 +145,7 @@ def arguments_of(options: Mapping[str, Any]) -> ServeArguments:
     from eyas.cli._app import parse
 
     if refused := next((name for name in options if name in PLACES), None):
-        raise UsageError(f"{refused!r} is no option of a replica: http_options of the configuration has it")
+        raise UsageError(f"{refused!r} is not an option of a replica: http_options of the configuration has it")
     tokens = ["serve", *(token for name, value in options.items() for token in _tokens(name, value))]
     try:
         _, bound = parse(tokens)

@@ -65,7 +65,7 @@ class Sampling:
             value = getattr(self, name)
             require(is_number(value) and -2 <= value <= 2, f"{name} must be from -2 to 2 (0 = off), got {value}")
         for token, bias in self.logit_bias:
-            require(is_whole(token) and token >= 0, f"logit_bias: {token!r} is no token id")
+            require(is_whole(token) and token >= 0, f"logit_bias: {token!r} is not a token id")
             require(
                 is_number(bias) and -100 <= bias <= 100,
                 f"logit_bias: the bias of token {token} must be from -100 to 100, got {bias}",

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor
@@ -211,7 +212,7 @@ class PromptReader:
 
     def _next(self) -> Prompt | None:
         """Return the prompt to read next; None if no row can read one."""
-        able = [*self.reading.values(), *(self.waiting[i] for i in range(min(len(self.empty), len(self.waiting))))]
+        able = [*self.reading.values(), *islice(self.waiting, len(self.empty))]
         oldest_first = self.budget is None or self._steps % OLDEST_EVERY == 0
         return min(able, key=lambda prompt: (0 if oldest_first else prompt.remaining, prompt.request_id), default=None)
 

@@ -206,7 +206,7 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
     for number, (kind, layer) in enumerate(zip(net.kinds, net.model.layers, strict=True)):
         if kind not in layers:
             raise CheckpointError(
-                f"{source}: layer {number} reads keys of {kind}, and no layer of the target has such: it was made for another model"
+                f"{source}: layer {number} reads keys of {kind}, and no layer of the target has any: it was made for another model"
             )
         sizes = target.layout[layers[kind]]
         assert sizes is not None

@@ -158,7 +158,7 @@ class EagleMethod(DraftMethod):
             why = (
                 f"this head was trained with a window of {trained}, without sinks"
                 if trained
-                else "this draft sees everything"
+                else "this draft has no window"
             )
             raise OptionError(
                 f"{' and '.join(idle)}: {why}; give --window.size too, or leave {'them' if idle[1:] else 'it'} out"

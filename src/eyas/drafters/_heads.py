@@ -223,6 +223,6 @@ def lm_head_like(target: Target, otherwise: Tensor | None = None) -> Tensor:
         return weight.detach().to(target.device) * target.family.logit_scale
     if otherwise is None:
         raise OptionError(
-            "the target's head is no plain matrix, so heads cannot be trained through it: give --head.output own"
+            "the target's head is not a plain matrix, so heads cannot be trained through it: give --head.output own"
         )
     return otherwise

@@ -69,7 +69,7 @@ def parse_parts(text: str, layers: int) -> frozenset[Part]:
             part = re.fullmatch(r"(\d+)([am]?)", piece.strip())
             if part is None:
                 raise OptionError(
-                    f"skip: {piece.strip()!r} is no layer (3), attention (3a) or MLP (3m); or give exit:N, or auto"
+                    f"skip: {piece.strip()!r} is not a layer (3), an attention (3a) or an MLP (3m); exit:N and auto are possible, too"
                 )
             found |= {(int(part[1]), kind) for kind in part[2] or CLASSES}
     if any(k >= layers for k, _ in found):
@@ -193,7 +193,7 @@ def _name_of(layer: nn.Module, kind: str) -> str:
     if len(names) != 1:
         what = {ATTENTION: "attention", MLP: "MLP"}[kind]
         raise ModelError(
-            f"the {what} of a {type(layer).__name__} cannot be told from its names: leave whole layers out, like --skip 3,5"
+            f"the {what} of a {type(layer).__name__} is not found by its name: leave whole layers out, like --skip 3,5"
         )
     return names[0]
 

@@ -186,7 +186,7 @@ def read_tokenizer(
         return None
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
         raise ModelError(
-            f"the tokenizer in {str(source)!r} has a chat template that is no text: repair tokenizer_config.json"
+            f"the tokenizer in {str(source)!r} has a chat template that is not text: repair tokenizer_config.json"
         )
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ModelError(

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple, Protocol
 
 from eyas.errors import InputError
@@ -130,7 +131,7 @@ def _between_prefixes(write: Write, messages: Messages, whole: str, ends: Mappin
     if last > 0:
         begins[last] = _last_begin(write, messages, whole, prompts[last])
     elif not begins:
-        raise InputError("the chat template does not write a reply to nothing; put a user's turn before it")
+        raise InputError("the chat template writes no reply without a turn before it; put a user's turn there")
     spans = [(begins[k], ends.get(k, len(whole))) for k in sorted({*ends, last} & begins.keys())]
     return spans, not all(whole.startswith(prompt) for k, prompt in prompts.items() if k != last)
 
@@ -148,9 +149,7 @@ def _last_begin(write: Write, messages: Messages, whole: str, prompt: str) -> in
     (The prompts of reasoning models end with <think>, which the text of a reply without reasoning
     lacks.)
     """
-    common = next(
-        (i for i, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), min(len(whole), len(prompt))
-    )
+    common = len(commonprefix((whole, prompt)))
     if common < len(prompt) and common < len(_text(write, messages[:-1])):
         raise InputError(
             "the chat template does not write the conversation as a prompt with a reply after it; drop the line"

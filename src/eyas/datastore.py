@@ -1,7 +1,7 @@
 """A datastore: texts as token ids, searched for the longest suffix of a context (REST, He et al.
 2023, arXiv 2311.08252, section 3).
 
-    tokens     documents, each followed by a separator, which is no token; big-endian, so that comparing bytes compares tokens
+    tokens     documents, each followed by a separator, which is not a token; big-endian, so that comparing bytes compares tokens
     suffixes   the positions of all suffixes, sorted by their first DEPTH tokens (a suffix array)
 
 The suffixes that begin with a pattern are neighbours in this order, sorted by the tokens that

@@ -3,7 +3,7 @@
 Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/benchmark.md explains them
 at length.
 
-    cycle       one pass of the target over a draft tree. The prompt's own pass is no cycle, and the token that it gives belongs to none.
+    cycle       one pass of the target over a draft tree. The prompt's own pass is not a cycle, and the token that it gives belongs to none.
     emitted     tokens that a cycle hands out, the bonus token included, after cutting at EOS, stop strings and `max_new_tokens`
     tau         emitted tokens / cycles
     mean acceptance length

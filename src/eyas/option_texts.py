@@ -75,7 +75,7 @@ def parse_option(option: Option, text: str) -> Any:
         return kind(text) if kind in (int, float) else text
     except (ValueError, KeyError):
         expected = "list of numbers separated by commas" if kind is tuple else f"value of type {kind.__name__}"
-        raise OptionError(f"{option.name}: {text!r} is no {expected}") from None
+        raise OptionError(f"{option.name}: {text!r} is not a {expected}") from None
 
 
 def field_docstrings(kind: type) -> dict[str, str]:

@@ -6,7 +6,7 @@
     forecast.py    from acceptance and costs to the speed-up of the best tree
     plan.py        how the minutes are split, and how long each step takes
     training.py    options of the training, from the time that is left
-    material.py    the questions of the training, and those of the bench
+    material.py    the questions of the training, and the questions of the bench
     questions.py   questions for a target, where the user brings none
     journal.py     what a run has done, kept in a file from which it goes on
     report.py      forecast beside measurement: report.json, report.md, a section of the head's card

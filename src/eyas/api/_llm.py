@@ -223,7 +223,7 @@ class LLM:
         system: str | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Iterator[tuple[int, Result]]:
-        """Yield (index, Result) whenever a prompt is answered, in any order. The parameters are those of `generate`."""
+        """Yield (index, Result) whenever a prompt is answered, in any order. `generate` explains the parameters."""
         params = generate_keywords(keywords)
         answers = [Answer(*self._request(_single(prompt), system, params)) for prompt in prompts]
         yield from self._answer_each(answers, batch_size)
@@ -255,7 +255,7 @@ class LLM:
         on_step: Callable[[Step], None] | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Stream:
-        """Answer one prompt piece by piece, one per cycle. The parameters are those of `generate`.
+        """Answer one prompt piece by piece, one per cycle. `generate` explains the parameters.
 
         Closing the stream early leaves everything usable.
 
@@ -274,7 +274,7 @@ class LLM:
     def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
         """Begin a conversation whose keys and values are kept from turn to turn.
 
-        The parameters are those of `generate`; they hold for every turn.
+        `generate` explains the parameters, which hold for every turn.
         """
         return Chat(self, system, keywords)
 
@@ -315,7 +315,7 @@ class LLM:
         self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> tuple[Request, TextReader]:
         """Return the engine's request for a prompt, and the reader that turns its tokens into text.
-        The parameters are those of `generate`.
+        `generate` explains the parameters.
         """
         params = generate_keywords(keywords)
         return self._request(_single(prompt), system, params)
@@ -444,8 +444,8 @@ class Chat:
 
     @with_generate_keywords
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
-        """Send a user's message; append it and the answer to the conversation. The parameters are those of
-        `LLM.generate`."""
+        """Send a user's message; append it and the answer to the conversation. `LLM.generate` explains the
+        parameters."""
         stream = self.stream(text, **keywords)
         for _ in stream:
             pass

@@ -274,7 +274,7 @@ def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
         "original_max_position_embeddings": length,
     }
     if not torch.allclose(llama3_factors(scaling, theta, width), factors, rtol=1e-4):
-        raise CheckpointError(f"{file.name} has rope_freqs that are not those of a llama3 scaling, which alone is read")
+        raise CheckpointError(f"{file.name} has rope_freqs of another scaling than llama3, the only one that is read")
     return scaling
 
 

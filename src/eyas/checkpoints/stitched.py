@@ -6,7 +6,7 @@ engines load them.
     mtp.safetensors                 the module, in place of one that the target has
     model.safetensors.index.json    says which file holds which tensor
 
-The names are those of the family: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`,
+The names are the family's own: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`,
 `mtp.norm`, `mtp.layers.0.*` (Qwen3-Next, Qwen3.5), or, behind the L layers of the target,
 `model.layers.L.*` with `eh_proj`, `enorm`, `hnorm` and `shared_head.norm` (DeepSeek-V3, GLM-4 MoE).
 Experts are written one by one. A family without such names is refused: no engine has a class for it.

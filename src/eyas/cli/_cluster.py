@@ -100,8 +100,8 @@ def build_app(args: Mapping[str, Any]) -> Any:
     """Return the application for `serve deploy`.
 
     Args:
-        args: the options of `eyas serve` by name, such as {"target": ..., "draft": ..., "rows": 16}, and those of
-            `eyas.cluster.options.Fleet`, such as {"replicas": 2, "max_replicas": 8, "gpus": 1}.
+        args: the options of `eyas serve` by name, such as {"target": ..., "draft": ..., "rows": 16}, and the
+            fields of `eyas.cluster.options.Fleet`, such as {"replicas": 2, "max_replicas": 8, "gpus": 1}.
 
     Raises:
         EyasError: an option that does not exist, or a value that is not possible.

@@ -6,7 +6,7 @@
     min_tokens                              `end_tokens`: the tokens that end the text;
                                             `tokens_before_end`: how many others must come before them
 
-In a tree each node has a text of its own: that of the row, then its ancestors and itself
+In a tree each node has a text of its own: the row's, then its ancestors and itself
 (`for_tree`). Drafts that are grown level by level use `of_nodes` and `after_tokens` instead. A
 field that no row of a batch needs is None; a batch that needs none has no Adjustments.
 

@@ -10,18 +10,18 @@ cycle of the rows whose prompts have been read:
 
 **Budgets.** A number of tokens is the same for every machine and load. With "auto", reading takes
 about `PREFILL_PER_CYCLE` times as long as a cycle takes at present: then two tokens of a running
-row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, whether the
-cycles are those of one row or of sixteen, and 1 + n `PREFILL_PER_CYCLE` while n prompts are. Each
-prompt gets the time of one: if all shared it, rows would stay empty while prompts queue, and all
-would wait longer. While no row runs, chunks are large.
+row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, and 1 + n
+`PREFILL_PER_CYCLE` while n prompts are, however many rows a cycle has. Every prompt gets this time
+for itself: if all shared it, rows would stay empty while prompts queue, and all would wait longer.
+While no row runs, chunks are large.
 
 **Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the
 oldest one is. So a short prompt does not wait for a long one, and a long one gets at least 1 /
 `OLDEST_EVERY` of the budget however many shorter ones come. Without a budget prompts are read
 whole, in order of arrival. Rows are always given away in order of arrival.
 
-**Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of
-its last one, kept. A new prompt is read from the end of the longest prefix that it shares with any
+**Prefixes.** Each row holds the keys and values of some text: its request's, which is in flight, or its last
+request's, which is kept. A new prompt is read from the end of the longest prefix that it shares with any
 of them. It replaces a kept text if it shares half of that text or more; otherwise the prefix is
 copied into the empty row whose text was used least recently. Tokens that the drafter's session
 cannot copy are read again; so are those after the last known state of a target with recurrent state
@@ -116,8 +116,7 @@ class PromptReader:
         # seconds of cycles that other decoders run between two steps of this one, on the same
         # machine
         self.other_decoders_seconds = 0.0
-        # moving averages of the seconds of a cycle, and of those of reading a token; 0: not known
-        # yet
+        # moving averages of the seconds of a cycle, and of the seconds of reading a token; 0: not known yet
         self._cycle_seconds = self._token_seconds = 0.0
 
     def __bool__(self) -> bool:

@@ -73,7 +73,7 @@ class RequestDraftSession(DraftSession):
             session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
         )
         self._added_nodes = False  # whether nodes were added to the method's in the current cycle
-        self._decided: DecisionLabel | None = None  # the label of the current cycle, if it is not that of `session`
+        self._decided: DecisionLabel | None = None  # the label of the current cycle, if it is not `session`'s
 
     @property
     def decision(self) -> DecisionLabel | None:  # type: ignore[override]

@@ -142,7 +142,7 @@ class Target:
 
     Attributes:
         extensions: what it has beyond layers with keys and values (`core.extensions`).
-        adapters: adapters that requests choose from; None: there are none. They are no extension,
+        adapters: adapters that requests choose from; None: there are none. They are not an extension,
             because they alone act before every use of the model.
         draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "exact",
             "fp8" or "int4".

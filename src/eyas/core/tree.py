@@ -158,7 +158,7 @@ class Draft:
     """float32; log of EAGLE-2's value, the estimated probability that the path to the node is
     accepted. Dynamic trees only."""
     drafted: FullDraft | None = None
-    """All nodes that were drafted; a dynamic tree keeps those of the highest values."""
+    """All nodes that were drafted; a dynamic tree keeps the nodes of the highest values."""
     deterministic_B: Tensor | None = None
     """bool; with `q_BNV`: rows that are verified as deterministic trees, although the children in
     other rows were sampled. None: greedy rows only."""

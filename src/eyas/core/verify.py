@@ -3,7 +3,7 @@ this module knows no model.
 
 **Deterministic trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's
 distribution p. The path descends as long as the drawn token is one of the node's children; the
-first drawn token that is no child is the bonus. For distinct siblings this equals recursive
+first drawn token that is not a child is the bonus. For distinct siblings this equals recursive
 rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise):
 the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
 greedy verification. `Rule` has the draw and the descent; faster implementations override its methods

@@ -378,7 +378,7 @@ class _Static:
             width = 1 + max(path[-1] for path in paths)
             visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(slots)]
             if inner == [0]:
-                slots = []  # the root has no slot among those of the tree: `DraftNetSteps.forward_pending` has committed it
+                slots = []  # the root has no slot of the tree: `DraftNetSteps.forward_pending` has committed it
             parent_Q = tensor(max(0, parents[n]) for n in inner)
             child_M = tensor(number[path] for path in paths)
             flat_M = tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths)

@@ -53,7 +53,7 @@ class Net(nn.Module):
 
     Args:
         module: of class MtpLayer, or of the same interface.
-        rotary: the target's rotary embedding, which is no part of the net; None: the target has none.
+        rotary: the target's rotary embedding, which is not part of the net; None: the target has none.
         shared_norm: the norm after a module that has none of its own; None: there is no such norm.
     """
 

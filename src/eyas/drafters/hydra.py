@@ -336,8 +336,8 @@ class Method(EagleMethod):
 
 
 def _base_shape(weights: Weights, target: Target) -> LayerShape:
-    """Return the shape of a published head's prefix layer, which is that of its base model's layers: LLaMA's, with
-    plain RoPE."""
+    """Return the shape of a published head's prefix layer. Its base model's layers have the same: LLaMA's, with plain
+    RoPE."""
     shape = target_layer_shape(target)
     if weights.config["arch"] != "prefix-mlp":
         return shape

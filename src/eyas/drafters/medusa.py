@@ -284,7 +284,7 @@ class Method(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the sum of the cross-entropies of all heads, 0.8^k times that of head k (section 2.2)."""
+        """Return the sum over heads k of 0.8^k times the head's cross-entropy (section 2.2)."""
         features_ND = batch.features_NF.to(self.dtype)
 
         def read(k: int, rows_M: Tensor) -> tuple[Tensor, Tensor]:

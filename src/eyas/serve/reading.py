@@ -147,7 +147,7 @@ class ParsedReader:
             events = self._parser.feed(text)
             if delta.finish is not None:
                 events += self._parser.finalize()[1]
-        except (ValueError, RecursionError):  # the model wrote a call that is no JSON
+        except (ValueError, RecursionError):  # the model wrote a call that is not JSON
             self._broken = True
             return [{"content": self._unread}]
         return list(self._parts(events))
@@ -203,7 +203,7 @@ def _function(call: Any) -> dict[str, str] | None:
     arguments = {} if given is None else given
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # 1e999, which is no number of JSON once it is read
+    except ValueError:  # 1e999, which is not a number of JSON once it is read
         return None
     return {"name": name, "arguments": text.encode("utf-8", "replace").decode()}
 

@@ -145,7 +145,7 @@ def _figures(job: Job, totals: list[Totals]) -> dict[str, Any]:
 
 
 def _timings(job: Job, totals: list[Totals]) -> dict[str, Any]:
-    """Return counts and times under llama.cpp's names. The times are those of the cycles, without the prompt's own
+    """Return counts and times under llama.cpp's names. The times are the cycles', without the prompt's own
     pass."""
     sums = CycleSums.from_cycles([cycle for each in totals for cycle in each.cycles])
     cached = sum(each.cached_tokens for each in totals[:: job.n])

@@ -160,8 +160,8 @@ class Service:
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:
-        """Return a conversation as token ids, by the chat template of the tokenizer; with images, by that of the
-        model's processor."""
+        """Return a conversation as token ids, by the chat template of the tokenizer; with images, by the
+        template of the model's processor."""
         if holds_images(messages):
             return self.llm.media_prompt(with_images(messages), **template)
         return MediaIds(tuple(render(self.tokenizer, messages, **template)), {})

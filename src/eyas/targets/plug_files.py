@@ -73,7 +73,7 @@ def _tokenizer_faults(folder: Path) -> Iterator[str]:
         try:
             path.read_text("utf-8")
         except (OSError, ValueError) as error:
-            yield f"{path.name} is no text in UTF-8 ({error})"
+            yield f"{path.name} is not text in UTF-8 ({error})"
 
 
 def _json_faults(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _json_faults(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
             content = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             reason = "its brackets are nested too deeply" if isinstance(error, RecursionError) else error
-            yield f"{path.name} is no valid JSON ({reason}): fetch or write it again"
+            yield f"{path.name} is not valid JSON ({reason}): fetch or write it again"
             continue
         if not isinstance(content, dict):
             yield f"{path.name} holds {type(content).__name__} {str(content)[:20]!r} where a JSON object is expected"

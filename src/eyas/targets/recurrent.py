@@ -95,8 +95,7 @@ def state_modules(target: Target) -> tuple[StateModule, ...]:
 
 
 class RowStates(TargetState):
-    """The states of B rows: those after the committed tokens, those of the uncommitted nodes, and
-    marks.
+    """The states of B rows: after the committed tokens, at the uncommitted nodes, and at marks.
 
     Attributes:
         cache_layers: the layers of a `transformers` cache that the modules read; the caller puts
@@ -339,7 +338,7 @@ class RowStates(TargetState):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the states of all rows, without those of nodes and marks."""
+        """Bytes of the states of all rows, without the states of nodes and marks."""
         return sum(state.nbytes for states in self.committed for state in states.values())
 
 

@@ -53,9 +53,7 @@ __all__ = ["TrainConfig", "TrainResult", "train"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The end of a run. The drafter's net then holds the weights that are in the folder: those of
-    `best_step`.
-    """
+    """The end of a run. The drafter's net then holds the weights of `best_step`, which are in the folder."""
 
     step: int
     steps: int

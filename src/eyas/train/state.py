@@ -207,7 +207,7 @@ def saved_states(folder: Path) -> list[Path]:
 
 def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:
     """Read the values of a state and compare its checksums, a part in each process. Raise InputError when the state is
-    damaged, or is no state of a training."""
+    damaged, or is not a state of a training."""
     again = "delete it to start the training again"
     try:
         digest, content, _ = (path / VALUES_FILE).read_text(encoding="utf-8").split("\n")

@@ -102,7 +102,7 @@ def _book(file: Path) -> Book:
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is no text in UTF-8 (byte {error.start})") from error
+        raise InputError(f"{file} is not text in UTF-8 (byte {error.start})") from error
     words = [match.span() for match in re.finditer(r"\S+", text)]
     starts = [begin for begin, _ in words]
     paragraphs = [bisect_left(starts, match.end()) for match in re.finditer(r"\n[ \t]*\n\s*(?=\S)", text)]

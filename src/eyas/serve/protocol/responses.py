@@ -76,8 +76,7 @@ class ResponsesBody(GenerationBody):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
-        """Return the same request as a chat, with these items as its conversation; the last of them are those of
-        `items()`.
+        """Return the same request as a chat, with these items as its conversation, which ends with `items()`.
 
         Raises:
             InputError: an item that cannot be read.
@@ -112,7 +111,7 @@ def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[
     row are one turn of the assistant's, whose place is that of its last item.
 
     Args:
-        before: items at the beginning that are those of earlier responses.
+        before: how many of the first items belong to earlier responses.
 
     Raises:
         InputError: an item that cannot be read.

@@ -33,14 +33,7 @@ from torch.nn import functional as F
 
 from eyas.objectives import OBJECTIVES, Objective
 
-__all__ = [
-    "DraftLosses",
-    "FrozenHead",
-    "draft_losses",
-    "smooth_l1",
-    "soft_cross_entropy",
-    "soft_cross_entropy_of",
-]
+__all__ = ["DraftLosses", "FrozenHead", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 

@@ -44,15 +44,7 @@ from eyas.hardware import cpu_name, load_per_core, versions
 from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
-__all__ = [
-    "DOUBTFUL_SECONDS",
-    "LEVELS",
-    "Costs",
-    "cost_key",
-    "cost_path",
-    "load_costs",
-    "measure",
-]
+__all__ = ["DOUBTFUL_SECONDS", "LEVELS", "Costs", "cost_key", "cost_path", "load_costs", "measure"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 

@@ -16,16 +16,7 @@ from eyas.bench.trees import Line, draw
 from eyas.errors import InputError
 from eyas.files import parse_json
 
-__all__ = [
-    "COLUMNS",
-    "cells",
-    "compared",
-    "comparison",
-    "headline",
-    "markdown",
-    "read_summary",
-    "sections",
-]
+__all__ = ["COLUMNS", "cells", "compared", "comparison", "headline", "markdown", "read_summary", "sections"]
 
 Summary = Mapping[str, Any]
 Row = Mapping[str, Any]

@@ -26,16 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import OptionError
-from eyas.nn import (
-    Attention,
-    Documents,
-    KeysValues,
-    LayerShape,
-    RMSNorm,
-    SwiGLU,
-    grouped_attention,
-    packed_attention,
-)
+from eyas.nn import Attention, Documents, KeysValues, LayerShape, RMSNorm, SwiGLU, grouped_attention, packed_attention
 
 __all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore", "Selector"]
 

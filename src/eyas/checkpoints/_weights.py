@@ -75,17 +75,17 @@ class ExportTarget:
 class Format(Protocol):
     """The interface of a format's module. All functions are pure; their CheckpointErrors need not name the source.
 
-    Every module has METHODS; the rest depends on what the format is for:
+    What a module has depends on what the format is for:
 
         read       `recognises` and `read`. At most one format recognises a folder, so their order does not matter
-        saved      `write`, and FILE where the weights are not published as model.safetensors
+        saved      METHODS and `write`; FILE where the weights are not published as model.safetensors
         exported   NAME, EXPORTS, `export` and `usage`; EXPORT_FILE where the weights go into another file, and
                    `finish(folder, target)` where the engine needs more files
         one file   SUFFIX and `unpack`, which converts a file to what other formats read; `write_file` and DTYPES to export
     """
 
     METHODS: tuple[str, ...]
-    """The methods whose heads eyas saves in this format; empty for a format without `write`."""
+    """The methods whose heads eyas saves in this format."""
     NAME: str
     """The format's name for `eyas export`; formats of several methods may share one."""
     EXPORTS: tuple[str, ...]
@@ -116,7 +116,7 @@ class Format(Protocol):
         would compute something else."""
 
     def usage(self, method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-        """Return command lines by which the engines run the head in this folder; `config` is ours."""
+        """Return lines, of a shell or of Python, by which the engines run the head in this folder; `config` is ours."""
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
@@ -168,7 +168,7 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     head whole; nothing else in the folder is touched. Raises InputError when the folder cannot be
     written or the disk is full.
     """
-    writers = {method: form for form in formats() for method in form.METHODS}
+    writers = {method: form for form in formats() for method in getattr(form, "METHODS", ())}
     if weights.method not in writers:
         raise CheckpointError(
             f"no format here can hold a head of method {weights.method!r}; {near(weights.method, writers)}"

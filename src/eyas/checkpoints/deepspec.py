@@ -21,9 +21,8 @@ from eyas.checkpoints._eagle3 import DEEPSPEC, architecture, assemble, layer_ids
 from eyas.checkpoints._llama import mapping
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises"]
+__all__ = ["read", "recognises"]
 
-METHODS = ()
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:

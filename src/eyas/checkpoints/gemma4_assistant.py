@@ -22,9 +22,8 @@ from eyas.checkpoints._weights import refuse_dtypes
 from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises"]
+__all__ = ["read", "recognises"]
 
-METHODS: tuple[str, ...] = ()  # eyas trains none, and so writes none
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _ORDER = "masked_embedding.token_ordering"

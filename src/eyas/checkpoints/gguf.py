@@ -43,9 +43,8 @@ from eyas.checkpoints._weights import Published
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.errors import CheckpointError
 
-__all__ = ["DTYPES", "EXPORTS", "METHODS", "NAME", "SUFFIX", "export", "unpack", "usage", "write_file"]
+__all__ = ["DTYPES", "EXPORTS", "NAME", "SUFFIX", "export", "unpack", "usage", "write_file"]
 
-METHODS = ()
 NAME, SUFFIX = "gguf", ".gguf"
 
 # settings and tensors of block heads that compute something else, and what they mean

@@ -19,9 +19,8 @@ from eyas.checkpoints import sglang
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "openvino", ("eagle3",)
 
 

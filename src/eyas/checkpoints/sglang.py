@@ -37,9 +37,8 @@ from eyas.checkpoints._llama import mapping, refuse_qkv_bias
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "read", "recognises", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "sglang", ("eagle1", "eagle3")
 EAGLE1 = "LlamaForCausalLMEagle"
 

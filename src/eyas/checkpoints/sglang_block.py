@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eyas.checkpoints.vllm_block import EXPORTS, METHODS, export
+from eyas.checkpoints.vllm_block import EXPORTS, export
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "usage"]
 
 NAME = "sglang"
 

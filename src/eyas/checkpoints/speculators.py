@@ -28,20 +28,8 @@ from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError, first_line
 
-__all__ = [
-    "EXPORTS",
-    "METHODS",
-    "NAME",
-    "VERSION",
-    "export",
-    "proposal",
-    "read",
-    "recognises",
-    "usage",
-    "with_defaults",
-]
+__all__ = ["EXPORTS", "NAME", "VERSION", "export", "proposal", "read", "recognises", "usage", "with_defaults"]
 
-METHODS = ()
 NAME, EXPORTS = "speculators", ("eagle3", "peagle")
 VERSION = "0.9.0"  # version of the library whose classes the exports fit
 OTHERS = ("dflash", "dflash2", "dspark", "mtp")  # read by `speculators_block` and `speculators_mtp`

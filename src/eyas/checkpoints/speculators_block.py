@@ -37,9 +37,8 @@ from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.checkpoints.speculators import VERSION, proposal, usage, with_defaults
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "read", "recognises", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "speculators", ("dflash", "dflash2", "dspark")
 CLASSES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's, kept for training

@@ -22,9 +22,8 @@ from eyas.checkpoints._llama import count, mapping, text
 from eyas.checkpoints.speculators import with_defaults
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises"]
+__all__ = ["read", "recognises"]
 
-METHODS = ()
 LAYER = "mtp_layers.0."
 NAMES = {
     "token_layernorm": "enorm",

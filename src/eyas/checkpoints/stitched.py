@@ -28,9 +28,8 @@ from eyas.checkpoints._files import find, read_config
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "EXPORT_FILE", "METHODS", "NAME", "export", "finish", "usage"]
+__all__ = ["EXPORTS", "EXPORT_FILE", "NAME", "export", "finish", "usage"]
 
-METHODS = ()
 NAME, EXPORTS, EXPORT_FILE = "checkpoint", ("mtp",), "mtp.safetensors"
 QWEN = {
     "enorm": "mtp.pre_fc_norm_embedding",

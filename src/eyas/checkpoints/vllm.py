@@ -32,18 +32,8 @@ from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = [
-    "EXPORTS",
-    "METHODS",
-    "NAME",
-    "bias_into_embedding",
-    "export",
-    "read",
-    "recognises",
-    "usage",
-]
+__all__ = ["EXPORTS", "NAME", "bias_into_embedding", "export", "read", "recognises", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "vllm", ("eagle1", "eagle3")
 EAGLE1 = "EagleLlamaForCausalLM"
 LARGEST_ERROR = 1e-3  # largest error of a bias that was moved into the embeddings, relative to its largest entry

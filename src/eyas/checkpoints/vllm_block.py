@@ -12,9 +12,8 @@ from eyas.checkpoints import dflash, dspark
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "vllm", ("dflash", "dflash2", "dspark")
 
 

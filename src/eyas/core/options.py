@@ -13,13 +13,7 @@ from typing import Any
 
 from eyas.errors import OptionError, UnknownOptionError, near
 
-__all__ = [
-    "NEW_HEADS",
-    "TRAINING",
-    "build_options",
-    "option_defaults",
-    "option_values",
-]
+__all__ = ["NEW_HEADS", "TRAINING", "build_options", "option_defaults", "option_values"]
 
 TRAINING = "training only"
 NEW_HEADS = "new heads only"

@@ -15,12 +15,4 @@ from eyas.features.plug_feature import traced
 from eyas.features.predictions import Predicted
 from eyas.features.traces import RawLogits, Trace, Traced
 
-__all__ = [
-    "Guidance",
-    "Logprobs",
-    "Predicted",
-    "RawLogits",
-    "Trace",
-    "Traced",
-    "traced",
-]
+__all__ = ["Guidance", "Logprobs", "Predicted", "RawLogits", "Trace", "Traced", "traced"]

@@ -268,19 +268,6 @@ class Target:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             caught[L] = output[0]
 
-        for k in feature_layers:
-            if not 0 <= k <= L:
-                raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")
-        inner = [
-            self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
-            for k in feature_layers
-            if k < L
-        ]
-        hooks = [
-            *inner,
-            *([self.family.base.register_forward_hook(after)] if L in feature_layers else []),
-        ]
-
         def features() -> Tensor:
             if any(caught[k].ndim != 3 for k in feature_layers):
                 raise ModelError(
@@ -290,11 +277,16 @@ class Target:
             here = [caught[k].to(self.device) for k in feature_layers]
             return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0)
 
-        try:
+        with ExitStack() as hooks:
+            for k in feature_layers:
+                if not 0 <= k <= L:
+                    raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")
+                if k < L:
+                    hook = self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
+                else:
+                    hook = self.family.base.register_forward_hook(after)
+                hooks.callback(hook.remove)
             yield features
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @torch.no_grad()
     def encode(self, tokens_RT: Tensor, feature_layers: Sequence[int]) -> Tensor:
@@ -321,14 +313,10 @@ class Target:
 
             return hook
 
-        hooks = [
-            layer.register_forward_pre_hook(look(k), with_kwargs=True) for k, layer in enumerate(self.family.layers)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for k, layer in enumerate(self.family.layers):
+                hooks.callback(layer.register_forward_pre_hook(look(k), with_kwargs=True).remove)
             last = self.family.base(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)[0]
-        finally:
-            for hook in hooks:
-                hook.remove()
         bad[-1] = bool(torch.isnan(last).any())
         return places[bad.index(True)] if any(bad) else "in the lm_head"
 

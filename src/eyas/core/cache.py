@@ -331,8 +331,8 @@ def slot_positions(length_B: Tensor, depth_BT: Tensor, width: int) -> Tensor:
     return torch.where(slot_W < length_B[:, None], slot_W, length_B[:, None] + depth_BT.gather(1, relative_BW))
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two token sequences."""
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of two sequences of tokens, or of two texts."""
     same, shorter = 0, min(len(a), len(b))
     while same < shorter:  # blocks are compared at once, which is faster than token by token
         block = slice(same, min(same + 64, shorter))

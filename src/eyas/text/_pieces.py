@@ -23,7 +23,6 @@ import codecs
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eyas.errors import InputError, ModelError
@@ -231,7 +230,7 @@ class _Pieces:
         self._group.append(piece)
         if not _is_byte_token(piece):
             text = self._open()
-            certain = len(commonprefix((text, self._close())))
+            certain = _common(text, self._close())
             out += text[self._sent : certain]
             self._sent = certain
         return out
@@ -263,6 +262,11 @@ class _Pieces:
     def _close(self) -> str:
         text = self._decode([*self._left, *self._group, self._ANCHOR])
         return text[self._begin if self._left else 0 : len(text) - self._end]
+
+
+def _common(a: str, b: str) -> int:
+    """Return the number of characters that two texts begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _is_byte_token(piece: str) -> bool:
@@ -297,7 +301,7 @@ class _Window:
 
     def tail(self) -> str:
         before, text = self._text(self._before), self._text(self._before + self._held)
-        return text[len(commonprefix((before, text))) :]
+        return text[_common(before, text) :]
 
     def _text(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if ids else ""

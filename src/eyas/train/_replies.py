@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, NamedTuple, Protocol
 
+from eyas.core.cache import common_prefix
 from eyas.errors import InputError
 from eyas.text import REASONING, Span
 
@@ -149,7 +149,7 @@ def _last_begin(write: Write, messages: Messages, whole: str, prompt: str) -> in
     (The prompts of reasoning models end with <think>, which the text of a reply without reasoning
     lacks.)
     """
-    common = len(commonprefix((whole, prompt)))
+    common = common_prefix(whole, prompt)
     if common < len(prompt) and common < len(_text(write, messages[:-1])):
         raise InputError(
             "the chat template does not write the conversation as a prompt with a reply after it; drop the line"

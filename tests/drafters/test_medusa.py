@@ -24,7 +24,6 @@ from eyas.train.features import layers_for_training
 from heads import features, make, roots_of
 from reference import SAMPLINGS, plain_decode, run
 
-
 SHAPES: list[dict[str, Any]] = [
     {"tree.choices": "reference"},
     {"tree.choices": "reference", "tree.noise": "none", "head.count": 2},

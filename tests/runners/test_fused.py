@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from covers import turn
-from eyas import drafters, kernels
+from eyas import drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling

@@ -7,7 +7,6 @@ On a CPU the kernels' references run in their place (tests/gpu has the kernels t
 from __future__ import annotations
 
 import pytest
-import torch
 
 import zoo
 from covers import turn

@@ -24,7 +24,6 @@ from eyas.errors import CheckpointError
 __all__ = ["read", "recognises"]
 
 
-
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether config.json names DeepSpec's class for targets of Qwen3."""
     return architecture(config) == DEEPSPEC

@@ -62,7 +62,9 @@ def find(name: str) -> type[DraftMethod]:
     except (ImportError, AttributeError, SyntaxError) as error:
         raise OptionError(f"method {name!r} cannot be loaded: {error}") from error
     if not (isinstance(method, type) and issubclass(method, DraftMethod)):
-        raise OptionError(f"method {name!r} cannot be loaded: its Method is not a subclass of eyas.drafters.DraftMethod")
+        raise OptionError(
+            f"method {name!r} cannot be loaded: its Method is not a subclass of eyas.drafters.DraftMethod"
+        )
     return method
 
 

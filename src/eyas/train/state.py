@@ -221,7 +221,9 @@ def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:
         raise InputError(f"{path} is damaged (checksum of {all_damaged[0]}); {again}")
     for key, types in KEY_TYPES.items():
         if key not in saved:
-            raise InputError(f"{path} has no {key!r}, so it is not a complete state of a training; delete it to start again")
+            raise InputError(
+                f"{path} has no {key!r}, so it is not a complete state of a training; delete it to start again"
+            )
         if not isinstance(saved[key], types) or isinstance(saved[key], bool):
             raise InputError(
                 f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start again"

@@ -85,7 +85,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if config.get("head_dim") is None and hidden % heads:
         raise CheckpointError(
-            f"config.json has hidden_size {hidden}, no multiple of its {heads} attention heads, and no head_dim"
+            f"config.json has no head_dim, and hidden_size {hidden}, which is not a multiple of its {heads} attention heads"
         )
     head_dim = count(config, "head_dim", hidden // heads)
     if head_dim % 2:

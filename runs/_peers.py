@@ -32,7 +32,7 @@ from eyas.named import NamedModel, find
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).parent / "engines"
 OWN = Path(sys.executable)
-INTEROP, OPENVINO = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "openvino"))
+INTEROP, OPENVINO, PACE = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "openvino", "pace"))
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' auto
 DRAFTING = f"EAGLE-3, {DRAFTS} drafts"
@@ -253,7 +253,8 @@ def _pass_seconds(completion: Callable[..., dict[str, Any]], n: int, context: in
 def engines(workshop: Workshop) -> list[Engine]:
     """All engines that are installed here; `workshop.left_out` says which are not."""
     made = _eyas(workshop) + _transformers(workshop)
-    return made + _vllm(workshop) + _openvino(workshop) + _llama(workshop) + _reference(workshop)
+    made += _vllm(workshop) + _openvino(workshop) + _pace(workshop)
+    return made + _llama(workshop) + _ik_llama(workshop) + _reference(workshop)
 
 
 def _eyas(w: Workshop) -> list[Engine]:
@@ -349,6 +350,39 @@ def _llama(w: Workshop) -> list[Engine]:
         return Engine(name, "llama.cpp", partial(w.llama_server, kind, drafting), kind == "f32", not drafting)
 
     return [one(kind, drafting) for kind in ("f32", "q8_0", "q4_0") for drafting in (False, True)]
+
+
+def _ik_llama(w: Workshop) -> list[Engine]:
+    if not (w.llama_cpp and w.llama_build and any(INTEROP.parents[1].glob("lib/*/site-packages/ik_llama_cpp"))):
+        w.left_out["ik_llama.cpp"] = (
+            "not installed (make interop), or no build of llama.cpp, which writes its files, was named"
+        )
+        return []
+
+    def one(kind: str) -> Engine:
+        def start() -> Any:
+            return w.program(INTEROP, "with_ik_llama.py", f"ik-llama-{kind}", target=w.gguf(w.target(), kind))
+
+        return Engine(f"ik_llama.cpp, plain, {kind}", "ik_llama.cpp", start, kind == "f32", passes=True)
+
+    return [one(kind) for kind in ("f32", "q8_0", "q4_0")]
+
+
+def _pace(w: Workshop) -> list[Engine]:
+    """AMD PACE decodes plainly: its drafts are PARD's, and no model of eyas has one."""
+    if not PACE.exists():
+        w.left_out["AMD PACE"] = "not installed: make interop"
+        return []
+    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        w.left_out["AMD PACE"] = "it needs a processor with AVX512_BF16"
+        return []
+
+    def one(dtype: str) -> Engine:
+        options = {"target": w.target(), "dtype": dtype, "cache": "DYNAMIC"}
+        start = partial(w.program, PACE, "with_pace.py", f"pace-{dtype}", **options)
+        return Engine(f"AMD PACE, plain, {dtype}", "AMD PACE", start, exact=dtype == "float32")
+
+    return [one(dtype) for dtype in ("float32", "bfloat16")]
 
 
 def mean_length(counts: Mapping[str, Any]) -> float | None:

@@ -386,29 +386,38 @@ SMOLLM2 = {
     "smollm2_int8": "int8 weights, int16 activations",
     "smollm2_int4": "int4 weights, int16 activations",
 }
+WIDER = "_avx512"  # the same record from a machine with AVX-512
 
 
 def smollm2_aims() -> str:
-    """The table of what was asked for with SmolLM2 on a processor without AVX-512."""
+    """The table of what was asked for with SmolLM2, on a processor without AVX-512 and on one with it."""
     pooled = {
         (name, temperature, row["method"]): row
-        for name in SMOLLM2
+        for name in (*SMOLLM2, *(name + WIDER for name in SMOLLM2))
         for temperature in (0.0, 1.0)
         for row in record(name)["rows"]
         if row["task"] == "all" and row["temperature"] == temperature
     }
 
-    def reached(temperature: float, key: str) -> list[str]:
-        return [cell(pooled[name, temperature, "eagle3"][key]) for name in SMOLLM2]
+    def reached(more: str, temperature: float, key: str) -> list[str]:
+        return [cell(pooled[name + more, temperature, "eagle3"][key]) for name in SMOLLM2]
 
-    def intervals(temperature: float) -> list[str]:
-        rows = (pooled[name, temperature, "eagle3"] for name in SMOLLM2)
+    def intervals(more: str, temperature: float) -> list[str]:
+        rows = (pooled[name + more, temperature, "eagle3"] for name in SMOLLM2)
         return [cell([row["speedup"], row["speedup_low"], row["speedup_high"]]) for row in rows]
 
     lines = [
-        ["EAGLE-3 over plain decoding, T = 0", "1.5", *intervals(0.0)],
-        ["the same at T = 1", "0.9 of that", *intervals(1.0)],
-        ["over transformers' `generate`, T = 0", "5", *reached(0.0, "speedup_vs_transformers_interval")],
+        line
+        for processor, asked, more in (("AVX2", "1.5", ""), ("AVX-512", "1.8", WIDER))
+        for line in (
+            [f"{processor}: EAGLE-3 over plain decoding, T = 0", asked, *intervals(more, 0.0)],
+            [f"{processor}: the same at T = 1", "0.9 of that", *intervals(more, 1.0)],
+            [
+                f"{processor}: over transformers' `generate`, T = 0",
+                "5",
+                *reached(more, 0.0, "speedup_vs_transformers_interval"),
+            ],
+        )
     ]
     return table(["", "asked for", *SMOLLM2.values()], lines)
 
@@ -416,46 +425,52 @@ def smollm2_aims() -> str:
 def smollm2() -> Iterator[str]:
     """A real model on an ordinary computer."""
     yield prose("""
-        What was asked for on a processor with AVX2 alone, and what was reached. Where plain decoding is fast, as in 4 and 8 bits,
-        a drafted token costs more of a pass, so drafts gain less ([the report](report.md) has the arithmetic). Aims for AVX-512 and
-        AMX were not measured.""")
+        What was asked for on a processor with AVX2 alone and on one with AVX-512, and what was reached. Where plain decoding is
+        fast, as in 4 and 8 bits, a drafted token costs more of a pass, so drafts gain less ([the report](report.md) has the
+        arithmetic). A processor with AMX was not measured.""")
     yield smollm2_aims()
-    prompts = {
-        title: next(row["prompts"] for row in record(name)["rows"] if row["task"] == "all")
-        for name, title in SMOLLM2.items()
-    }
-    yield prose(f"""
-        SmolLM2-135M-Instruct (`--target smollm2-q4_1`) on the six tasks of EAGLE-2's tables, the same number of prompts from each
-        ({", ".join(f"{count} in all for {title}" for title, count in prompts.items())}), answers of at most
-        64 tokens, all contestants interleaved prompt by prompt, after the prompt's pass. *Over vanilla* is the speed
-        over eyas' own plain decoding with the same weights, by the same kernels; the intervals are bootstrapped
-        over prompts. The EAGLE-3 head of the float32 table is the one in the package ([targets](targets.md) has its training); the
-        rounded ones were measured with the head before its last 1.13 million tokens. *suffix* verifies the
-        whole of its tree here, where commands choose its nodes by their costs (`--tree auto`). A rounded model
-        is a target of its own, and its texts are compared with its own plain decoding.""")
-    equal = {"equal texts": lambda row: {True: "yes", None: ""}.get(row["equal"], f"{len(row['differ'])} not")}
+    yield prose("""
+        SmolLM2-135M-Instruct (`--target smollm2-q4_1`) on the six tasks of EAGLE-2's tables, the same number of prompts from each,
+        answers of at most 64 tokens, all contestants interleaved prompt by prompt, after the prompt's pass. *Over vanilla* is the
+        speed over eyas' own plain decoding with the same weights, by the same kernels; the intervals are bootstrapped over
+        prompts. The EAGLE-3 head is the one in the package ([targets](targets.md) has its training); the rounded tables of AVX2 were
+        measured with the head before its last 1.13 million tokens, and all tables of AVX2 before weights were in huge pages, which
+        plain decoding gains most from. *suffix* verifies the whole of its tree here, where commands choose its nodes by their costs
+        (`--tree auto`). A rounded model is a target of its own, and its texts are compared with its own plain decoding.""")
     for name, title in SMOLLM2.items():
-        yield f"### {title}"
-        rows = record(name)["rows"]
-        for temperature in (0.0, 1.0):
-            chosen = [row for row in rows if row["temperature"] == temperature]
-            pooled = {bench_label(row["method"]): row for row in chosen if row["task"] == "all"}
-            yield columns(pooled, BENCH_COLUMNS | equal, f"T = {temperature:g}, all tasks")
-            tasks = list(dict.fromkeys(row["task"] for row in chosen if row["task"] != "all"))
-            by_task = {(row["method"], row["task"]): row for row in chosen}
-            lines = [
-                [bench_label(method), *(f"{cell(row['speedup'])} ({cell(row['tau'])})" for row in found)]
-                for method in dict.fromkeys(row["method"] for row in chosen)
-                if len(found := [by_task[method, task] for task in tasks if (method, task) in by_task]) == len(tasks)
-            ]
-            yield table([f"T = {temperature:g}: over plain (tau)", *tasks], lines)
-        yield source(name)
+        yield f"### AVX2: {title}, on an EPYC of 2020 (Zen 3)"
+        yield from smollm2_tables(name)
+    for name, title in SMOLLM2.items():
+        yield f"### AVX-512: {title}, on an EPYC of 2022 (Zen 4)"
+        yield from smollm2_tables(name + WIDER)
     yield "### Cost of a pass: SmolLM2"
     yield prose("""
-        Two threads of an EPYC of 2020 (Zen 3). Its largest instruction set is AVX2, so the native kernels are those that
-        EYAS_KERNELS_ISA=x86-64-v3 forces. The same table of the kernels before, and of 512 tokens and more, is in the [log](log.md).""")
-    yield from cost_tables(record("cost_smollm2"))
-    yield source("cost_smollm2")
+        Two threads of an EPYC of 2022 (Zen 4), idle. First the kernels for AVX2, which EYAS_KERNELS_ISA=x86-64-v3 forces, then the
+        machine's own for AVX-512 with VNNI and bfloat16. The tables of a Zen 3, before and after the kernels for AVX2 were
+        written, are in the [log](log.md).""")
+    for name in ("cost_smollm2", "cost_smollm2" + WIDER):
+        yield from cost_tables(record(name))
+        yield source(name)
+
+
+def smollm2_tables(name: str) -> Iterator[str]:
+    """The tables of one record: all tasks, and each of them."""
+    equal = {"equal texts": lambda row: {True: "yes", None: ""}.get(row["equal"], f"{len(row['differ'])} not")}
+    rows = record(name)["rows"]
+    prompts = next(row["prompts"] for row in rows if row["task"] == "all")
+    for temperature in (0.0, 1.0):
+        chosen = [row for row in rows if row["temperature"] == temperature]
+        pooled = {bench_label(row["method"]): row for row in chosen if row["task"] == "all"}
+        yield columns(pooled, BENCH_COLUMNS | equal, f"T = {temperature:g}, {prompts} prompts")
+        tasks = list(dict.fromkeys(row["task"] for row in chosen if row["task"] != "all"))
+        by_task = {(row["method"], row["task"]): row for row in chosen}
+        lines = [
+            [bench_label(method), *(f"{cell(row['speedup'])} ({cell(row['tau'])})" for row in found)]
+            for method in dict.fromkeys(row["method"] for row in chosen)
+            if len(found := [by_task[method, task] for task in tasks if (method, task) in by_task]) == len(tasks)
+        ]
+        yield table([f"T = {temperature:g}: over plain (tau)", *tasks], lines)
+    yield source(name)
 
 
 def batches() -> Iterator[str]:

@@ -8,6 +8,7 @@ compiled already.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import pwd
 import re
@@ -15,10 +16,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from eyas import kernels
-from eyas.kernels import _build
+from eyas.kernels import _build, _memory
 
 Compiler = Callable[[str], Path]
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
@@ -214,3 +217,23 @@ def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatc
     assert _build.runnable_isas() == sets
     monkeypatch.setenv("EYAS_KERNELS_ISA", "x86-64-v3")
     assert ("this processor lacks avx2" if lines else "does not say what its processor has") in reason()
+
+
+def test_weights_in_huge_pages() -> None:
+    """Guards the block that matrices share: each keeps its own values, at the line of a cache, the larger ones too, and
+    a block that was made in inference mode can be written to later; the memory of matrices that are gone is given back."""
+    made, expected = [], []
+    for i, (shape, dtype) in enumerate(
+        (((3, 5), torch.float32), ((7, 11, 2), torch.int8), ((1,), torch.bfloat16), ((_memory.BLOCK + 5,), torch.uint8))
+    ):
+        for inference in (True, False):
+            tensor = torch.full(shape, i + 2 * inference + 1, dtype=dtype)
+            with torch.inference_mode(inference):
+                made.append(_memory.in_huge_pages(tensor))
+            expected.append(tensor)
+    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        assert not any(tensor.data_ptr() % _memory.ALIGNMENT for tensor in made)
+        before = psutil.Process().memory_info().rss
+        made.clear()
+        assert psutil.Process().memory_info().rss < before - _memory.BLOCK

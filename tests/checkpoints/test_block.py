@@ -195,6 +195,9 @@ def test_refusals_of_dspark(tmp_path: Path, told: dict[str, Any], message: str) 
     [
         ({**config(DFLASH), "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({**config(DFLASH), "architectures": None}, "which token a slot"),
+        (config(DFLASH, use_swa=True), "sliding window"),
+        (config(DFLASH, attention_value_scale=0.7), "multiplied by a factor"),
+        (config(DFLASH, attention_sink_bias=True), "sinks"),
         (
             config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "projector_type": "domino"}),
             "domino",
@@ -309,10 +312,17 @@ WINDOWED = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding
 
 def test_windows_and_factors(tmp_path: Path) -> None:
     """Guards what z-lab's class makes of layers with a window: their slots see earlier slots only, unless is_causal says
-    so for all; and that the writer says it again."""
+    so for all, or vLLM's setting of that meaning where is_causal is absent; and that the writer says it again."""
     factors = {"input_embedding_scale": 7.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
+    inner = config(DFLASH)["dflash_config"]
     for number, (more, causal) in enumerate(
-        (({}, (False, True)), ({"is_causal": False}, ()), ({"is_causal": True}, (True, True)))
+        (
+            ({}, (False, True)),
+            ({"is_causal": False}, ()),
+            ({"is_causal": True}, (True, True)),
+            ({"dflash_config": {**inner, "causal": True}}, (True, True)),
+            ({"dflash_config": {**inner, "causal": True}, "is_causal": False}, ()),
+        )
     ):
         first = load(lay(tmp_path / f"a{number}", config(DFLASH, **WINDOWED, **factors, **more), tensors()))
         assert first.config["windows"] == (None, 9)

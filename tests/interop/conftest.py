@@ -8,8 +8,10 @@ whose build is there too. An engine is a process that knows nothing of eyas but 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +19,14 @@ import pytest
 import torch
 
 import eyas
+import processes
 from eyas import checkpoints, exports, tiny
 from eyas.bench import tasks
 from eyas.core.target import Target
 from eyas.drafters import find
 from interop_engines import VARIABLE, python_of
+
+BLOCK = 5  # slots of the block heads that are trained here
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -108,14 +113,54 @@ def with_mask(head: checkpoints.Weights, target: Target, prompts: list[list[int]
 
 
 @pytest.fixture(scope="session")
+def trained(llm: eyas.LLM, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a small block head of the embedded model, which has learnt the answers to the prompts by heart: what
+    another engine computes differently is then seen in what it accepts."""
+    folder, known = tmp_path_factory.mktemp("trained"), {}
+
+    def made(method: str) -> Path:
+        if method not in known:
+            data, known[method] = folder / "chats.jsonl", folder / method
+            if not data.exists():
+                data.write_text("".join(json.dumps(chat) + "\n" for chat in _chats(llm)))
+            options = f"--method {method} --head.layers 1,3,5 --head.depth 1 --head.block {BLOCK} --steps 100 --lr 2e-3"
+            command = [
+                sys.executable,
+                "-m",
+                "eyas",
+                "train",
+                "--data",
+                data,
+                "--output",
+                known[method],
+                *options.split(),
+            ]
+            done = processes.run([*command, "--batch-tokens", "2048", "--heldout", "0", "--eval-every", "0"])
+            assert done.returncode == 0, done.stderr
+        return known[method]
+
+    return made
+
+
+def _chats(llm: eyas.LLM) -> Iterator[dict[str, list[dict[str, str]]]]:
+    for prompt in tasks.load("bundled"):
+        answer = llm.generate(prompt.turns[0], max_new_tokens=64).text
+        said = (("user", prompt.turns[0]), ("assistant", answer))
+        yield {"messages": [{"role": role, "content": content} for role, content in said]}
+
+
+@pytest.fixture(scope="session")
 def exported(
-    known: checkpoints.ExportTarget, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    known: checkpoints.ExportTarget,
+    heads: dict[str, Path],
+    trained: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, str], Path]:
-    """The folder of one of the heads in a format."""
+    """The folder of one of the heads, or of one that is trained here, in a format."""
 
     def made(head: str, name: str) -> Path:
         place = tmp_path_factory.mktemp("heads") / f"{head.replace(' ', '-')}-{name}"
-        exports.export(checkpoints.load(heads[head]), name, place, known)
+        exports.export(checkpoints.load(heads.get(head) or trained(head)), name, place, known)
         return place
 
     return made

@@ -81,6 +81,10 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "dflash_query_causal": (False, "slots of a block see earlier slots only"),
     "partial_rotary_factor": (1, "RoPE turns a part of each head only"),
     "log_snr_conditioning": (False, "the net reads the level of noise"),
+    "use_swa": (False, "every layer has a sliding window, whatever layer_types says"),
+    "attention_value_scale": (1, "the values of the attention are multiplied by a factor"),
+    "attention_sink_bias": (False, "the attention has sinks"),
+    "use_aux_hidden_state": (True, "the net does not read the target's layers"),
 }
 """Settings that change the computation: the value that is supported, and the meaning of any other."""
 
@@ -241,7 +245,7 @@ def _from_anchor(merged: Mapping[str, Any]) -> bool:
 
 def attention_kinds(merged: Mapping[str, Any]) -> dict[str, Any]:
     """Return `windows` and `causal` of the layers, as z-lab's class has them: layers with a window see earlier slots
-    only, unless is_causal says it for all."""
+    only, unless is_causal says it for all. vLLM's `causal` in dflash_config means the same, where is_causal is not there."""
     from transformers import Qwen3Config  # its rules decide which layers have a window
 
     kinds, layers = merged.get("layer_types"), count(merged, "num_hidden_layers")
@@ -251,11 +255,13 @@ def attention_kinds(merged: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has layer_types {kinds!r}; heads whose {layers} layers have full or sliding attention are read"
         )
     resolved: Any = Qwen3Config(**{key: merged[key] for key in LAYER_KEYS if merged.get(key) is not None})
-    slides, causal = [kind == SLIDING for kind in resolved.layer_types[:layers]], merged.get("is_causal")
+    slides = [kind == SLIDING for kind in resolved.layer_types[:layers]]
+    told = "causal" if merged.get("is_causal") is None else "is_causal"
+    causal = slides if merged.get(told) is None else [flag(merged, told, False)] * layers
     window = None if resolved.sliding_window is None else count(vars(resolved), "sliding_window")
     of_layers = {
         "windows": tuple(window if slid else None for slid in slides),
-        "causal": tuple(slid if causal is None else flag(merged, "is_causal", False) for slid in slides),
+        "causal": tuple(causal),
     }
     return {name: values if any(values) else () for name, values in of_layers.items()}
 

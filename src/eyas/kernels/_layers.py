@@ -156,7 +156,7 @@ class Layers:
             size = self.shape
             counts = {
                 "normed": max(M, threads * min(M, SMALL_BATCH)) * size.hidden,
-                "qkv": M * (size.heads + 2 * size.kv_heads) * size.head_dim,
+                "qkv": M * self.layers[0].qkv.padded,
                 "context": M * size.heads * size.head_dim,
                 "inner": M * size.inner,
                 "scores": threads * MAX_PAIRS * score_stride,

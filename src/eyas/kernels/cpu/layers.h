@@ -16,7 +16,7 @@ static inline void apply_rotary(float* x, const float* cosine, const float* sine
 // and values in the cache.
 static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                               int64_t r, int64_t k) {
-    const int64_t h = s.head_dim, width = (s.heads + 2 * s.kv_heads) * h,
+    const int64_t h = s.head_dim, stride = s.qkv_stride(),
                   group_heads = s.heads / s.kv_heads;
     for (int64_t q = 0; q < p.count(r); q++) {
         const int64_t m = p.first(r) + q, slot = p.length[r] + p.nodes - p.queries + q,
@@ -25,15 +25,15 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
         const float *cosine = p.cosine + angle, *sine = p.sine + angle;
         for (int64_t i = 0; i <= group_heads; i++) {
             float* x =
-                p.qkv + m * width + (i < group_heads ? k * group_heads + i : s.heads + k) * h;
+                p.qkv + m * stride + (i < group_heads ? k * group_heads + i : s.heads + k) * h;
             const float* norm = i < group_heads ? layer.q_norm : layer.k_norm;
             if (norm) rms_norm(x, norm, h, s.eps, x);
             apply_rotary(x, cosine, sine, h);
             if (i < group_heads)
                 for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
         }
-        std::memcpy(c.keys + offset, p.qkv + m * width + (s.heads + k) * h, h * sizeof(float));
-        std::memcpy(c.values + offset, p.qkv + m * width + (s.heads + s.kv_heads + k) * h,
+        std::memcpy(c.keys + offset, p.qkv + m * stride + (s.heads + k) * h, h * sizeof(float));
+        std::memcpy(c.values + offset, p.qkv + m * stride + (s.heads + s.kv_heads + k) * h,
                     h * sizeof(float));
     }
 }
@@ -209,13 +209,12 @@ struct QueryGroup {
 
     void run() {
         shared = shared_slots();
-        const int64_t h = s.head_dim, pairs = queries * heads,
-                      width = (s.heads + 2 * s.kv_heads) * h;
+        const int64_t h = s.head_dim, pairs = queries * heads, stride = s.qkv_stride();
         const float* query[MAX_PAIRS];
         float *scores_at[MAX_PAIRS], *out[MAX_PAIRS], totals[MAX_PAIRS];
         for (int64_t n = 0; n < pairs; n++) {
             const int64_t m = p.first(row) + first + n / heads, i = head + n % heads;
-            query[n] = p.qkv + m * width + i * h;
+            query[n] = p.qkv + m * stride + i * h;
             scores_at[n] = scores + n * p.score_stride;
             out[n] = p.context + (m * s.heads + i) * h;
             std::memset(out[n], 0, h * sizeof(float));
@@ -300,10 +299,9 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
 // the norm of x, or null.
 static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                           const float* input, float* x, int thread) {
-    const int64_t M = p.tokens(), D = s.hidden,
-                  width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+    const int64_t M = p.tokens(), D = s.hidden;
     if (!input) { input = normed_rows(thread, x, layer.norm, M, D, s.eps, p.normed); }
-    linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, width, STORE);
+    linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, s.qkv_stride(), STORE);
     switch (s.head_dim) {
         case 16: attend<16 / LANES>(layer, s, p, c, thread); break;
         case 32: attend<32 / LANES>(layer, s, p, c, thread); break;

@@ -25,6 +25,12 @@ struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, inner;
     float eps;    // of the norms
     float scale;  // of the attention scores
+
+    // Floats from one token's queries, keys and values to the next one's: whole panels
+    int64_t qkv_stride() const {
+        const int64_t width = (heads + 2 * kv_heads) * head_dim;
+        return (width + PANEL - 1) / PANEL * PANEL;
+    }
 };
 
 struct KVCache {

@@ -1,10 +1,13 @@
-"""A stand-in for the capture of CUDA graphs, for machines without a GPU."""
+"""A stand-in for the capture of CUDA graphs, for machines without a GPU; and prompts to try it on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
+import zoo
 from eyas.runners.graphs import tensors_of
 
 T = TypeVar("T")
@@ -25,3 +28,8 @@ def captured_without_gpu(work: Callable[[], T], undo: Callable[[], None]) -> tup
                 captured.copy_(new)
 
     return result, replay
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    """Return random token ids, others for each length."""
+    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import zoo
-from eyas.core.drafter import Drafter
+from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.options import build_options
+from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters import Batch, find
 from eyas.nn import Documents
@@ -31,6 +32,24 @@ def make(name: str, target: Target, kind: str = "random", **options: Any) -> Any
     """A head of this method with these options; `kind`: random or fresh."""
     method = find(name)
     return getattr(method, kind)(target, build_options(method.Options, options), 1)
+
+
+def roots_of(rows: int, sampling: Sampling = Sampling()) -> CycleInput:  # noqa: B008 - frozen
+    """The input of a cycle whose rows have different roots and positions."""
+    samplings, position_B = (sampling,) * rows, torch.arange(rows) + 5
+    return CycleInput(
+        torch.arange(rows) + 3,
+        position_B,
+        torch.ones(rows, dtype=torch.bool),
+        samplings,
+        GumbelNoise.from_sampling(samplings),
+        int(position_B.max()),
+    )
+
+
+def features(target: Target, rows: int) -> Tensor:
+    """The target's final features [rows, D] after six tokens, others in each row."""
+    return target.encode(torch.arange(rows * 6).view(rows, 6) + 2, (target.num_layers,))[:, -1]
 
 
 def language(count: int, seed: int) -> Examples:

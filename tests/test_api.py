@@ -529,7 +529,7 @@ def test_no_tokenizer_and_a_broken_one(folders: tuple[Path, Path], tmp_path: Pat
     with pytest.raises(ModelError, match="there is no tokenizer in"):
         eyas.load(bare, tokenizer=bare)
     (bare / "tokenizer.json").write_text((folders[0] / "tokenizer.json").read_text()[:500])
-    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be loaded: tokenizer.json is no valid JSON"):
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be loaded: tokenizer.json is not valid JSON"):
         eyas.load(bare)
 
 

@@ -273,7 +273,7 @@ def test_bad_folders(tmp_path: Path) -> None:
     head = put(tmp_path / "head")
     refused(head / "model.safetensors", "this is a file; give a folder")
     refused(tmp_path / "nowhere", "there is no such folder")
-    refused(str(tmp_path / "nowhere"), r"there is no such folder, and it is no hub id \(owner/name\)")
+    refused(str(tmp_path / "nowhere"), r"there is no such folder, and it is not a hub id \(owner/name\)")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "the folder has no config.json")
     (head / "model.safetensors").unlink()
@@ -473,8 +473,8 @@ def test_llama3_rope_is_handed_on(key: str) -> None:
         ({"hidden_size": "8"}, "hidden_size '8'; it must be a whole number"),
         ({"vocab_size": 0}, "vocab_size 0"),
         ({"num_attention_heads": True}, "num_attention_heads True"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "no multiple of its 3 attention heads"),
-        ({"num_key_value_heads": 3}, "no multiple of its 3 key-value heads"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "not a multiple of its 3 attention heads"),
+        ({"num_key_value_heads": 3}, "not a multiple of its 3 key-value heads"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only silu"),
         ({"bias": 1}, "bias 1; it must be true or false"),
         ({"rms_norm_eps": -1}, "rms_norm_eps -1"),

@@ -1,7 +1,7 @@
 """A datastore: texts as token ids, searched for the longest suffix of a context (REST, He et al.
 2023, arXiv 2311.08252, section 3).
 
-    tokens     documents, each followed by a separator, which is no token; big-endian, so that comparing bytes compares tokens
+    tokens     documents, each followed by a separator, which is not a token; big-endian, so that comparing bytes compares tokens
     suffixes   the positions of all suffixes, sorted by their first DEPTH tokens (a suffix array)
 
 The suffixes that begin with a pattern are neighbours in this order, sorted by the tokens that
@@ -137,7 +137,7 @@ class Datastore:
 
     @classmethod
     def from_documents(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
-        """A datastore in memory."""
+        """Return a datastore in memory."""
         tokens_T = _join(documents, _dtype_for(vocab_size))
         return cls(tokens_T, order_of(tokens_T, DEPTH), vocab_size)
 
@@ -168,8 +168,8 @@ class Datastore:
         return Matches(length, count, following_SD)
 
     def _longest(self, context: Sequence[int], shortest: int, longest: int) -> tuple[int, int, int] | None:
-        """(length of the longest suffix of the context that the text contains, its first slot, the
-        slot after its last one).
+        """Return (length of the longest suffix of the context that the text contains, its first slot, the slot after
+        its last one).
 
         The text contains a shorter suffix wherever it contains a longer one, so the length is found
         by bisection too.
@@ -196,7 +196,7 @@ class Datastore:
         return low, begin, bisect_right(slots, suffix, lo=begin, key=self._reader(len(suffix)))
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """A function: slot -> the first `size` bytes of its suffix."""
+        """Return a function of a slot that returns the first `size` bytes of its suffix."""
         tokens, position_of, token_bytes = self._bytes, self.suffixes_T.item, self._token_bytes
 
         def read(slot: int) -> bytes:
@@ -292,7 +292,7 @@ def _check(source: Source, vocab_size: int) -> Iterator[Sequence[int]]:
 
 
 def _dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """Two bytes for a token if all ids and the separator fit into them, otherwise four."""
+    """Return two bytes for a token if all ids and the separator fit into them, otherwise four."""
     return np.dtype(">u2" if vocab_size < 1 << 16 else ">u4")
 
 
@@ -302,7 +302,7 @@ def _separator_of(dtype: np.dtype[Any]) -> int:
 
 
 def _join(documents: Iterable[Sequence[int]], dtype: np.dtype[Any]) -> Array:
-    """[T]: documents end to end, each with its separator."""
+    """Return documents end to end, [T], each with its separator."""
     end = np.array([_separator_of(dtype)], dtype)
     parts = [part for document in documents for part in (np.asarray(document, dtype), end)]
     # np.concatenate alone would change the order of bytes to the machine's

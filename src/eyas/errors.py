@@ -66,8 +66,8 @@ class CheckpointError(EyasError):
 
 @contextmanager
 def code_of_request(name: str) -> Iterator[None]:
-    """Turns an exception of code that came with a request (a processor, a constraint) into an
-    InputError, which fails that request only."""
+    """Turn an exception of code that came with a request (a processor, a constraint) into an InputError, which fails
+    that request only."""
     try:
         yield
     except EyasError:
@@ -77,7 +77,7 @@ def code_of_request(name: str) -> Iterator[None]:
 
 
 def one_line(error: object, limit: int | None = None) -> str:
-    """An exception's message on one line, cut after `limit` characters."""
+    """Return an exception's message on one line, cut after `limit` characters."""
     return " ".join(str(error).split())[:limit]
 
 

@@ -76,7 +76,8 @@ def export(
 
 
 def usage(method: str, name: str, folder: str, target: str) -> list[str]:
-    """Lines by which the engines of a format run a head of this method in a folder."""
+    """Return lines, of a shell or of Python, by which the engines of a format run a head of this method in a
+    folder."""
     return _form(method, name).usage(method, {}, folder, target)
 
 

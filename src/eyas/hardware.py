@@ -3,6 +3,7 @@ with."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from eyas import __version__
 
-__all__ = ["BFLOAT16_CURE", "command_output", "cpu", "cpu_name", "multiplies_bfloat16", "versions"]
+__all__ = ["BFLOAT16_CURE", "command_output", "cpu", "cpu_name", "load_per_core", "multiplies_bfloat16", "versions"]
 
 BFLOAT16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 BFLOAT16_CURE = "torch's code for matrix units ends with an illegal instruction here; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 goes without it"
@@ -35,6 +36,12 @@ def cpu_name() -> str:
     """Return the processor's name by its maker; the architecture where the system does not tell it."""
     brand = cpu().get("model name") or command_output("sysctl", "-n", "machdep.cpu.brand_string")
     return brand or platform.processor() or platform.machine()
+
+
+def load_per_core() -> float:
+    """Return how many processes ran or waited for each core during the last minute, on average; 0 where the system
+    does not tell it."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def versions() -> dict[str, str]:

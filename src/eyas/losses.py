@@ -33,14 +33,7 @@ from torch.nn import functional as F
 
 from eyas.objectives import OBJECTIVES, Objective
 
-__all__ = [
-    "DraftLosses",
-    "FrozenHead",
-    "draft_losses",
-    "smooth_l1",
-    "soft_cross_entropy",
-    "soft_cross_entropy_of",
-]
+__all__ = ["DraftLosses", "FrozenHead", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 
@@ -55,8 +48,8 @@ def smooth_l1(predicted_MD: Tensor, true_MD: Tensor, weight_M: Tensor | None = N
 
 
 def soft_cross_entropy(predicted_MV: Tensor, true_MV: Tensor, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
-    """Cross-entropy of softmax(predicted logits) under softmax(true logits), summed over the rows;
-    a scalar.
+    """Return the cross-entropy of softmax(predicted logits) under softmax(true logits), summed over the rows; a
+    scalar.
 
     Args:
         chunk_elements: logits that are processed at a time; bounds the memory in addition to the
@@ -74,7 +67,7 @@ def soft_cross_entropy_of(
     vocab_size: int,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """`soft_cross_entropy(head(predicted), head(true))`, without all these logits in memory.
+    """Return `soft_cross_entropy(head(predicted), head(true))`, without all these logits in memory.
 
     Args:
         head: features [..., D] -> logits [..., V]; frozen: it gets no gradient. Called once for
@@ -130,8 +123,7 @@ def draft_losses(
     chunk_elements: int | None = None,
     objective: str = "distribution",
 ) -> DraftLosses:
-    """An LM head's distribution over the draft vocabulary compared with the target's (EAGLE-3,
-    section 3.2).
+    """Compare an LM head's distribution over the draft vocabulary with the target's (EAGLE-3, section 3.2).
 
     Where the target's most likely token is not in the draft vocabulary, the prediction does not
     count. Logits exist for one chunk of positions at a time, and the target's logits of a position
@@ -299,7 +291,7 @@ def _default_chunk_elements(device: torch.device, elements_per_position: int) ->
 
 
 def _rows_in(elements: int, row_elements: int) -> int:
-    """Rows of a chunk that has at most `elements` elements."""
+    """Return the rows of a chunk that has at most `elements` elements."""
     return max(1, elements // row_elements)
 
 
@@ -309,5 +301,5 @@ def _chunks(rows: int, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Half precision as float32; float32 and float64 unchanged."""
+    """Return half precision as float32; float32 and float64 unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -3,7 +3,7 @@
 Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/benchmark.md explains them
 at length.
 
-    cycle       one pass of the target over a draft tree. The prompt's own pass is no cycle, and the token that it gives belongs to none.
+    cycle       one pass of the target over a draft tree. The prompt's own pass is not a cycle, and the token that it gives belongs to none.
     emitted     tokens that a cycle hands out, the bonus token included, after cutting at EOS, stop strings and `max_new_tokens`
     tau         emitted tokens / cycles
     mean acceptance length
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from eyas.core.adjustments import Adjustments
+from eyas.core.cache import common_prefix
 from eyas.core.engine import Request, Step
 from eyas.core.rows import Row
 from eyas.core.sampling import GumbelNoise, apply_sampling
@@ -64,7 +65,7 @@ RESAMPLES = 2000
 
 
 def relative_cycle_cost(seconds: float, cycles: float, plain_seconds: float, plain_cycles: float) -> float | None:
-    """c: seconds of a cycle over seconds of a step of plain decoding; None without either."""
+    """Return c, the seconds of a cycle over seconds of a step of plain decoding; None without either."""
     return (seconds / cycles) / (plain_seconds / plain_cycles) if cycles and plain_seconds and plain_cycles else None
 
 
@@ -113,7 +114,7 @@ def cycle_of(step: Step, seconds: float | None = None) -> Cycle:
 
 
 def depth_counts(cycles: Iterable[Cycle], depth: int) -> list[tuple[int, int]]:
-    """(cycles that tested the (n+1)-th draft token, cycles that accepted it) for n = 0..depth-1."""
+    """Return (cycles that tested the (n+1)-th draft token, cycles that accepted it) for n = 0..depth-1."""
     tested, accepted = [0] * depth, [0] * depth
     for cycle in cycles:
         for n in range(min(cycle.tested or 0, depth)):
@@ -123,8 +124,8 @@ def depth_counts(cycles: Iterable[Cycle], depth: int) -> list[tuple[int, int]]:
 
 
 def acceptance_by_depth(cycles: Iterable[Cycle], depth: int) -> list[float | None]:
-    """Acceptance of the (n+1)-th draft token, given that n were accepted, n = 0..depth-1; None
-    where no cycle got there.
+    """Return the acceptance of the (n+1)-th draft token, given that n were accepted, n = 0..depth-1; None where no
+    cycle got there.
 
     Of chains this is n-alpha (EAGLE-1, section 5).
     """
@@ -132,14 +133,14 @@ def acceptance_by_depth(cycles: Iterable[Cycle], depth: int) -> list[float | Non
 
 
 def n_alpha(cycles: Iterable[Cycle], depth: int) -> dict[str, float]:
-    """{"0-alpha": ..., "1-alpha": ...} of cycles that drafted chains, as deep as they got."""
+    """Return {"0-alpha": ..., "1-alpha": ...} of cycles that drafted chains, as deep as they got."""
     rates = acceptance_by_depth(cycles, depth)
     return {f"{n}-alpha": rate for n, rate in enumerate(rates) if rate is not None}
 
 
 def mean_acceptance_length(cycles: Iterable[Cycle]) -> float | None:
-    """1 + accepted draft tokens / drafts, counted before cutting (vLLM's figure); None where
-    nothing was drafted."""
+    """Return 1 + accepted draft tokens / drafts, counted before cutting (vLLM's figure); None where nothing was
+    drafted."""
     accepted = [cycle.accepted_uncut for cycle in cycles if cycle.candidates and cycle.accepted_uncut is not None]
     return 1 + sum(accepted) / len(accepted) if accepted else None
 
@@ -148,7 +149,7 @@ def mean_acceptance_length(cycles: Iterable[Cycle]) -> float | None:
 
 
 def ratio(over: Any, under: Any) -> Any:
-    """A statistic for `bootstrap`: a ratio of sums."""
+    """Return a ratio of sums: a statistic for `bootstrap`."""
     return np.asarray(over) / np.asarray(under)
 
 
@@ -166,7 +167,7 @@ def difference_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any)
 def bootstrap(
     statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarray, resamples: int = RESAMPLES, seed: int = 0
 ) -> Interval | None:
-    """A statistic of sums over samples, with its 95 % percentile interval (Efron 1979).
+    """Return a statistic of sums over samples, with its 95 % percentile interval (Efron 1979).
 
     Samples are drawn with replacement, all columns together. The draws depend on the number of
     samples and the seed alone, so that figures of the same samples may be compared draw by draw.
@@ -201,16 +202,14 @@ def bootstrap(
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or at which the shorter text ends; None for equal texts."""
-    if tuple(one) == tuple(other):
-        return None
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    """Return the index of the first token that differs, or at which the shorter text ends; None for equal texts."""
+    same = common_prefix(one, other)
+    return None if same == len(one) == len(other) else same
 
 
 @torch.inference_mode()
 def margin(target: Target, request: Request, prefix: Sequence[int]) -> float | None:
-    """Distance of the two best scores for the token that follows `prefix`, the request's noise included.
+    """Return the distance of the two best scores for the token that follows `prefix`, the request's noise included.
 
     Args:
         prefix: new tokens of the answer, all before the token in question.

@@ -37,8 +37,8 @@ class Option:
 
 
 def list_options(kind: type, prefix: str = "", described: bool = True) -> Iterator[Option]:
-    """Every option of an options dataclass, in the order of the fields; not `described`: without
-    its help, for which the source is read."""
+    """Return every option of an options dataclass, in the order of the fields; not `described`: without its help, for
+    which the source is read."""
     defaults = kind()
     hints = get_type_hints(kind, include_extras=True)
     helps = field_docstrings(kind) if described else {}
@@ -55,7 +55,7 @@ def list_options(kind: type, prefix: str = "", described: bool = True) -> Iterat
 
 
 def plain_type(annotation: Any) -> Any:
-    """int, float, bool, a Literal, tuple (of numbers), or str: how the text of a value is read."""
+    """Return int, float, bool, a Literal, tuple (of numbers), or str: how the text of a value is read."""
     if get_origin(annotation) in (Union, UnionType):
         return plain_type(next(part for part in get_args(annotation) if part is not type(None)))
     if get_origin(annotation) is tuple:
@@ -75,7 +75,7 @@ def parse_option(option: Option, text: str) -> Any:
         return kind(text) if kind in (int, float) else text
     except (ValueError, KeyError):
         expected = "list of numbers separated by commas" if kind is tuple else f"value of type {kind.__name__}"
-        raise OptionError(f"{option.name}: {text!r} is no {expected}") from None
+        raise OptionError(f"{option.name}: {text!r} is not a {expected}") from None
 
 
 def field_docstrings(kind: type) -> dict[str, str]:

@@ -89,12 +89,10 @@ def spread_of(seconds: Sequence[float]) -> float:
     return (high - low) / middle if middle > 0 else 0.0
 
 
-def verify_cost(
-    target: Target, context: int = CONTEXT, nodes: Sequence[int] = NODES, feature_layers: tuple[int, ...] = ()
-) -> list[dict[str, float]]:
+def verify_cost(target: Target, context: int = CONTEXT, nodes: Sequence[int] = NODES) -> list[dict[str, float]]:
     """Return the median milliseconds of a target pass over a chain of each number of nodes after `context`
     tokens, one row."""
-    timings = time_passes(target, context, nodes, feature_layers)
+    timings = time_passes(target, context, nodes, ())
     return [{"nodes": n, "ms": round(1e3 * seconds, 4)} for n, seconds in timings.medians.items()]
 
 

@@ -61,7 +61,7 @@ SCALE = ".scale"  # tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows
 
 
 def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices to int8 with one scale per output channel (row); all other tensors to float32."""
+    """Round matrices to int8 with one scale per output channel (row); convert all other tensors to float32."""
     import torch
 
     packed = {}

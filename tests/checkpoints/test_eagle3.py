@@ -117,13 +117,14 @@ EAGLE1 = [
 def test_one_format_recognises_each_head(config: dict[str, Any], names: Any, expected: list[str]) -> None:
     """Guards against a head that two formats claim, so that the order of the files would decide how
     it is read."""
-    assert [name for name, form in formats().items() if form.recognises(config, list(names))] == expected
+    readable = {name: form for name, form in formats().items() if hasattr(form, "read")}
+    assert [name for name, form in readable.items() if form.recognises(config, list(names))] == expected
 
 
 def test_one_format_writes_each_method() -> None:
     """Guards against two files that would both write the heads of a method, and against a reader
     that is asked to write."""
-    writers = [(method, name) for name, form in formats().items() for method in form.METHODS]
+    writers = [(method, name) for name, form in formats().items() for method in getattr(form, "METHODS", ())]
     assert len(dict(writers)) == len(writers)
     assert {("eagle1", "safeailab"), ("eagle3", "safeailab3")} <= set(writers)
     assert all(hasattr(formats()[name], "write") for _, name in writers)

@@ -176,7 +176,7 @@ def test_llama3_is_found_in_its_factors(target: Target, tmp_path: Path) -> None:
     found, expected = (rope_frequencies(layer_shape(head.config)) for head in (checkpoints.load(path), made))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     other = torch.tensor([1.0, 1.1, 3.0, 2.0, 7.0, 8.0])
-    refused(tmp_path, ({**parts, "rope_freqs.weight": other}, settings), "not those of a llama3 scaling")
+    refused(tmp_path, ({**parts, "rope_freqs.weight": other}, settings), "of another scaling than llama3")
 
 
 def test_yarn(target: Target, tmp_path: Path) -> None:

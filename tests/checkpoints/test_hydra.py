@@ -129,7 +129,7 @@ def test_the_table_that_nothing_reads(tmp_path: Path) -> None:
         ({"config": {"hydra_num_heads": 1}}, "unexpected hydra_mlp.1.0.linear.weight"),
         ({"config": {"hydra_num_layers": 1}}, "unexpected hydra_mlp.0.1.linear.weight"),
         ({"config": {"hydra_head_arch": "prefix-mlp"}}, "no lm_head of the first head"),
-        ({"config": {"eyas": {"layer": {"heads": 2}}}}, "no shape of a layer"),
+        ({"config": {"eyas": {"layer": {"heads": 2}}}}, "not the shape of a layer"),
         ({"drop": "hydra_mlp.0.0.res_connection.bias"}, "missing hydra_mlp.0.0.res_connection.bias"),
         ({"drop": "hydra_lm_head.0.weight"}, "no lm_head of the first head"),
         ({"turn": "hydra_mlp.1.0.linear.weight"}, "mlp.1.0.linear.weight is"),

@@ -170,7 +170,7 @@ def test_requests_that_cannot_be_served(make_request: Any, message: str) -> None
         ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
         ({"logit_bias": ((3, 101.0),)}, "the bias of token 3 must be from -100 to 100, got 101"),
-        ({"logit_bias": ((-1, 1.0),)}, "-1 is no token id"),
+        ({"logit_bias": ((-1, 1.0),)}, "-1 is not a token id"),
     ],
 )
 def test_impossible_laws(options: dict[str, Any], message: str) -> None:

@@ -15,33 +15,17 @@ import zoo
 from eyas import checkpoints
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
-from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters.hydra import Method
 from eyas.drafters.medusa import REFERENCE_TREE
 from eyas.errors import CheckpointError, OptionError
 from eyas.targets.fingerprints import has_fingerprint
 from eyas.train.features import layers_for_training
-from heads import make
+from heads import features, make, roots_of
 from reference import SAMPLINGS, plain_decode, run
 
 PLUS = {"head.arch": "prefix-mlp", "head.blocks": 2}
-
-
-def roots_of(rows: int, sampling: Sampling = SAMPLINGS[0]) -> CycleInput:
-    laws, position_B = (sampling,) * rows, torch.arange(rows) + 5
-    return CycleInput(
-        torch.arange(rows) + 3,
-        position_B,
-        torch.ones(rows, dtype=torch.bool),
-        laws,
-        GumbelNoise.from_sampling(laws),
-        int(position_B.max()),
-    )
-
-
-def features(target: Target, rows: int) -> Tensor:
-    return target.encode(torch.arange(rows * 6).view(rows, 6) + 2, (target.num_layers,))[:, -1]
 
 
 SHAPES: list[dict[str, Any]] = [

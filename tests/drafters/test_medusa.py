@@ -15,32 +15,14 @@ import heads
 from eyas import checkpoints
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
-from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters.medusa import REFERENCE_TREE, Method, Options
 from eyas.errors import CheckpointError, OptionError
 from eyas.targets.fingerprints import has_fingerprint
 from eyas.train.features import layers_for_training
-from heads import make
+from heads import features, make, roots_of
 from reference import SAMPLINGS, plain_decode, run
-
-
-def roots_of(target: Target, rows: int, sampling: Sampling = SAMPLINGS[0]) -> CycleInput:
-    laws = (sampling,) * rows
-    position_B = torch.arange(rows) + 5
-    return CycleInput(
-        torch.arange(rows) + 3,
-        position_B,
-        torch.ones(rows, dtype=torch.bool),
-        laws,
-        GumbelNoise.from_sampling(laws),
-        int(position_B.max()),
-    )
-
-
-def features(target: Target, rows: int) -> Tensor:
-    return target.encode(torch.arange(rows * 6).view(rows, 6) + 2, (target.num_layers,))[:, -1]
-
 
 SHAPES: list[dict[str, Any]] = [
     {"tree.choices": "reference"},
@@ -117,7 +99,7 @@ def test_the_features_that_heads_read(target: Target) -> None:
 def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) -> None:
     """Guards ranks and levels: a node at depth d is head d's token of its own rank, best first;
     siblings differ; score is log q."""
-    drafter, roots = make("medusa", target, **{"tree.noise": noise}), roots_of(target, 2, sampling)
+    drafter, roots = make("medusa", target, **{"tree.noise": noise}), roots_of(2, sampling)
     feature_BD = features(target, 2)
     draft = drafter.grow(feature_BD, roots)
     assert draft.q_BNV is None
@@ -147,7 +129,7 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target) -> None:
         for weight in drafter.net.parameters():
             weight.zero_()
     for sampling in SAMPLINGS[:3]:
-        draft = drafter.grow(features(target, 1), roots_of(target, 1, sampling))
+        draft = drafter.grow(features(target, 1), roots_of(1, sampling))
         parents, tokens = draft.tree.parents_BN[0].tolist(), draft.tokens_BN[0].tolist()
         siblings = list(zip(parents[1:], tokens[1:], strict=True))
         assert len(set(siblings)) == len(siblings)
@@ -158,7 +140,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(target: Target) -> None:
     largest products."""
     drafter = make("medusa", target, **{"tree.choices": "dynamic", "tree.nodes": 20, "head.count": 2})
     feature_BD = features(target, 2)
-    draft = drafter.grow(feature_BD, roots_of(target, 2))
+    draft = drafter.grow(feature_BD, roots_of(2))
     best = drafter.logits(feature_BD, 2).log_softmax(-1).topk(10)
     for b in range(2):
         (one, two), (first, second) = best.values[b].tolist(), best.indices[b].tolist()
@@ -180,7 +162,7 @@ def test_a_tree_of_the_users(target: Target, tmp_path: Path) -> None:
     """Guards `--tree.choices FILE`, and that more levels than heads are refused."""
     (tmp_path / "tree.json").write_text(json.dumps([[0], [1], [0, 0], [1, 0], [1, 0, 0]]))
     drafter = make("medusa", target, **{"tree.choices": str(tmp_path / "tree.json")})
-    draft = drafter.grow(features(target, 1), roots_of(target, 1))
+    draft = drafter.grow(features(target, 1), roots_of(1))
     assert draft.tree.parents_BN.tolist() == [[-1, 0, 0, 1, 2, 4]]
     assert drafter.describe()["depth"] == 3
     with pytest.raises(OptionError, match="3 deep, and one level needs one head: this draft has 2"):

@@ -196,8 +196,8 @@ def test_parts(text: str, parts: set[tuple[int, str]]) -> None:
     ("skip", "message"),
     [
         ("", "skip must be auto, exit:N or a list"),
-        ("3x", "'3x' is no layer"),
-        ("exit", "'exit' is no layer"),
+        ("3x", "'3x' is not a layer"),
+        ("exit", "'exit' is not a layer"),
         ("9", "layer 9 does not exist: the target has 6 layers"),
         ("exit:0", "leaves out everything"),
         ("exit:6", "leaves out nothing"),

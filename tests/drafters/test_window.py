@@ -220,7 +220,7 @@ def test_flags_without_a_window_are_refused(method: str, target: Target) -> None
 
     for make_it in (load, random):
         with pytest.raises(
-            OptionError, match=r"window\.sink: this draft sees everything; give --window\.size too, or leave it out"
+            OptionError, match=r"window\.sink: this draft has no window; give --window\.size too, or leave it out"
         ):
             make_it(sink=2)
         with pytest.raises(OptionError, match=r"window\.sink and window\.crop: this draft .* leave them out"):

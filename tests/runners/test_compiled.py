@@ -24,7 +24,7 @@ from eyas.nn import Compiled
 from eyas.runners import with_fastest_runner
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.graphs import BUCKET, GraphRunner
-from fake_graphs import captured_without_gpu
+from fake_graphs import captured_without_gpu, prompt
 from reference import plain_decode, run
 from test_lossless import OPTIONS
 
@@ -46,10 +46,6 @@ def compiled(target: Target, backend: Any) -> Target:
 def drafter_of(name: str, target: Target) -> Drafter:
     kind = drafters.find(name)
     return kind.random(target, build_options(kind.Options, OPTIONS[name]), seed=1)
-
-
-def prompt(length: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from covers import turn
-from eyas import drafters, kernels
+from eyas import drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
@@ -26,7 +26,7 @@ from eyas.runners import fused
 from eyas.runners._comparison import UnsuitedError
 from eyas.runners.fused import FusedRunner, GpuModelLayers, check
 from eyas.runners.graphs import BUCKET, GraphRunner
-from fake_graphs import captured_without_gpu
+from fake_graphs import captured_without_gpu, prompt
 from interpreted import interpreted
 from reference import plain_decode, run
 from test_lossless import OPTIONS
@@ -34,16 +34,10 @@ from test_lossless import OPTIONS
 SUITED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: False)
+pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
 
 
 FIXED = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def prompt(length: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
 @pytest.mark.cover

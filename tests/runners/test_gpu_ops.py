@@ -7,11 +7,10 @@ On a CPU the kernels' references run in their place (tests/gpu has the kernels t
 from __future__ import annotations
 
 import pytest
-import torch
 
 import zoo
 from covers import turn
-from eyas import drafters, kernels
+from eyas import drafters
 from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request
 from eyas.core.ops import REFERENCE, Ops
@@ -22,7 +21,7 @@ from eyas.runners._fp8 import Fp8Linear
 from eyas.runners.fused import GpuModelLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.graphs import GraphRunner
-from fake_graphs import captured_without_gpu
+from fake_graphs import captured_without_gpu, prompt
 from fp8_support import needs_fp8
 from reference import plain_decode, run
 from test_lossless import OPTIONS
@@ -30,13 +29,7 @@ from test_lossless import OPTIONS
 Drawn = list[tuple[list[int], list[int]]]
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: False)
-
-
-def prompt(length: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
 
 
 def decoded(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from covers import pairs
-from eyas import drafters, kernels
+from eyas import drafters
 from eyas.bench.simulate import simulated
 from eyas.core.cache import ALIGNED, KVCache
 from eyas.core.dormant import Decision, Policy, with_policy
@@ -30,7 +30,7 @@ from eyas.runners import with_fastest_runner
 from eyas.runners._fp8 import TORCH, Fp8Linear
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
-from fake_graphs import captured_without_gpu
+from fake_graphs import captured_without_gpu, prompt
 from fp8_support import needs_fp8
 from reference import plain_decode, run
 from test_lossless import OPTIONS
@@ -38,19 +38,12 @@ from test_lossless import OPTIONS
 T = TypeVar("T")
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification, noise and commits in torch's operations, not by the CPU's kernels."""
-    monkeypatch.setattr(kernels, "available", lambda: False)
+pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
 
 
 def drafter_of(name: str, target: Target) -> Drafter:
     kind = drafters.find(name)
     return kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
-
-
-def prompt(length: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
 LOSSLESS = ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "suffix", "small_model"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zoo
-from eyas import drafters, kernels
+from eyas import drafters
 from eyas.core.dormant import Decision, Policy, with_policy
 from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
@@ -21,7 +21,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.runners.graphs import GraphRunner
 from eyas.runners.recording import CycleReplay
-from fake_graphs import captured_without_gpu
+from fake_graphs import captured_without_gpu, prompt
 from reference import plain_decode
 from test_lossless import OPTIONS
 from wishes import wish
@@ -29,9 +29,7 @@ from wishes import wish
 METHODS = ("vanilla", "eagle2", "seagle", "hydra")  # one of each kind of session
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: False)
+pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
 
 
 @dataclass
@@ -90,10 +88,6 @@ def drafter_of(name: str) -> Drafter:
                 weight.zero_()
             drafter.net.fc.weight[:, target.hidden_size :] = torch.eye(target.hidden_size)
     return drafter
-
-
-def prompt(length: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist())
 
 
 @cache

@@ -450,7 +450,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
     "a bit of a feature": (lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], r"is damaged \(layer 8 of an example\)"),
     "no header": (lambda content: b"no" * 50, "is damaged: no header"),
     "cut": (lambda content: content[:-2000], r"bytes came where [\d,]+ had been asked for: the file is cut"),
-    "gone": (lambda content: None, "does not exist"),
+    "gone": (lambda content: None, "cannot be found"),
     "of other features": (lambda content: content.replace(b'"store":', b'"Store":', 1), "belongs to other features"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What `eyas accelerate` decides and foretells; the commands that do the work are its steps.
+"""What `eyas accelerate` decides and forecasts; the commands that do the work are its steps.
 
     prospect.py    looks at model and machine: speeds, plan, forecast
     trial.py       speeds of this machine: answering, reading, training
@@ -6,10 +6,10 @@
     forecast.py    from acceptance and costs to the speed-up of the best tree
     plan.py        how the minutes are split, and how long each step takes
     training.py    options of the training, from the time that is left
-    material.py    the questions of the training, and those of the bench
+    material.py    the questions of the training, and the questions of the bench
     questions.py   questions for a target, where the user brings none
     journal.py     what a run has done, kept in a file from which it goes on
-    report.py      foretold beside reached: report.json, report.md, a section of the head's card
+    report.py      forecast beside measurement: report.json, report.md, a section of the head's card
 
 Nothing here reads options or prints.
 """

@@ -28,7 +28,7 @@ REPEATS_WORTH = 15.0  # passes after which a further one teaches 1/e of the firs
 DECAYS = np.arange(0.05, 1.01, 0.05)
 LEAST, MOST = 0.02, 0.95  # acceptance that is believed
 LEAST_DEVIATION = 0.08  # the records' targets are alike; others may differ more than these do
-UNKNOWN_DEVIATION = 0.12  # of a method without records of its own
+UNKNOWN_DEVIATION = 0.12  # for a method without records of its own
 
 
 def _believe(acceptance: float) -> float:
@@ -78,7 +78,7 @@ class Curve:
     limit: float
     gap: float
     decay: float
-    deviation: float  # of heads around the curve
+    deviation: float  # standard deviation of heads around the curve
 
     def mean(self, tokens: float) -> float:
         """Return the acceptance after so many tokens, within what is believed."""

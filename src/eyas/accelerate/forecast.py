@@ -18,10 +18,10 @@ from eyas.speedup import best_outcome
 
 __all__ = ["Forecast", "forecast"]
 
-TAU_ERROR = 0.05  # of tau, by the record that speedup.py names
-COST_ERROR = 0.05  # of c, at least: bench and trial are minutes apart
+TAU_ERROR = 0.05  # relative error of tau, by the record that speedup.py names
+COST_ERROR = 0.05  # least relative error of the cost: bench and trial are minutes apart
 SPREAD_SHARE = 0.5  # deviation of a ratio of two medians of about seven timings, over their interquartile range
-DEVIATIONS = 2.0  # of an interval's ends from its middle
+DEVIATIONS = 2.0  # standard deviations from the middle of an interval to its ends
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Forecast:
     """What to expect of a head: the most likely value and the ends of the interval."""
 
     acceptance: float
-    deviation: float  # of the acceptance
+    deviation: float  # standard deviation of the acceptance
     tree: TreeSize
     tau: float
     cost: float

@@ -87,7 +87,7 @@ class Journal:
 
 
 def _check(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the file; TypeError or LookupError for another object."""
+    """Return the content of the file; raise TypeError or LookupError for another object."""
     if not all(isinstance(step["seconds"], int | float) for step in fields["steps"].values()):
         raise TypeError("seconds")
     return {name: value for name, value in fields.items() if name not in ("format", "version")} | {

@@ -37,7 +37,7 @@ def read_material(files: Sequence[str]) -> Material:
     """
     lines = read_lines(files) if files else (DataLine("bundled", _json(question)) for question in questions())
     unique = {str(line.key["key"]): line for line in lines}
-    mixed = [unique[key] for key in sorted(unique)][:MOST_LINES]  # by a hash of their content
+    mixed = [unique[key] for key in sorted(unique)][:MOST_LINES]  # sorted by a hash of their content
     bench, chosen = list[Conversation](), set[str]()
     for line in mixed:
         if len(bench) < min(BENCH_QUESTIONS[1], len(mixed) // BENCH_SHARE):

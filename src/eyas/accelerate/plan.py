@@ -18,16 +18,16 @@ from eyas.errors import InputError
 
 __all__ = ["FEWEST_QUESTIONS", "Plan", "Speeds", "heldout_share", "make_plan", "training_tokens"]
 
-FEWEST_QUESTIONS = 16  # of a run: some are for the bench, some are held out
+FEWEST_QUESTIONS = 16  # fewest that a run can do with: some are for the bench, some are held out
 BENCH_SHARE, MOST_BENCH_SECONDS = 0.12, 300.0
-BENCH_QUESTIONS = (4, 24)  # fewest and most
+BENCH_QUESTIONS = (4, 24)  # fewest and most questions of the bench
 BENCH_TOKENS = (32, 128)  # fewest and most tokens of an answer
 BENCH_EXTRA_SECONDS = 15.0  # costs of the head that was trained, bandwidth, pictures
 MOST_PASSES = 16
-STEPS = (20, 150)  # fewest updates of the weights; those from which on batches grow
+STEPS = (20, 150)  # fewest updates of the weights, and their number from which on batches grow
 BATCH_TOKENS = (256, 8192)
 EVALUATIONS, EVALUATION_SHARE = 3, 0.1  # during a training, and the share of its time
-EVALUATION_TOKENS = 32  # of an answer
+EVALUATION_TOKENS = 32  # tokens of an answer in an evaluation
 EVALUATION_PROMPTS = (2, 16)
 HELDOUT_CONVERSATIONS = 16
 LONGEST_MINUTES = 60 * 24 * 7
@@ -40,8 +40,8 @@ class Speeds:
     loading_seconds: float  # loading the target once
     rows: int  # conversations that are answered at a time
     answer_rate: float  # tokens per second of all rows
-    answer_tokens: float  # of a conversation, all its answers
-    prompt_tokens: float  # of a conversation, all else
+    answer_tokens: float  # mean tokens of a conversation's answers
+    prompt_tokens: float  # mean tokens of the rest of a conversation
     feature_rate: float  # tokens per second
     train_rate: float  # tokens per second
     chain_pass_seconds: float  # a pass over a short chain, by the target's own forward
@@ -70,7 +70,7 @@ class Plan:
     training_seconds: float
     bench_seconds: float
     bench_questions: int
-    bench_tokens: int  # of an answer, at most
+    bench_tokens: int  # most tokens of an answer in the bench
     batch_tokens: int
 
     @property
@@ -140,8 +140,8 @@ def _answers_and_passes(seconds: float, speeds: Speeds, questions: int, length: 
 
 
 def _bench(seconds: float, speeds: Speeds) -> tuple[int, int, float]:
-    """(questions, tokens of an answer, seconds): every question is answered plainly and drafted, and
-    the first one once more to warm up."""
+    """Return (questions, tokens of an answer, seconds): every question is answered plainly and drafted, and the first
+    one once more to warm up."""
     room = min(MOST_BENCH_SECONDS, BENCH_SHARE * seconds) - BENCH_EXTRA_SECONDS
     tokens = int(min(BENCH_TOKENS[1], max(BENCH_TOKENS[0], room * speeds.plain_rate / 2 / 8)))
     each = 2 * min(tokens, speeds.answer_tokens) / speeds.plain_rate

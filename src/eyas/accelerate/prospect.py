@@ -34,19 +34,19 @@ METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/accelerate.md) f
 CHAIN_DEPTH = 5  # draft tokens of an evaluation's chain (`chain_figures`)
 ROWS = {"cpu": 8}  # conversations that are answered at a time; elsewhere OTHER_ROWS
 OTHER_ROWS = 16
-MOST_NEW_TOKENS = 256  # of an answer
-LOOK_SHARE = 0.05  # of the time; once it is over, no further method is tried
+MOST_NEW_TOKENS = 256  # an answer is cut there
+LOOK_SHARE = 0.05  # share of the time for measuring; once it is over, no further method is tried
 LENGTHS, MOST_LENGTH = 4, 1024  # a training example is cut at so many mean lengths, and at so many tokens
-TRIAL_SHARE, MOST_TRIAL_SECONDS = 0.03, 15.0  # of the time, in which the target answers questions
+TRIAL_SHARE, MOST_TRIAL_SECONDS = 0.03, 15.0  # share of the time for the trial of answering, and its limit
 TRIAL_LENGTH, TRIAL_BATCH = 256, 512  # tokens of an example and of a batch in the trial of a training
-COUNTED_SHARE = 0.8  # of these tokens are an answer's
-CLUSTERING = 1.5  # by how much a text's tokens agree more than independent ones: factor of the deviation
+COUNTED_SHARE = 0.8  # share of these tokens that are an answer's
+CLUSTERING = 1.5  # factor of the deviation, as the tokens of one text are not independent
 
 
 class Models(Protocol):
     """The target in its two forms. Asking for one may unload the other."""
 
-    loading_seconds: float  # of the last one that was loaded
+    loading_seconds: float  # time that the last load took
 
     def for_answers(self) -> LLM:
         """Return the target by the fastest runner, with plain decoding."""
@@ -64,7 +64,7 @@ class Prospect:
     method: str
     target: str
     max_length: int  # tokens of a training example
-    max_new_tokens: int  # of an answer
+    max_new_tokens: int  # most tokens of an answer
     speeds: Speeds
     plan: Plan
     costs: Costs

@@ -1,4 +1,4 @@
-"""The end of a run: what was foretold beside what was reached, for machines and for people."""
+"""The report of a finished run: what was forecast beside what was measured, for machines and for people."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _figures(report: Mapping[str, Any]) -> str:
-    """Return the table of what was foretold and reached, with the machine."""
+    """Return the table of what was forecast and measured, with the machine."""
     before, after, found = report["forecast"]["before"], report["forecast"]["after"], report["reached"]
     lines = [
         "| | speed-up over plain decoding | tokens per pass (tau) | cost of a pass (c) |",

@@ -30,15 +30,15 @@ from eyas.train.regenerate import Conversation, DataLine, GenerationSettings, pa
 __all__ = ["AnswerSpeed", "answer_speed", "chain_pass_seconds", "feature_rate", "training_rate"]
 
 TRAINING_STEPS = 3  # the first one warms up
-CHAIN_NODES = 6  # of an evaluation's drafts, the root included
+CHAIN_NODES = 6  # nodes of the chains that an evaluation drafts, the root included
 
 
 class AnswerSpeed(NamedTuple):
     """How the target answers."""
 
     rate: float  # tokens per second of all rows
-    answer_tokens: float  # of a conversation, all its answers
-    prompt_tokens: float  # of a conversation, all else
+    answer_tokens: float  # mean tokens of a conversation's answers
+    prompt_tokens: float  # mean tokens of the rest of a conversation
     longest: int  # tokens that the longest conversation can have
 
 
@@ -82,7 +82,7 @@ def answer_speed(
 
 
 def _prompt_tokens(llm: LLM, conversation: Conversation) -> int:
-    """Tokens of a conversation without the answers."""
+    """Return the tokens of a conversation without the answers."""
     assert llm.tokenizer is not None
     first = conversation.turns[0]
     later = [m for i, m in enumerate(conversation.messages) if i > first and i not in conversation.turns]

@@ -94,7 +94,7 @@ class Arm:
         self.variance = min(self.variance + self.drift * self.break_even**2, MAX_VARIANCE * self.break_even**2)
 
     def update(self, tokens: float, kind: Hashable) -> None:
-        """One cycle's tokens: a step of the Kalman filter."""
+        """Learn from one cycle's tokens by a step of the Kalman filter."""
         error = tokens - self.mean
         self.noise = max(MIN_NOISE, self.noise + (error * error - self.noise) / MEMORY)
         gain = self.variance / (self.variance + self.noise)
@@ -147,12 +147,12 @@ class Bandit:
         return None if seconds is None else seconds + self.arms[name].other_seconds
 
     def rate(self, name: str) -> float:
-        """Expected tokens a second and row."""
+        """Return the expected tokens a second and row."""
         seconds = self.seconds(name)
         return self.arms[name].mean / seconds if seconds else 0.0
 
     def observe(self, name: str, kind: Hashable, tokens: float, seconds: float) -> None:
-        """One cycle of an arm: its tokens a row and its seconds.
+        """Learn from one cycle of an arm: its tokens a row and its seconds.
 
         The first cycle of a kind updates no estimate, because it may include one-off work
         (recording, compiling); its time is charged.

@@ -307,7 +307,7 @@ class AdaptiveController:
         method.replace(mean, max(method.variance, PLAN_VARIANCE), seconds)
 
     def _seconds_by_size(self, rows: int) -> Array:
-        """[S]: seconds of a cycle with each size, by the costs."""
+        """Return the seconds [S] of a cycle with each size, by the costs."""
         assert self.acceptance is not None
         if rows not in self._seconds:
             self._seconds[rows] = np.array([self._costs.cycle(size, rows) for size in self.acceptance.all_sizes])

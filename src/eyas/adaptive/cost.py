@@ -23,7 +23,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,19 +40,11 @@ from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
 from eyas.files import parse_json, user_cache, write_atomically
-from eyas.hardware import cpu_name, versions
+from eyas.hardware import cpu_name, load_per_core, versions
 from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
-__all__ = [
-    "DOUBTFUL_SECONDS",
-    "LEVELS",
-    "Costs",
-    "cost_key",
-    "cost_path",
-    "load_costs",
-    "measure",
-]
+__all__ = ["DOUBTFUL_SECONDS", "LEVELS", "Costs", "cost_key", "cost_path", "load_costs", "measure"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
@@ -100,11 +91,11 @@ class Costs:
         return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
-        """Seconds of a cycle without a draft."""
+        """Return the seconds of a cycle without a draft."""
         return _interpolate(self.nodes, self.verify, rows) + self.plain_rest
 
     def draft(self, depth: int, branch: int, rows: int = 1) -> float:
-        """Seconds of a draft."""
+        """Return the seconds of a draft."""
         first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
@@ -145,7 +136,8 @@ class Costs:
 
 
 def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
-    """Linear between measured points; beyond the last one as between the last two, but never falling."""
+    """Return the value at a point: linear between measured points; beyond the last one as between the last two, but
+    never falling."""
     if x <= at[0] or len(at) == 1:
         return values[0] if x <= at[0] else values[0] * x / at[0]
     i = next((i for i in range(1, len(at)) if x <= at[i]), len(at) - 1)
@@ -171,8 +163,8 @@ class _Alternating(Policy):
 
 
 def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list[Step], list[Step]]:
-    """Steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms
-    up, or records."""
+    """Return the steps of plain cycles and of drafted ones, by turns. The first of each is left out: it warms up, or
+    records."""
     decoder = Decoder(drafter.target, AdaptiveDrafter(drafter, _Alternating(size)))
     new = min((2 * passes.REPEATS + 2) * (1 + (OWN_DEPTH if size is None else size.depth)), drafter.target.context - 1)
     decoder.add(Request(tuple(repeated_token(drafter.target, max(1, min(context, drafter.target.context - new)))), new))
@@ -186,8 +178,8 @@ def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list
 
 
 def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
-    """Seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds
-    less the seconds of its pass."""
+    """Return the seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds less the
+    seconds of its pass."""
     _, drafted = _cycles(drafter, size, CONTEXT)
     return max(
         0.0, median(s.seconds - _interpolate(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
@@ -195,7 +187,7 @@ def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int],
 
 
 def _overheads(drafter: Drafter, costs: Costs, size: TreeSize) -> tuple[float, float]:
-    """Median seconds of a cycle besides pass and draft: of a plain one, and of one with a draft."""
+    """Return the median seconds of a cycle besides pass and draft: of a plain one, and of one with a draft."""
     on_cpu = drafter.target.device.type == "cpu"  # on other devices a stage ends when its work is queued
 
     def rest(step: Step, known: float) -> float:
@@ -214,7 +206,7 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
 def measure(drafter: Drafter) -> Costs:
     """Measure the costs of a method."""
     limit, target = drafter.max_tree, drafter.target
-    load, now = _load_per_core(), time.time()
+    load, now = load_per_core(), time.time()
     measured = time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
     nodes, verify = tuple(measured.medians), _rising(list(measured.medians.values()))
     if limit is None:
@@ -248,17 +240,11 @@ def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
     return replace(costs, own_nodes=own_nodes, first=(first,), plain_rest=rest)
 
 
-def _load_per_core() -> float:
-    """Processes a core that ran or waited during the last minute; 0 where the system does not
-    say."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
-
-
 # --- keeping measurements ----------------------------------------------------------------------------------------------
 
 
 def cost_key(drafter: Drafter) -> dict[str, Any]:
-    """Everything that costs depend on."""
+    """Return everything that costs depend on."""
     target, device = drafter.target, drafter.target.device
     return {
         "format": FORMAT,

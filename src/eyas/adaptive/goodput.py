@@ -146,7 +146,7 @@ class Acceptance:
         return np.array(exponents)
 
     def __call__(self, size: TreeSize) -> float:
-        """Expected accepted draft tokens of one of `all_sizes`."""
+        """Return the expected accepted draft tokens of one of `all_sizes`."""
         return float(self.accepted_S[self.place[size]])
 
     def learn(
@@ -232,8 +232,8 @@ def _depths(parents: Sequence[int]) -> list[int]:
 def _drafted_with(
     parents: Sequence[int], values: Sequence[float], levels: Sequence[Sequence[int]], branch: int
 ) -> list[bool]:
-    """[X]: whether a dynamic tree with this branch would have drafted each node: `branch` children
-    of the `branch` best of a level."""
+    """Return [X]: whether a dynamic tree with this branch would have drafted each node: `branch` children of the
+    `branch` best of a level."""
     drafted, children = [True] * len(parents), [0] * len(parents)
     expanded = {0}
     for level in levels[1:]:
@@ -253,8 +253,8 @@ def _usual_chances(branch: int) -> list[float]:
 
 
 def _assumed_tree(limit: TreeSize, chances: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Parents and log values of the assumed tree: the best `limit.nodes` nodes, if the children of
-    every node have the same confidences."""
+    """Return the parents and log values of the assumed tree: the best `limit.nodes` nodes, if the children of every
+    node have the same confidences."""
     parents, values, depth, waiting = [-1], [0.0], [0], list[tuple[float, int, int]]()
 
     def wait(parent: int, rank: int) -> None:

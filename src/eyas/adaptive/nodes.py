@@ -66,7 +66,7 @@ class PassSeconds:
         return seconds_K
 
     def pace(self, tokens: int) -> float:
-        """What such passes take at present over what was measured."""
+        """Return what such passes take at present over what was measured."""
         return float(self(np.array(tokens)) / np.interp(tokens, self._tokens_G, self._measured_G))
 
     def choice(self, rows: int, padded: bool, rival: float = 0.0) -> NodeChoice:

@@ -94,8 +94,8 @@ class LLM:
         return {head.method: head.head for head in known if not head.listed}
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
-        """Target, drafter and policy of the requests for one adapter; "": for none. The policy of
-        each learns by itself.
+        """Return target, drafter and policy of the requests for one adapter; "": for none. The policy of each learns
+        by itself.
 
         Raises:
             OptionError: there is no such adapter.
@@ -115,16 +115,7 @@ class LLM:
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,
-        prompt: str,
-        *,
-        system: str | None = None,
-        batch_size: int | None = None,
-        **keywords: Unpack[GenerateKeywords],
-    ) -> Result: ...
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[int] | Messages,
+        prompt: str | Sequence[int] | Messages,
         *,
         system: str | None = None,
         batch_size: int | None = None,
@@ -178,30 +169,29 @@ class LLM:
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
-            max_new_tokens: None: 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, seed: see `Sampling`. Greedy by default. None is the
-                default.
-            repetition_penalty, presence_penalty, frequency_penalty, logit_bias: likewise. logit_bias
-                may be a dict, also with strings of digits as keys.
+            max_new_tokens: most tokens of the answer. None is 256, or as many as fit the context.
+            temperature, top_k, top_p, min_p, seed: see `Sampling`, whose defaults (greedy decoding) None stands for.
+            repetition_penalty, presence_penalty, frequency_penalty, logit_bias: see `Sampling`. logit_bias may be a
+                dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
             stop_token_ids: further tokens that end the answer.
-            logprobs: N: `Result.logprobs` lists the log-probabilities of every new token and of
-                the N most probable tokens, from the raw logits (before penalties and temperature).
-                0: the token's own only.
-            prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even
-                if its beginning is in a cache.
-            stop: one stop string or several. `text` ends before the stop string; `token_ids`
-                includes the token that completed it.
-            logits_processor: processors of transformers, one or several. They run once for each
-                node, with the node's own prefix, which is slow.
-            draft: "auto"; "off": decode plainly; or the most draft tokens to verify per cycle.
-            adapter: the name of the adapter to answer with, where several were loaded; "base": none
-                of them. None: none, or for a PeftModel the one that was active when it was loaded.
+            logprobs: with N, `Result.logprobs` lists the log-probabilities of every new token and of the N most
+                probable tokens, from the raw logits (before penalties and temperature). 0 lists the token's own only.
+            prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even if its beginning is
+                in a cache.
+            stop: one stop string or several. `text` ends before the stop string; `token_ids` includes the token that
+                completed it.
+            logits_processor: processors of transformers, one or several. They run once for each node of a draft tree,
+                with the node's own prefix, which is slow.
+            draft: "auto" leaves it to the drafter and the policy; "off" decodes plainly; a number is the most draft
+                tokens to verify per cycle.
+            adapter: the name of the adapter to answer with, where several were loaded; "base" is the model without
+                any. None is the same, or for a PeftModel the adapter that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
-            features: a list of what else the request asks for: each a `core.requests.RequestFeature`, such
-                as `eyas.recall.Recalled` or one of your own.
-            ignore_eos: go on to max_new_tokens.
+            features: what else the request asks for, each a `core.requests.RequestFeature`, such as
+                `eyas.recall.Recalled` or one of your own.
+            ignore_eos: go on to max_new_tokens, whatever token ends an answer.
             raw: take a string as it is, without the chat template.
             tools: functions that the model may call, in OpenAI's form, for the chat template.
             chat_template_kwargs: variables of the chat template, such as enable_thinking.
@@ -233,9 +223,7 @@ class LLM:
         system: str | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Iterator[tuple[int, Result]]:
-        """Yield (index, Result) whenever a prompt is answered, in any order. Parameters as in
-        `generate`.
-        """
+        """Yield (index, Result) whenever a prompt is answered, in any order. `generate` explains the parameters."""
         params = generate_keywords(keywords)
         answers = [Answer(*self._request(_single(prompt), system, params)) for prompt in prompts]
         yield from self._answer_each(answers, batch_size)
@@ -267,7 +255,7 @@ class LLM:
         on_step: Callable[[Step], None] | None = None,
         **keywords: Unpack[GenerateKeywords],
     ) -> Stream:
-        """Answer one prompt piece by piece, one per cycle. Parameters as in `generate`.
+        """Answer one prompt piece by piece, one per cycle. `generate` explains the parameters.
 
         Closing the stream early leaves everything usable.
 
@@ -286,12 +274,12 @@ class LLM:
     def chat(self, system: str | None = None, **keywords: Unpack[GenerateKeywords]) -> Chat:
         """Begin a conversation whose keys and values are kept from turn to turn.
 
-        Parameters as in `generate`; they hold for every turn.
+        `generate` explains the parameters, which hold for every turn.
         """
         return Chat(self, system, keywords)
 
     def ids(self, prompt: Any, system: str | None = None, raw: bool = False, **template: Any) -> tuple[int, ...]:
-        """Token ids of one prompt.
+        """Return the token ids of one prompt.
 
         A string is a user's message where the tokenizer has a chat template, unless `raw`.
         `template`: `tools` and `chat_template_kwargs`, for it.
@@ -327,13 +315,14 @@ class LLM:
         self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> tuple[Request, TextReader]:
         """Return the engine's request for a prompt, and the reader that turns its tokens into text.
-        Parameters as in `generate`.
+        `generate` explains the parameters.
         """
         params = generate_keywords(keywords)
         return self._request(_single(prompt), system, params)
 
     def _request(self, prompt: Prompt, system: str | None, params: Mapping[str, Any]) -> tuple[Request, TextReader]:
-        """As `request`, for a prompt of `as_prompts` and all keywords, as `generate_keywords` returns them."""
+        """Return what `request` returns, for a prompt of `as_prompts` and all keywords, as `generate_keywords` returns
+        them."""
         template = template_keywords(params)
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
@@ -387,7 +376,7 @@ class LLM:
         return self._structures.constraint(structure, eos)
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
-        """Token ids of a predicted text."""
+        """Return the token ids of a predicted text."""
         if given is None or isinstance(given, str):
             if given and self.tokenizer is None:
                 raise InputError("this target has no tokenizer: give the prediction as token ids")
@@ -417,9 +406,9 @@ class LLM:
     def take_decoder(
         self, rows: int = 1, reuse: bool = False, adapter: str | None = None
     ) -> tuple[Decoder, Callable[[], None]]:
-        """A Decoder without requests (the last one if it fits), and a function that returns it.
+        """Return a Decoder without requests (the last one if it fits), and a function that gives it back.
 
-        Call that function only after success: after an error the rows may hold anything.
+        Call it only after success: after an error the rows may hold anything.
         """
         target, drafter, policy = self.view(self.target.adapter if adapter is None else adapter)
         decoder_key = target, drafter, policy, rows, reuse
@@ -455,9 +444,8 @@ class Chat:
 
     @with_generate_keywords
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
-        """Send a user's message; it and the answer are appended to the conversation. Parameters as
-        in `LLM.generate`.
-        """
+        """Send a user's message; append it and the answer to the conversation. `LLM.generate` explains the
+        parameters."""
         stream = self.stream(text, **keywords)
         for _ in stream:
             pass
@@ -465,9 +453,8 @@ class Chat:
 
     @with_generate_keywords
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
-        """Return the same, piece by piece. When the stream is closed early, the text so far is appended to
-        the conversation.
-        """
+        """Send a user's message as `send` does, and return the answer piece by piece. When the stream is closed early,
+        the text so far is appended to the conversation."""
         if not all(decoder.finished for decoder in self._decoders.values()):
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not isinstance(text, str) or not text.strip():
@@ -495,7 +482,7 @@ class Chat:
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """Return the Sampling among the keywords of `generate`; OptionError for impossible values."""
+    """Return the Sampling among the keywords of `generate`; raise OptionError for impossible values."""
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 
@@ -518,9 +505,8 @@ def _single(prompt: Any) -> Prompt:
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Token ids that end an answer, as transformers finds them: generation config, else model
-    config, else tokenizer.
-    """
+    """Return the token ids that end an answer, as transformers finds them: generation config, else model config, else
+    tokenizer."""
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

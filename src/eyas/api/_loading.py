@@ -54,49 +54,47 @@ def load(
     """Load a target with a drafter, ready to generate.
 
     Args:
-        target: local folder, hub id, a file in GGUF format, or a loaded model, which is used as it is;
-            quantised models stay quantised (docs/targets.md). "smollm2": SmolLM2-135M-Instruct, which
-            is fetched when it is first asked for. None: the embedded model with its own head.
-        draft: local folder or hub id of a draft head, or a Drafter; or the name of a method that
-            needs none. "auto": the first head that is listed for this target and can be read
-            (docs/checkpoints.md); a warning says which.
-        method: a name from `eyas methods` or a dotted path. None: the method that the head was made
-            for (eagle2 for an EAGLE-1 head). Without a head: `suffix`; for the embedded model
-            `mtp`, with its own head.
-        draft_with: a second method, one that needs no head; its tree is merged with the first one's
-            in every cycle.
-        adapter: an adapter of PEFT for the target (LoRA, DoRA and the like): local folder or hub
-            id. It is merged into the weights, if these are not quantised. Several, as a dict from
-            names to folders: requests choose one by `generate(..., adapter=name)`. A PeftModel as
-            the target is used as it is, with all of its adapters. Needs the extra `peft`.
-        gguf_file: the name of a file in GGUF format in the target's folder or on the hub; its weights
-            become plain ones. Needs the extra `quantised`.
-        cache: keep what such a file is converted to on this machine (docs/targets.md), or take what is kept.
-        tokenizer: local folder, hub id or tokenizer, where it is not the target's own. False: none.
-        dtype, device: "auto": float32 on a CPU; on an accelerator, and for quantised weights, the
-            checkpoint's own dtype.
-        device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes
-            it: "auto", "balanced", or a device, "cpu" or "disk" for each part of the model. Layers
-            may be on several devices; weights that wait in memory or on disk are fetched for each
-            forward. Needs the extra `offload`.
-        offload_folder: for weights that the map puts on "disk", where the checkpoint is not safetensors.
-        kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA graphs on a GPU once
-            they have given the model's own numbers there, the model's own forward elsewhere. "on": the same, also for
-            a model that you loaded, and with a warning where they are not used. "fixed": as "on", by kernels whose
-            sums have one order, so that ids equal plain decoding's in every dtype; or an error. "compile": as "on",
-            with torch.compile for layers that have no kernels (on a GPU). "off": the model's own forward.
-        weights: "exact", or rounded to "bfloat16", "int8" or "int4" by the kernels: faster; the output
-            is then the rounded model's, not the original's.
-        activations: inputs of linear layers: "exact", or rounded by the kernels to "bfloat16" (for
-            weights kept as bfloat16), "int16" or "int8" (for weights kept as int8 or int4). Prompts
-            and large trees cost less; the output is again the rounded model's.
-        draft_weights: format of the head's weights. "exact": as stored; by the CPU kernels rounded
-            to int8 with 16-bit activations. "fp8": rounded, on GPUs with fp8 matrix products.
-            "int4": rounded, by the CPU kernels. This changes guesses only, no text.
-        options: the method's own, for example tree={"nodes": 32, "depth": 5}; those that only the
-            second method has go there. tree="auto" adapts the tree's size to this machine and
-            drafts nothing where that is faster: the default, unless a tree is described.
-            tree="fixed" keeps to the options in every cycle.
+        target: a local folder, a hub id, a file in GGUF format, or a loaded model, which is used as it is; quantised
+            models stay quantised (docs/targets.md). "smollm2" is SmolLM2-135M-Instruct, which is fetched when it is
+            first asked for. None is the embedded model with its own head.
+        draft: the local folder or hub id of a draft head, or a Drafter, or the name of a method that needs no head.
+            "auto" takes the first head that is listed for this target and can be read (docs/checkpoints.md), and a
+            warning says which.
+        method: a name that `eyas methods` lists, or a dotted path. None is the method that the head was made for
+            (eagle2 for an EAGLE-1 head); without a head it is `suffix`, and for the embedded model `mtp`.
+        draft_with: a second method, which must need no head. In every cycle its tree is merged with the first one's.
+        adapter: the local folder or hub id of a PEFT adapter for the target (LoRA, DoRA and the like). It is merged
+            into the weights, unless these are quantised. A dict from names to folders loads several; requests choose
+            one by `generate(..., adapter=name)`. A PeftModel as the target is used with all of its adapters. Adapters
+            need the extra `peft`.
+        gguf_file: the name of a file in GGUF format in the target's folder or on the hub. Its quantised
+            weights are converted to plain ones. Needs the extra `quantised`.
+        cache: whether the converted GGUF file is kept on this machine and used again (docs/targets.md).
+        tokenizer: a local folder, a hub id or a tokenizer, where it is not the target's own. False loads none.
+        dtype: "auto" is float32 on a CPU, and the checkpoint's own dtype on an accelerator or for quantised weights.
+        device: "auto" is CUDA if available, else the CPU.
+        device_map: where accelerate puts the weights, as `from_pretrained` of transformers takes it: "auto",
+            "balanced", or a device, "cpu" or "disk" for each part of the model. Layers may be on several devices;
+            weights that wait in memory or on disk are fetched for each forward. Needs the extra `offload`.
+        offload_folder: the folder of the weights that the map puts on "disk", if the checkpoint is not safetensors.
+        trust_remote_code: whether Python code that comes with the target may run.
+        kernels: "auto" uses compiled kernels on a CPU for the model types that they support, CUDA graphs on a GPU once
+            they have given the model's own numbers there, and the model's own forward elsewhere. "on" does the same
+            for a model that you loaded, too, and warns where kernels are not used. "fixed" is "on" with kernels whose
+            sums have one order, so that ids equal plain decoding's in every dtype; it is an error where there are
+            none. "compile" is "on" with torch.compile for layers that have no kernels (on a GPU). "off" uses the
+            model's own forward.
+        weights: "exact", or "bfloat16", "int8" or "int4", to which the kernels round the target's weights. That is
+            faster, and the output is then the rounded model's, not the original's.
+        activations: "exact", or the format to which the kernels round the inputs of linear layers: "bfloat16" with
+            weights in bfloat16, "int16" or "int8" with weights in int8 or int4. Prompts and large trees then cost
+            less; the output is again the rounded model's.
+        draft_weights: the format of the head's weights. "exact" is as stored, except that the CPU kernels round to
+            int8 with 16-bit activations; "int4" is rounded by the CPU kernels, "fp8" for GPUs with fp8 matrix
+            products. This changes guesses only, no text.
+        options: the method's own options, for example tree={"nodes": 32, "depth": 5}; options that only the second
+            method has go there. tree="auto", the default unless a tree is described, adapts the tree's size to this
+            machine and drafts nothing where that is faster. tree="fixed" keeps to the options in every cycle.
 
     Raises:
         ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
@@ -170,8 +168,8 @@ def _load_drafter(
 def _listed_drafter(
     target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None
 ) -> tuple[str | None, Drafter]:
-    """(hub id, drafter) of the first listed head for this target that can be read; the default
-    without a head where none is listed.
+    """Return (hub id, drafter) of the first listed head for this target that can be read; the default without a head
+    where none is listed.
 
     Raises:
         CheckpointError: heads are listed, and none of them can be fetched and read.

@@ -175,7 +175,7 @@ MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the proc
 
 
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
-    """(prompts, whether a single one was given).
+    """Return (prompts, whether a single one was given).
 
     A string, a list of messages and a list of token ids are single prompts; a list of those, and a
     tensor [B, T], are several. Tensors, arrays and the output of a tokenizer become lists; what its
@@ -227,7 +227,7 @@ def has_media(prompt: Any) -> bool:
 
 
 def _as_lists(prompt: Any) -> Any:
-    """Tensors, arrays and tokenizer output as (nested) lists of numbers; anything else as it is."""
+    """Return tensors, arrays and tokenizer output as (nested) lists of numbers; anything else as it is."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         ids, mask = _as_lists(prompt["input_ids"]), _as_lists(prompt.get("attention_mask"))
         if not mask or not isinstance(ids, Sequence):
@@ -248,7 +248,7 @@ def _media_names(prompt: Mapping[str, Any]) -> list[str]:
 
 
 def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
-    """One prompt with images, of a processor's output, and whether its ids are a single list."""
+    """Return one prompt with images, of a processor's output, and whether its ids are a single list."""
     names = _media_names(prompt)
     if wrong := [name for name in names if not isinstance(prompt[name], Tensor)]:
         raise InputError(f"{wrong[0]} is not a tensor: call the processor with return_tensors='pt'")
@@ -279,7 +279,7 @@ def _token_ids(items: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy or torch as Python's own; anything else as it is."""
+    """Return a number of numpy or torch as Python's own; anything else as it is."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
@@ -346,7 +346,7 @@ def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """A whole number of at least `least`; OptionError otherwise."""
+    """Return the value as an int, at least `least`; raise OptionError if it is none."""
     number = plain_number(value)
     if not _is_whole(number) or number < least:
         raise OptionError(f"{name} must be a whole number, {least} or more, got {value!r}")
@@ -354,7 +354,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_processors(given: Any) -> list[Any]:
-    """Logits processors as a list: none, a single one, or several."""
+    """Return logits processors as a list: none, a single one, or several."""
     if given is None:
         return []
     if isinstance(given, Iterable) and not isinstance(given, str | type):
@@ -371,7 +371,7 @@ def request_features(given: Any) -> tuple[RequestFeature, ...]:
 
 
 def as_stop_token_ids(given: Any) -> tuple[int, ...]:
-    """Token ids that end an answer, from an iterable of them."""
+    """Return token ids that end an answer, from an iterable of them."""
     listed = (
         None
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable)
@@ -383,7 +383,7 @@ def as_stop_token_ids(given: Any) -> tuple[int, ...]:
 
 
 def as_draft(given: Any) -> str | int:
-    """Drafts of one request: "auto", "off" or a number of draft tokens; True is "auto", False and 0
+    """Return what a request asks of its drafts: "auto", "off" or a number of draft tokens; True is "auto", False and 0
     are "off"."""
     value = plain_number(given)
     if isinstance(value, bool) or value in ("auto", "off", 0):
@@ -394,7 +394,7 @@ def as_draft(given: Any) -> str | int:
 
 
 def as_logit_bias(given: Any) -> tuple[tuple[int, float], ...]:
-    """A logit bias as sorted pairs; its keys may be strings of digits, as in JSON."""
+    """Return a logit bias as sorted pairs; its keys may be strings of digits, as in JSON."""
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
         return tuple(sorted((_token_id(token), float(plain_number(bias))) for token, bias in pairs))
@@ -433,7 +433,7 @@ def with_generate_keywords(function: F) -> F:
 
 
 def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[dict[str, Any], str, str]:
-    """(options of the method, dtype, device) after the names that transformers uses.
+    """Return (options of the method, dtype, device), with the names that transformers uses understood.
 
     Raises:
         OptionError: a keyword of transformers that has no equivalent here.
@@ -468,7 +468,7 @@ def device_name(device: Any) -> str:
 
 
 def on_or_off(value: Any) -> Any:
-    """True and False as "on" and "off"; None as "auto"."""
+    """Return "on" and "off" for True and False; "auto" for None."""
     return (
         {True: "on", False: "off", None: "auto"}.get(value, value)
         if value is None or isinstance(value, bool)

@@ -211,7 +211,7 @@ class Transformers(Contestant):
         )
 
     def _generate(self, request: Request, streamer: BaseStreamer) -> list[int]:
-        """Prompt and new tokens. ModelError when transformers refuses."""
+        """Prompt and new tokens. Raise ModelError when transformers refuses."""
         model: Any = self.target.model
         ids_1T = torch.tensor([request.prompt], device=self.target.device)
         keywords = {**_ends(request, self.target.vocab_size), **_sampling_keywords(request.sampling), **self.options}

@@ -133,7 +133,7 @@ def _heads(entrants: Entrants) -> dict[str, str]:
     heads = entrants.llm.own_heads
     folder = Path(entrants.heads_folder or HEADS)
     if entrants.heads_folder and not folder.is_dir():
-        raise OptionError(f"--heads {folder} is no folder")
+        raise OptionError(f"--heads {folder} is not a folder")
     if entrants.heads_folder or entrants.embedded:
         heads |= {path.name: str(path) for path in sorted(folder.glob("*")) if path.is_dir()}
     for draft in entrants.drafts:

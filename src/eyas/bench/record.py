@@ -82,8 +82,7 @@ class Answer:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Answer:
-        """Return the Answer of a parsed line. TypeError or KeyError when another version of eyas
-        wrote it."""
+        """Return the Answer of a parsed line. Raise TypeError or KeyError when another version of eyas wrote it."""
         records = {"differs": Differs, "memory": Memory, "around": Used}
         parsed = {name: None if line[name] is None else kind(*line[name]) for name, kind in records.items()}
         cycles = tuple(Cycle(*cycle) for cycle in line["cycles"])

@@ -16,16 +16,7 @@ from eyas.bench.trees import Line, draw
 from eyas.errors import InputError
 from eyas.files import parse_json
 
-__all__ = [
-    "COLUMNS",
-    "cells",
-    "compared",
-    "comparison",
-    "headline",
-    "markdown",
-    "read_summary",
-    "sections",
-]
+__all__ = ["COLUMNS", "cells", "compared", "comparison", "headline", "markdown", "read_summary", "sections"]
 
 Summary = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -33,14 +24,14 @@ BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transform
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return the summary in a file or folder. InputError when it is none of this format."""
+    """Return the summary in a file or folder. Raise InputError when it is none of this format."""
     place = path / "summary.json" if path.is_dir() else path
     try:
         summary = parse_json(place.read_bytes())
     except (OSError, InputError) as error:
         raise InputError(f"{place} cannot be read as a summary of `eyas bench`: {error}") from error
     if not isinstance(summary, dict) or "rows" not in summary:
-        raise InputError(f"{place} is no summary of `eyas bench`: name a folder or its summary.json")
+        raise InputError(f"{place} is not a summary of `eyas bench`: name a folder or its summary.json")
     if summary.get("format") != FORMAT:
         raise InputError(f"{place} has format {summary.get('format')}, this eyas reads {FORMAT}: run the bench again")
     return summary
@@ -259,8 +250,7 @@ LONG = ("methods", "prompts", "texts", "fingerprint")  # settings whose two valu
 
 
 def compared(a: Summary, b: Summary) -> dict[str, Any]:
-    """Rows of both side by side, and the settings that differ. InputError when they have no row in
-    common."""
+    """Rows of both side by side, and the settings that differ. Raise InputError when they have no row in common."""
     keys = ("temperature", "task", "method")
     rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
     pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]

@@ -257,7 +257,7 @@ class Bench:
 
 
 def reason_of(error: Exception) -> str:
-    """An exception in one line."""
+    """Return an exception as one line."""
     return f"{type(error).__name__}: {one_line(error)}"[:300].rstrip(": ")
 
 

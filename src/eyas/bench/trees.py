@@ -11,6 +11,8 @@ from eyas.drafters import Drafter
 
 __all__ = ["Line", "Node", "deepest_cycle", "draw", "tree_lines", "tree_nodes"]
 
+CYCLES = 12  # of an answer, from which the deepest tree is shown
+
 
 class Node(NamedTuple):
     """A token of the picture. The root comes first, a parent before its children."""
@@ -70,12 +72,12 @@ def draw(lines: Sequence[Line]) -> str:
     )
 
 
-def deepest_cycle(drafter: Drafter, request: Request, cycles: int = 12) -> Step | None:
-    """Return the cycle that accepted most draft tokens among the first of an answer; None if
-    nothing was drafted."""
+def deepest_cycle(drafter: Drafter, request: Request) -> Step | None:
+    """Return the cycle that accepted most draft tokens among the first CYCLES of an answer; None if nothing was
+    drafted."""
     decoder, steps = Decoder(drafter.target, drafter), list[Step]()
     decoder.add(request)
-    while not decoder.finished and len(steps) < cycles:
+    while not decoder.finished and len(steps) < CYCLES:
         steps += [step for step in check_steps(decoder.step()) if not step.prefill]
     drafted = [s for s in steps if s.draft is not None and s.draft.tree.nodes > 1]
     return max(drafted, key=lambda step: step.accepted, default=None)

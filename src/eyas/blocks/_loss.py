@@ -125,7 +125,7 @@ def block_loss(
 
 
 def choose_anchors(batch: Batch, max_anchors: int, generator: torch.Generator | None) -> Tensor:
-    """int64, ascending: up to `max_anchors` random tokens of each document that count themselves, as the
+    """Return, int64 and ascending, up to `max_anchors` random tokens of each document that count themselves, as the
     next ones do, and begin no document."""
     counted_N, documents = batch.counted_N.cpu(), batch.documents
     begin_N, end_N = documents.begin_N(), documents.end_N()
@@ -150,7 +150,7 @@ def _pace_weights(chance_AS: Tensor, counts_AS: Tensor, smoothing: float) -> Ten
 
 
 def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Tensor:
-    """int64 [A, n]: the anchor, then masks."""
+    """Return int64 [A, n]: the anchor, then masks."""
     roots_A1 = tokens_N[anchor_A][:, None]
     return torch.cat(
         [roots_A1, torch.full_like(roots_A1, block_format.mask_token).expand(-1, block_format.block - 1)], dim=1
@@ -160,8 +160,8 @@ def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Te
 def _losses(
     logits_CV: Tensor, true_CV: Tensor, token_C: Tensor, confidence_logit_C: Tensor | None, training: BlockTraining
 ) -> Tensor:
-    """[C, 4]: the loss of each prediction, whether its best token is the target's, the overlap of q and p, and q of
-    the token."""
+    """Return [C, 4]: the loss of each prediction, whether its best token is the target's, the overlap of q and p, and
+    q of the token."""
     log_q_CV, p_CV = logits_CV.log_softmax(-1), true_CV.softmax(-1)
     distance_C = (log_q_CV.exp() - p_CV).abs().sum(-1)
     overlap_C = (1 - distance_C.detach() / 2).clamp(0, 1)
@@ -196,8 +196,8 @@ def _with_selection(
 def _in_chunks(
     guesses: Callable[[slice, Tensor, Tensor], Tensor], hidden_KD: Tensor, before_K: Tensor, vocab_size: int
 ) -> Tensor:
-    """`guesses` of all predictions [K, 4]. Logits exist for one chunk at a time; the backward
-    computes them again."""
+    """Return the `guesses` of all predictions [K, 4]. Logits exist for one chunk at a time; the backward computes them
+    again."""
     rows, parts = max(1, CHUNK_ELEMENTS // vocab_size), []
     for first in range(0, len(hidden_KD), rows):
         part = slice(first, first + rows)

@@ -10,7 +10,6 @@ Letters: B rows, S levels, Q nodes of a level, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -78,6 +77,7 @@ class BlockMethod(DraftMethod):
     needs_weights: ClassVar[bool] = True
     trainable: ClassVar[bool] = True
     label: ClassVar[str]  # the method's name for people
+    new_from_anchor: ClassVar[bool] = False  # `BlockFormat.from_anchor` of new heads
     net: BlockNet
 
     def __init__(
@@ -95,19 +95,15 @@ class BlockMethod(DraftMethod):
         self.tree: DynamicTree = replace(self.options.tree, depth=min(self.options.tree.depth, block_format.levels))
 
     @classmethod
-    @abstractmethod
     def new_extras(cls, options: Any) -> Extras:
         """Return the further heads of a new net."""
-
-    @classmethod
-    @abstractmethod
-    def new_from_anchor(cls) -> bool:
-        """`BlockFormat.from_anchor` of new heads."""
+        return Extras()
 
     @property
-    @abstractmethod
     def training(self) -> BlockTraining:
         """The weights of the loss."""
+        training: BlockTraining = self.options.train.loss()
+        return training
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
@@ -116,7 +112,7 @@ class BlockMethod(DraftMethod):
 
     @classmethod
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """`train_feature_layers` of new heads, without making them."""
+        """Return the `train_feature_layers` of new heads, without making them."""
         return (*fused_layers(options.head.layers, options.head.depth, target), target.num_layers)
 
     @property
@@ -162,7 +158,7 @@ class BlockMethod(DraftMethod):
     def random(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None, **shape: Any
     ) -> Self:
-        """A head with layers of the target's own sizes; `shape` replaces some of them."""
+        """Return a head with layers of the target's own sizes; `shape` replaces some of them."""
         options = options or cls.Options()
         new, layer = options.head, target_layer_shape(target, **shape)
         layers = fused_layers(new.layers, new.depth, target)
@@ -170,7 +166,7 @@ class BlockMethod(DraftMethod):
         block_format = BlockFormat(
             new.block,
             mask_token(new.mask_token, target, counts_V),
-            cls.new_from_anchor(),
+            cls.new_from_anchor,
             embed_scale=embed_scale(target),
             logit_scale=family.logit_scale,
             logit_cap=family.softcap or 0.0,
@@ -183,8 +179,8 @@ class BlockMethod(DraftMethod):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """A head whose layers add nothing yet, whose convolutions change nothing, and whose Markov head and selector
-        prefer no token."""
+        """Return a head whose layers add nothing yet, whose convolutions change nothing, and whose Markov head and
+        selector prefer no token."""
         method = cls.random(target, options, seed, counts_V)
         with torch.no_grad():
             for layer in method.net.typed_layers:
@@ -234,7 +230,7 @@ class BlockMethod(DraftMethod):
         return (table[ids] * (self.block_format.embed_scale or 1.0)).to(self.dtype)
 
     def head(self, hidden: Tensor, net: Any = None) -> Tensor:
-        """Normed hidden [..., D] -> logits [..., V]. `net`: the one to use, `self.net` by default."""
+        """Return the logits [..., V] of normed hidden [..., D]. `net`: the one to use, `self.net` by default."""
         lm_head, block_format = (net or self.net).head, self.block_format
         if lm_head is None and not self.own_logit_scale:
             return self.target.head(hidden.to(self.target.dtype))
@@ -280,7 +276,7 @@ class BlockMethod(DraftMethod):
         return logits_BQV
 
     def chain(self, depth: int) -> Self:
-        """At most as deep as the block."""
+        """Return the method with a chain, at most as deep as the block."""
         tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
         options = replace(self.options, tree=tree)
         chain = type(self)(
@@ -296,8 +292,8 @@ class BlockMethod(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the loss of blocks at random anchors; see `_loss`. CheckpointError for a head whose parts are not
-        trained here."""
+        """Return the loss of blocks at random anchors; see `_loss`. Raise CheckpointError for a head whose parts are
+        not trained here."""
         if not self.block_format.is_plain or self.draft_ids_v is not None:
             raise CheckpointError(
                 "this head has windows or a vocabulary of its own, and such heads are not trained here"

@@ -26,16 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import OptionError
-from eyas.nn import (
-    Attention,
-    Documents,
-    KeysValues,
-    LayerShape,
-    RMSNorm,
-    SwiGLU,
-    grouped_attention,
-    packed_attention,
-)
+from eyas.nn import Attention, Documents, KeysValues, LayerShape, RMSNorm, SwiGLU, grouped_attention, packed_attention
 
 __all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore", "Selector"]
 
@@ -83,8 +74,8 @@ class BlockFormat:
         return not any(self.windows) and not any(self.causal)
 
     def visible(self, layer: int, length_B: Tensor, width: int) -> Tensor | None:
-        """bool [B, n, W]: the slots that a layer's window and order show to each slot of the block, which begins at
-        `length_B`; None: all."""
+        """Return bool [B, n, W]: the slots that a layer's window and order show to each slot of the block, which
+        begins at `length_B`; None: all."""
         window = self.windows[layer] if self.windows else None
         causal = bool(self.causal) and self.causal[layer]
         if window is None and not causal:
@@ -115,8 +106,8 @@ class BlockAttention(Attention):
         super().__init__(replace(shape, qk_norm=True))
 
     def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
-        """Attention of the blocks to the slots that the mask shows, after their own keys and values
-        are stored."""
+        """Return the attention of the blocks to the slots that the mask shows, after their own keys and values are
+        stored."""
         k_RnKh, v_RnKh = self.rotated_key_value(x_RnD, position_Rn)
         k_RKWh, v_RKWh = store.update(k_RnKh.transpose(1, 2), v_RnKh.transpose(1, 2))
         out_RHnh = grouped_attention(self.query(x_RnD, position_Rn).transpose(1, 2), k_RKWh, v_RKWh, mask_R1nW)
@@ -193,7 +184,7 @@ class MarkovHead(nn.Module):
         self.after = nn.Linear(rank, draft_vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """ids [...] of the tokens before -> what is added to the logits [..., V]."""
+        """Return what is added to the logits [..., V], for the ids [...] of the tokens before."""
         return self.after(self.before(tokens))  # type: ignore[no-any-return]
 
 
@@ -243,7 +234,7 @@ class BlockNet(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     def context(self, features: Tensor) -> Tensor:
-        """Return the target's features [..., F] -> what all layers make keys and values of [..., D]."""
+        """Return what all layers make keys and values of, [..., D], for the target's features [..., F]."""
         return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
 
     def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:
@@ -255,15 +246,15 @@ class BlockNet(nn.Module):
     def forward(
         self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], masks_R1nW: Sequence[Tensor]
     ) -> Tensor:
-        """Embeddings of the blocks, and each layer's mask -> the normed hidden of their slots [R, n, D]."""
+        """Return the normed hidden [R, n, D] of the slots, from the embeddings of the blocks and each layer's mask."""
         for layer, store, mask_R1nW in zip(self.typed_layers, stores, masks_R1nW, strict=True):
             attend = partial(layer.attention.attend_cached, position_Rn=position_Rn, store=store, mask_R1nW=mask_R1nW)
             hidden_RnD = layer(hidden_RnD, attend)
         return self.norm(hidden_RnD)  # type: ignore[no-any-return]
 
     def forward_packed(self, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents) -> Tensor:
-        """For training, of nets without windows: the normed hidden [A, n, D] of blocks that begin at these tokens of
-        a packed sequence.
+        """Return, for the training of nets without windows, the normed hidden [A, n, D] of blocks that begin at these
+        tokens of a packed sequence.
 
         Args:
             hidden_AnD: embeddings of the blocks.
@@ -288,8 +279,8 @@ class BlockNet(nn.Module):
         return self.norm(hidden_AnD)  # type: ignore[no-any-return]
 
     def accepted(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logit [...] of the expected rate of acceptance, from the hidden of a slot and the token
-        before the one that it predicts."""
+        """Return the logit [...] of the expected rate of acceptance, from the hidden of a slot and the token before
+        the one that it predicts."""
         assert self.confidence is not None
         if self.extras.confidence == "hidden+markov":
             assert self.markov is not None
@@ -298,6 +289,6 @@ class BlockNet(nn.Module):
 
 
 def _of_each_slot(x_MKh: Tensor, A: int, n: int) -> Tensor:
-    """[n, M, K, h]: for each slot, the tensors of all n slots of its block."""
+    """Return [n, M, K, h]: for each slot, the tensors of all n slots of its block."""
     x_nAKh = x_MKh.view(A, n, *x_MKh.shape[1:]).transpose(0, 1)
     return x_nAKh[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2)

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from eyas.blocks._loss import BlockTraining
 from eyas.blocks._method import BlockMethod, NewBlockHead
-from eyas.blocks._net import Extras
 from eyas.core.options import TRAINING
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._options import check_choice, check_number, check_whole
@@ -78,16 +77,3 @@ class Method(BlockMethod):
     head_format = "dflash"
     label = "DFlash"
     summary = "DFlash: one pass over a block of masks drafts all levels, dynamic tree"
-
-    @classmethod
-    def new_extras(cls, options: Any) -> Extras:
-        return Extras()
-
-    @classmethod
-    def new_from_anchor(cls) -> bool:
-        return False
-
-    @property
-    def training(self) -> BlockTraining:
-        train: TrainBlocks = self.options.train
-        return train.loss()

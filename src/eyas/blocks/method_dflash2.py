@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from eyas.blocks._loss import BlockTraining
 from eyas.blocks._method import BlockMethod, NewBlockHead
 from eyas.blocks._net import Extras
 from eyas.blocks.method_dflash import TrainBlocks
@@ -70,12 +69,3 @@ class Method(BlockMethod):
     def new_extras(cls, options: Any) -> Extras:
         new: NewHead = options.head
         return Extras(taps=new.taps, group=new.channels, selector_rank=new.selector_rank, candidates=new.candidates)
-
-    @classmethod
-    def new_from_anchor(cls) -> bool:
-        return False
-
-    @property
-    def training(self) -> BlockTraining:
-        train: TrainBlocks = self.options.train
-        return train.loss()

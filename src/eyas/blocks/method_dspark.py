@@ -93,16 +93,13 @@ class Method(BlockMethod):
 
     Options: ClassVar[type] = Options
     head_format = "dspark"
+    new_from_anchor = True
     label = "DSpark"
     summary = "DSpark: DFlash with children that depend on their parent, and a confidence head"
 
     @classmethod
     def new_extras(cls, options: Any) -> Extras:
         return Extras(options.head.markov_rank, options.head.confidence)
-
-    @classmethod
-    def new_from_anchor(cls) -> bool:
-        return True
 
     @property
     def training(self) -> BlockTraining:

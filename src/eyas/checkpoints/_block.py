@@ -50,6 +50,7 @@ from torch import Tensor
 from eyas.checkpoints._eagle3 import architecture
 from eyas.checkpoints._llama import Shape, count, flag, in_halves, layer_names, number, read_layer, read_rope
 from eyas.checkpoints._weights import differences, refuse_dtypes
+from eyas.core.params import is_whole
 from eyas.errors import CheckpointError, first_line
 
 __all__ = [
@@ -98,7 +99,7 @@ def is_block_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Our config of the part that both formats share.
+    """Return our config of the part that both formats share.
 
     Args:
         inner: `dflash_config`; its entries have precedence over the same keys of `config`.
@@ -110,7 +111,7 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
             f"config.json has draft_vocab_size {merged['draft_vocab_size']!r}; heads of this form draft the target's whole vocabulary"
         )
     ids = merged.get("target_layer_ids")
-    are_ids = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= -1 for i in ids)
+    are_ids = isinstance(ids, list) and all(is_whole(i) and i >= -1 for i in ids)
     if not are_ids or not ids or ids != sorted(set(ids)):
         raise CheckpointError(
             f"config.json has target_layer_ids {ids!r}; they must be whole numbers from -1 on, each above the one before"
@@ -141,8 +142,8 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
 def read_tensors(
     ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Our tensors. CheckpointError for a name that is missing or unknown, a wrong shape, and
-    quantised weights.
+    """Return our tensors. Raise CheckpointError for a name that is missing or unknown, a wrong shape, and quantised
+    weights.
 
     Args:
         tables: whether the format has embeddings and an lm_head, which may be absent.
@@ -159,7 +160,7 @@ def read_tensors(
 
 
 def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
-    """Our tensor names and their shapes, from our config."""
+    """Return our tensor names and their shapes, from our config."""
     D, inner, V, r, h = (
         ours[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "markov_rank", "head_dim")
     )
@@ -200,7 +201,7 @@ def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
 
 
 def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
-    """Published tensor name -> ours."""
+    """Return our name of each published tensor."""
     names = {
         "markov_head.markov_w1.weight": "markov.before.weight",
         "markov_head.markov_w2.weight": "markov.after.weight",
@@ -226,7 +227,7 @@ def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
 
 
 def _from_anchor(merged: Mapping[str, Any]) -> bool:
-    """Return whether slot i predicts the next token. CheckpointError where config.json does not say it."""
+    """Return whether slot i predicts the next token. Raise CheckpointError where config.json does not say it."""
     settings = {
         key: flag(merged, key, False) for key in ("sample_from_anchor", "shift_label") if merged.get(key) is not None
     }
@@ -320,7 +321,7 @@ def refuse(merged: Mapping[str, Any]) -> None:
 def mask_token(config: Mapping[str, Any]) -> int:
     """Return the token of a mask."""
     value = config.get("mask_token_id")
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+    if not is_whole(value) or not 0 <= value < 2**31:
         raise CheckpointError(f"config.json has mask_token_id {value!r}; it must be the id of a token")
     return value
 
@@ -329,8 +330,8 @@ def mask_token(config: Mapping[str, Any]) -> int:
 
 
 def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under
-    `architectures`. CheckpointError for windows that only the speculators library's form has, and a draft vocabulary."""
+    """Return the keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under `architectures`.
+    Raise CheckpointError for windows that only the speculators library's form has, and a draft vocabulary."""
     windows, causal, layers = ours.get("windows") or (), ours.get("causal") or (), ours["layers"]
     slides = [window is not None for window in windows] or [False] * layers
     if any(windows) and ours.get("anchored"):
@@ -377,7 +378,7 @@ def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def write_tensors(ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool) -> dict[str, Tensor]:
-    """Our tensors under their published names."""
+    """Return our tensors under their published names."""
     faults = differences(tensors, tensor_shapes(ours, tables), ("embed.weight", "head.weight"))
     assert not faults, faults
     return {name: tensors[our_name] for name, our_name in _names(ours, tables).items() if our_name in tensors}

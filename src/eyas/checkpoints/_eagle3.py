@@ -57,6 +57,7 @@ from eyas.checkpoints._llama import (
     read_rope,
 )
 from eyas.checkpoints._weights import differences, refuse_dtypes
+from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
@@ -135,7 +136,7 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our config with every key; absent ones get the published formats' default."""
+    """Return our config with every key; absent ones get the published formats' default."""
     layers = config.get("feature_layers")
     return {
         **config,
@@ -156,8 +157,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our tensor names and their shapes, from our complete config; `embed.weight` may be absent
-    where D = T."""
+    """Return our tensor names and their shapes, from our complete config; `embed.weight` may be absent where D = T."""
     hidden, vocab, draft_vocab = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
     target = config["target_hidden_size"]
     features = config["num_features"] * target
@@ -184,7 +184,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our names and the shapes of the tensors in layers after the first."""
+    """Return our names and the shapes of the tensors in layers after the first."""
     out: dict[str, Shape] = {}
     for i in range(config["layers"] - 1):
         out |= {
@@ -195,7 +195,7 @@ def _later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
-    """Published tensor name -> ours; without the vocabulary maps.
+    """Return our name of each published tensor; without the vocabulary maps.
 
     Args:
         layer: the published name of the first layer ("midlayer"). Those after it are layers.1,
@@ -264,8 +264,7 @@ def assemble(
     strict: bool = False,
     several: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors, with the settings that the format has read -> our config, our
-    tensors.
+    """Return our config and tensors, made of the published ones and of the settings that the format has read.
 
     Args:
         layers: the names that the first layer may have.
@@ -325,7 +324,7 @@ def _our_config(
 
 
 def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) -> dict[str, Any]:
-    """feature_layers, layer_ids_as_published and num_features from the published layer ids.
+    """Return feature_layers, layer_ids_as_published and num_features, from the published layer ids.
 
     The "eyas" object overrides the format: its "layer_ids" gives the meaning, its "feature_layers" are
     the ids where none are published.
@@ -346,7 +345,7 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
     ids = published if added is None else added
     if ids is None:
         return {"feature_layers": None, "layer_ids_as_published": None, "num_features": 3}
-    are_ids = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+    are_ids = isinstance(ids, list) and all(is_whole(i) and i >= 0 for i in ids)
     if not are_ids or not ids or ids != sorted(set(ids)):
         raise CheckpointError(
             f"config.json has layer ids {ids!r}; they must be whole numbers from 0 on, each greater than the one before"
@@ -370,7 +369,7 @@ def choice(config: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str |
 
 
 def _merge(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the settings of its eagle_config, which must not contradict it."""
+    """Return config.json with the settings of its eagle_config, which must not contradict it."""
     settings = {key: value for key, value in inner.items() if value is not None}
     for key, value in settings.items():
         if config.get(key) is not None and config[key] != value:

@@ -23,8 +23,8 @@ __all__ = ["dtype_of", "publish", "publish_tensors", "window_keys"]
 def publish_tensors(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Our config with every key, and the tensors under their published names; `layer` is the
-    published name of the first layer.
+    """Return our config with every key, and the tensors under their published names; `layer` is the published name of
+    the first layer.
 
     A smaller draft vocabulary becomes d2t (offsets, target id - draft id) and t2d (marks of the
     same ids).
@@ -47,8 +47,8 @@ def publish_tensors(
 def publish(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str, qk_norm: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Convert to the parts that every format for other engines needs. CheckpointError for biases,
-    which none of them computes, and for Qwen3's layers.
+    """Convert to the parts that every format for other engines needs. Raise CheckpointError for biases, which none of
+    them computes, and for Qwen3's layers.
 
     Args:
         reader: the engine's name, for messages.

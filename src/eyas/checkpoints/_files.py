@@ -56,7 +56,7 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
             f"draft head {name}: this is a file; give a folder with a {_CONFIG}, or a file in GGUF format ({GGUF})"
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
-        raise CheckpointError(f"draft head {name}: there is no such folder, and it is no hub id (owner/name)")
+        raise CheckpointError(f"draft head {name}: there is no such folder, and it is not a hub id (owner/name)")
     from eyas.checkpoints._hub import fetch
 
     folder = fetch(name, revision)
@@ -74,7 +74,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object; empty when absent or null."""
+    """Return the object under this key; an empty one when it is absent or null."""
     value = config.get(key)
     if value is None:
         return {}
@@ -90,8 +90,8 @@ def short(value: Any) -> str:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors, on the CPU, from the first of: files named for a method, safetensors, its
-    shards, .bin, its shards."""
+    """Return all tensors, on the CPU, from the first of: files named for a method, safetensors, its shards, .bin, its
+    shards."""
     for name in _NAMED:
         if (folder / name).is_file():
             return _read_file(folder / name)
@@ -218,7 +218,7 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors on the CPU that share no memory, as safetensors files need them."""
+    """Return contiguous tensors on the CPU that share no memory, as safetensors files need them."""
     storages: set[int] = set()
     out = {}
     for name, tensor in tensors.items():

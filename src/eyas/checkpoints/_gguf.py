@@ -40,8 +40,8 @@ class File:
     """One file. Tensors are computed when they are asked for, also from quantised ones, as float32."""
 
     def __init__(self, path: Path) -> None:
-        """Raise CheckpointError for a file that is damaged, or one of several parts; OptionError where the package
-        that reads such files is missing."""
+        """Raise CheckpointError for a file that is damaged, or one of several parts; raise OptionError where the
+        package that reads such files is missing."""
         from eyas.targets.gguf_files import check_gguf_packages
 
         check_gguf_packages()
@@ -73,7 +73,7 @@ class File:
         return float(f"{value:.7g}") if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
-        """As `get`; CheckpointError where the file has no such key."""
+        """Return what `get` returns; raise CheckpointError where the file has no such key."""
         value = self.get(key)
         if value is None:
             raise CheckpointError(f"{self.name} has no {key.replace('ARCH', self.architecture)}")
@@ -104,7 +104,7 @@ class File:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, in torch's order; CheckpointError where the file has no such tensor."""
+        """Return a tensor's shape, in torch's order; raise CheckpointError where the file has no such tensor."""
         if name not in self._tensors:
             raise CheckpointError(f"{self.name} has no tensor {name}")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))

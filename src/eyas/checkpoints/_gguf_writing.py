@@ -38,11 +38,11 @@ __all__ = ["DTYPES", "EXPORTS", "export", "usage", "write_file"]
 EXPORTS = ("eagle3", "dflash", "dflash2", "dspark", "mtp")
 DTYPES = tuple(FILE_TYPES)
 OWN_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-QUANTISATION_VERSION = 2  # of the blocks of q8_0
+QUANTISATION_VERSION = 2  # version of the form of q8_0 blocks
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> settings and tensors of a file. CheckpointError for what llama.cpp does not compute."""
+    """Return the settings and tensors of a file. Raise CheckpointError for what llama.cpp does not compute."""
     if method == "mtp":
         _check_module(config, tensors)
     file = _target_file(target)
@@ -79,7 +79,7 @@ def write_file(
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which llama.cpp runs the head."""
+    """Return lines, of a shell or of Python, by which llama.cpp runs the head."""
     if method == "mtp":
         return [f"llama-server -m {folder} --spec-type draft-mtp --spec-draft-n-max 3"]
     kind = "dflash" if method == "dflash2" else method

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eyas.checkpoints._files import mapping, short
 from eyas.checkpoints._weights import Shape
+from eyas.core.params import is_number, is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
@@ -38,7 +39,7 @@ _SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def layer_names(published: str, ours: str) -> dict[str, str]:
-    """Published tensor name -> our name, for a layer with these prefixes; without its input norms."""
+    """Return our name of each published tensor, for a layer with these prefixes; without its input norms."""
     names = {f"self_attn.{x}_proj.{kind}": f"attention.{x}.{kind}" for x in "qkv" for kind in ("weight", "bias")}
     names |= {f"self_attn.{x}_norm.weight": f"attention.{x}_norm.weight" for x in "qk"}
     names |= {
@@ -52,8 +53,7 @@ def layer_names(published: str, ours: str) -> dict[str, str]:
 
 
 def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -> dict[str, Shape]:
-    """Our names ("layer.attention.q.weight") and shapes of a layer whose attention reads `inputs`
-    features."""
+    """Return our names ("layer.attention.q.weight") and shapes of a layer whose attention reads `inputs` features."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query, key = (config[heads] * config["head_dim"] for heads in ("num_heads", "num_kv_heads"))
     out: dict[str, Shape] = {}
@@ -81,11 +81,11 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json has {heads} attention heads, which is no multiple of its {kv_heads} key-value heads"
+            f"config.json has {heads} attention heads, which is not a multiple of its {kv_heads} key-value heads"
         )
     if config.get("head_dim") is None and hidden % heads:
         raise CheckpointError(
-            f"config.json has hidden_size {hidden}, no multiple of its {heads} attention heads, and no head_dim"
+            f"config.json has no head_dim, and hidden_size {hidden}, which is not a multiple of its {heads} attention heads"
         )
     head_dim = count(config, "head_dim", hidden // heads)
     if head_dim % 2:
@@ -107,7 +107,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling under our names.
+    """Return rope_theta and rope_scaling under our names.
 
     They may be in `rope_theta`, `rope_scaling` and `rope_parameters`, which must not contradict
     each other. Absent means a theta of 10,000 and no scaling.
@@ -162,7 +162,7 @@ def in_halves(tensors: Mapping[str, Tensor], config: Mapping[str, Any], head_dim
 
 
 def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our config -> the keys of a LLaMA config.json; the RoPE is always written."""
+    """Return the keys of a LLaMA config.json for our config; the RoPE is always written."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -199,17 +199,17 @@ def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number from 1 to 2^31."""
+    """Return the value of this key, a whole number from 1 to 2^31; `default` when it is absent or null."""
     value = _present(config, key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_COUNT:
+    if not is_whole(value) or not 1 <= value <= LARGEST_COUNT:
         raise CheckpointError(f"config.json has {key} {short(value)}; it must be a whole number above 0")
     return value
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number above 0 that float32 holds."""
+    """Return the value of this key, a number above 0 that float32 holds; `default` when it is absent or null."""
     value = _present(config, key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < value < 1e30:
+    if not is_number(value) or not 1e-30 < value < 1e30:
         raise CheckpointError(f"config.json has {key} {short(value)}; it must be a number above 0")
     return float(value)
 
@@ -222,7 +222,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def text(config: Mapping[str, Any], key: str) -> str:
-    """A string; empty when absent or null."""
+    """Return the string under this key; an empty one when it is absent or null."""
     value = config.get(key) or ""
     if not isinstance(value, str):
         raise CheckpointError(f"config.json has {key} {short(value)}; it must be a string")

@@ -73,19 +73,19 @@ class ExportTarget:
 
 
 class Format(Protocol):
-    """The interface of a format's module. All functions are pure; their CheckpointErrors need not
-    name the source.
+    """The interface of a format's module. All functions are pure; their CheckpointErrors need not name the source.
 
-    At most one format recognises a folder, so their order does not matter. A format whose weights are
-    not published as model.safetensors names its file in `FILE`.
+    What a module has depends on what the format is for:
 
-    A format of other engines has NAME, EXPORTS, `export` and `usage` too, EXPORT_FILE where they
-    want another file, and `finish(folder, target)` where they want more of them. A format of single files has SUFFIX
-    and `unpack`, which makes of a file what other formats read; for exports `write_file` and its DTYPES.
+        read       `recognises` and `read`. At most one format recognises a folder, so their order does not matter
+        saved      METHODS and `write`; FILE where the weights are not published as model.safetensors
+        exported   NAME, EXPORTS, `export` and `usage`; EXPORT_FILE where the weights go into another file, and
+                   `finish(folder, target)` where the engine needs more files
+        one file   SUFFIX and `unpack`, which converts a file to what other formats read; `write_file` and DTYPES to export
     """
 
     METHODS: tuple[str, ...]
-    """The methods whose heads eyas saves in this format; empty for a format without `write`."""
+    """The methods whose heads eyas saves in this format."""
     NAME: str
     """The format's name for `eyas export`; formats of several methods may share one."""
     EXPORTS: tuple[str, ...]
@@ -101,23 +101,22 @@ class Format(Protocol):
     def read(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-        """Published config and tensors -> method, our config, our tensors. Unknown names or
-        settings are errors."""
+        """Convert a published head to (method, our config, our tensors). Unknown names or settings are errors."""
 
     def unpack(self, path: Path) -> Published:
-        """A file -> config.json and tensors in a form of another format."""
+        """Convert a file to the config.json and tensors of another format."""
 
     def write(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-        """Our config and tensors -> config.json and the tensors to publish."""
+        """Convert our config and tensors to config.json and the tensors to publish."""
 
     def export(
         self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget
     ) -> Published:
-        """As `write`, for the engines of this format; CheckpointError with the reason when they
+        """Convert as `write` does, for the engines of this format. Raise CheckpointError, with the reason, when they
         would compute something else."""
 
     def usage(self, method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-        """Lines by which the engines run the head in this folder; our config is given."""
+        """Return lines, of a shell or of Python, by which the engines run the head in this folder; `config` is ours."""
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
@@ -169,7 +168,7 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     head whole; nothing else in the folder is touched. Raises InputError when the folder cannot be
     written or the disk is full.
     """
-    writers = {method: form for form in formats() for method in form.METHODS}
+    writers = {method: form for form in formats() for method in getattr(form, "METHODS", ())}
     if weights.method not in writers:
         raise CheckpointError(
             f"no format here can hold a head of method {weights.method!r}; {near(weights.method, writers)}"
@@ -248,7 +247,7 @@ def formats() -> Iterator[Format]:
 
 def _recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Format:
     for form in formats():
-        if form.recognises(config, tensors.keys()):
+        if hasattr(form, "recognises") and form.recognises(config, tensors.keys()):
             return form
     some = ", ".join(sorted(tensors)[:4]) + ", ..." * (len(tensors) > 4)
     raise CheckpointError(f"not a draft head of a format known here; it holds {len(tensors)} tensors: {some}")

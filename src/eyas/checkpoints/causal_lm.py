@@ -39,11 +39,11 @@ def is_whole_model(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors unchanged."""
+    """Return config and tensors unchanged."""
     return "small_model", dict(config), dict(tensors)
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Config and tensors unchanged."""
+    """Return config and tensors unchanged."""
     assert method in METHODS, method
     return dict(config), dict(tensors)

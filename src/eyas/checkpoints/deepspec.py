@@ -21,9 +21,7 @@ from eyas.checkpoints._eagle3 import DEEPSPEC, architecture, assemble, layer_ids
 from eyas.checkpoints._llama import mapping
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises"]
-
-METHODS = ()
+__all__ = ["read", "recognises"]
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -32,8 +30,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names everything that does
-    not fit."""
+    """Return ("eagle3", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     if config.get("target_layer_ids") is None:
         raise CheckpointError("config.json has no target_layer_ids, the layers whose outputs the head reads")
     settings = {**layer_ids(config, config["target_layer_ids"], "output"), "qk_norm": True}

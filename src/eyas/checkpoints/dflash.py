@@ -46,8 +46,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("dflash" or "dflash2", our config, our tensors). CheckpointError
-    names everything that does not fit."""
+    """Return ("dflash" or "dflash2", our config, our tensors) of a published head. A CheckpointError names all that does
+    not fit."""
     inner, name = mapping(config, "dflash_config"), architecture(config)
     if name in CLASSES and name not in (DFLASH, DFLASH2):
         raise CheckpointError(
@@ -70,8 +70,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published. A table of embeddings of the
-    head's own has no place there."""
+    """Return config.json and the tensors as published. A table of embeddings of the head's own has no place there."""
     assert method in METHODS, method
     inner = {"mask_token_id": config["mask_token"], "target_layer_ids": [k - 1 for k in config["feature_layers"]]}
     published = write_common(config, DFLASH2 if method == "dflash2" else DFLASH)

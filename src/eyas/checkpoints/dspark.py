@@ -23,6 +23,7 @@ from eyas.checkpoints._block import DSPARK, is_block_head, read_common, read_ten
 from eyas.checkpoints._eagle3 import architecture
 from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import Published
+from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
 __all__ = ["METHODS", "looks_like_dspark", "read", "recognises", "write"]
@@ -43,12 +44,11 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("dspark", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("dspark", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     inner = mapping(config, "dflash_config")
     merged = {**config, **inner}
     rank = merged.get("markov_rank", 0)
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < 2**31:
+    if not is_whole(rank) or not 0 <= rank < 2**31:
         raise CheckpointError(f"config.json has markov_rank {rank!r}; it must be a whole number, 0 or more")
     if rank and merged.get("markov_head_type") != "vanilla":
         raise CheckpointError(
@@ -64,7 +64,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published."""
+    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     published: dict[str, Any] = {
         **write_common(config, DSPARK),

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from eyas.checkpoints._llama import count, mapping
 from eyas.checkpoints._weights import refuse_dtypes
+from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises"]
+__all__ = ["read", "recognises"]
 
-METHODS: tuple[str, ...] = ()  # eyas trains none, and so writes none
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _ORDER = "masked_embedding.token_ordering"
@@ -37,7 +37,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors unchanged, without weights that no layer uses."""
+    """Return config and tensors unchanged, without weights that no layer uses."""
     if not mapping(config, "text_config"):
         raise CheckpointError("config.json of an assistant has no text_config")
     count(config, "backbone_hidden_size")
@@ -48,13 +48,13 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
             f"text_config has {', '.join(wrong)}, which no assistant of Google's has: such layers are not read"
         )
     window = settings.get("sliding_window", 1)
-    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31:
+    if not is_whole(window) or not 1 <= window < 2**31:
         raise CheckpointError(f"text_config.sliding_window must be a number of tokens, got {str(window)[:40]!r}")
     refuse_dtypes(tensors, but=[_ORDER])
     order_V = tensors.get(_ORDER)
     if order_V is not None and (
         order_V.is_floating_point() or order_V.ndim != 1 or sorted(order_V.tolist()) != list(range(len(order_V)))
     ):
-        raise CheckpointError(f"{_ORDER} is no order of the tokens: each token id has to be there once")
+        raise CheckpointError(f"{_ORDER} does not order the tokens: each token id has to be there once")
     used = {name: tensor for name, tensor in tensors.items() if not _OWN_KEYS.match(name)}
     return "gemma4_assistant", dict(config), used

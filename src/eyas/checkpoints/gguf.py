@@ -16,7 +16,7 @@ have 1 added, the factors of llama3's RoPE are a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,8 @@ from eyas.checkpoints._weights import Published
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.errors import CheckpointError
 
-__all__ = [
-    "DTYPES", "EXPORTS", "METHODS", "NAME", "SUFFIX", "export", "read", "recognises", "unpack", "usage", "write_file",
-]  # fmt: skip
+__all__ = ["DTYPES", "EXPORTS", "NAME", "SUFFIX", "export", "unpack", "usage", "write_file"]
 
-METHODS = ()
 NAME, SUFFIX = "gguf", ".gguf"
 
 # settings and tensors of block heads that compute something else, and what they mean
@@ -62,19 +59,9 @@ _OTHER_BLOCKS = {
 _UNUSED_TABLES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # copies of the target's
 
 
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return False: a file becomes a head of another form, which is recognised."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Raise CheckpointError: no folder has this form."""
-    raise CheckpointError("a folder is not a file in GGUF format")
-
-
 def unpack(path: Path) -> Published:
-    """Return the head in a file in GGUF format as config.json and tensors of another form. CheckpointError for a file
-    without a head, and for a head that cannot be computed."""
+    """Return the head in a file in GGUF format as config.json and tensors of another form. Raise CheckpointError for a
+    file without a head, and for a head that cannot be computed."""
     file = File(path)
     if file.architecture in _READERS:
         return _READERS[file.architecture](file)
@@ -264,15 +251,15 @@ def _rope_scaling(file: File) -> dict[str, Any] | None:
 def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
     """Return the llama3 scaling whose frequencies are divided by these factors [h/2]. The file holds no more of it.
 
-    With wavelengths w, factors are 1 / ((1 - s) / factor + s), where s = (length / w - low) / (high - low), cut to
-    0 ... 1. Only the ratios of length, low and high matter, so low is 1. CheckpointError for factors of another form.
-    """
+    With wavelengths w, factors are 1 / ((1 - s) / factor + s), where s = (length / w - low) / (high - low), cut to 0
+    ... 1. Only the ratios of length, low and high matter, so low is 1. Raise CheckpointError for factors of another
+    form."""
     theta, width = float(file.get("ARCH.rope.freq_base", 10000.0)), 2 * len(factors)
     turns = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width) / (2 * math.pi)  # 1 / w
     factor = float(factors.max())
     inner = (factors > 1 + 1e-6) & (factors < factor * (1 - 1e-6))
     if bool(torch.isclose(factors, torch.ones_like(factors)).all()) or int(inner.sum()) < 2:
-        raise CheckpointError(f"{file.name} has rope_freqs from which the scaling of RoPE cannot be told")
+        raise CheckpointError(f"{file.name} has rope_freqs from which no scaling of RoPE follows that is known here")
     smooth = (1 / factors[inner] - 1 / factor) / (1 - 1 / factor)
     lines = torch.stack([turns[inner], torch.ones_like(smooth)], dim=1)  # s = slope / w + offset
     slope, offset = torch.linalg.lstsq(lines, smooth[:, None]).solution[:, 0].tolist()
@@ -286,7 +273,7 @@ def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
         "original_max_position_embeddings": length,
     }
     if not torch.allclose(llama3_factors(scaling, theta, width), factors, rtol=1e-4):
-        raise CheckpointError(f"{file.name} has rope_freqs that are not those of a llama3 scaling, which alone is read")
+        raise CheckpointError(f"{file.name} has rope_freqs of another scaling than llama3, the only one that is read")
     return scaling
 
 

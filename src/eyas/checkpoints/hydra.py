@@ -44,7 +44,7 @@ NAME = "hydra"
 EXPORT_FILE = "hydra_lm_head.pt"
 ARCHES = ("mlp", "prefix-mlp")
 
-_LAYER_KEYS = {  # of our config, the shape of the prefix layer
+_LAYER_KEYS = {  # keys of our config for the shape of the prefix layer
     "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta", "rope_scaling", "qkv_bias",
 }  # fmt: skip
 _NEWER_KEYS = {"qk_norm"}  # not in the configs of earlier versions
@@ -67,8 +67,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("hydra", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("hydra", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     ours = _read_config(config, tensors)
     names = _names(ours)
     used = {name: tensor for name, tensor in tensors.items() if name != _UNREAD}
@@ -116,7 +115,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     layer = mapping(config, "eyas").get("layer")
     if layer is not None and not (isinstance(layer, dict) and layer.keys() - _NEWER_KEYS == _LAYER_KEYS):
         raise CheckpointError(
-            f'config.json has an "eyas": "layer" that is no shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
+            f'config.json has an "eyas": "layer" that is not the shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
         )
     heads, blocks = count(config, "hydra_num_heads"), count(config, "hydra_num_layers")
     if heads * blocks > len(tensors):
@@ -134,7 +133,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published."""
+    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     names = {ours: published for published, ours in _names(config).items()}
     missing = names.keys() - tensors.keys() - {"embed.weight"}
@@ -157,17 +156,17 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """As `write`; the target's name is added where it was not recorded."""
+    """Return what `write` returns; the target's name is added where it was not recorded."""
     return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which the authors' code runs the head."""
+    """Return lines, of a shell or of Python, by which the authors' code runs the head."""
     return [f'HydraModel.from_pretrained("{folder}")']
 
 
 def _head_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our names and the shapes that the config tells: all but the prefix layer and the embeddings."""
+    """Return our names and the shapes that the config tells: all but the prefix layer and the embeddings."""
     D, V = config["hidden_size"], config["vocab_size"]
     out: dict[str, Shape] = {}
     for k in range(config["heads"]):
@@ -180,7 +179,7 @@ def _head_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Published tensor name -> ours."""
+    """Return our name of each published tensor."""
     prefixed = config["arch"] == "prefix-mlp"
     names = {"input_embed_fn.weight": "embed.weight"}
     for ours in _head_shapes(config):

@@ -49,8 +49,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("medusa", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("medusa", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     if any(name.startswith(("model.", "lm_head.", "medusa_head.", "base_model.")) for name in tensors):
         raise CheckpointError(
             "this file holds a whole model with its heads (Medusa-2), or the heads under other names; "
@@ -87,7 +86,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published."""
+    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config))
     assert not faults, faults
@@ -104,12 +103,12 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """As `write`; the target's name is added where it was not recorded."""
+    """Return what `write` returns; the target's name is added where it was not recorded."""
     return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which other engines run the head."""
+    """Return lines, of a shell or of Python, by which other engines run the head."""
     return [
         f'MedusaModel.from_pretrained("{folder}")  # the authors\' code',
         f"text-generation-launcher --model-id {folder}",
@@ -117,7 +116,7 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our tensor names and their shapes, from our config."""
+    """Return our tensor names and their shapes, from our config."""
     D = config["hidden_size"]
     out: dict[str, Shape] = {}
     for k in range(config["heads"]):
@@ -129,7 +128,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Published tensor name -> ours."""
+    """Return our name of each published tensor."""
     names = {}
     for ours in shapes(config):
         part, k, *rest = ours.split(".")

@@ -42,8 +42,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors as written -> ("mtp", our config, our tensors). CheckpointError names what
-    does not fit."""
+    """Return ("mtp", our config, our tensors) of a head as it was written. A CheckpointError names all that does
+    not fit."""
     refuse_dtypes(tensors)
     ours = {
         "target_model_type": text(config, "target_model_type"),
@@ -56,7 +56,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as written."""
+    """Return config.json and the tensors as written."""
     assert method in METHODS, method
     published = {
         "model_type": MODEL_TYPE,
@@ -70,8 +70,8 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def _rename(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors under names with the other prefix; CheckpointError for a name with none of
-    these prefixes."""
+    """Return the tensors under names with the other prefix; raise CheckpointError for a name with none of these
+    prefixes."""
     renamed = dict[str, Tensor]()
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)

@@ -9,7 +9,7 @@ SGLang's form.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,25 +19,14 @@ from eyas.checkpoints import sglang
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "openvino", ("eagle3",)
 
 
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """False: such a head is one of SGLang's form."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """See `sglang.read`."""
-    return sglang.read(config, tensors)
-
-
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors for optimum-intel. CheckpointError for what
-    its class does not compute."""
+    """Return config.json and the tensors for optimum-intel. Raise CheckpointError for what its class does not
+    compute."""
     unknown = {
         "explicit layers": config.get("feature_layers"),
         "norms of its features": config.get("fc_norm") or config.get("norm_before_fc"),
@@ -60,6 +49,6 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which optimum-intel converts the target and the head."""
+    """Return lines, of a shell or of Python, by which optimum-intel converts the target and the head."""
     command = "optimum-cli export openvino --task text-generation-with-past --weight-format fp32"
     return [f"{command} --model {target} TARGET_OV", f"{command} --model {folder} --trust-remote-code {folder}_ov"]

@@ -22,6 +22,7 @@ from eyas.checkpoints._files import read_pickle
 from eyas.checkpoints._llama import count, flag, number
 from eyas.checkpoints._weights import Published
 from eyas.checkpoints.causal_lm import is_whole_model
+from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
@@ -46,7 +47,7 @@ class FeatureConfig(NamedTuple):
     """The target's features that a PARD-2 model reads."""
 
     layers: tuple[int, ...]  # index of hidden_states
-    width: int  # of the features of all layers, F
+    width: int  # F, the width of the features of all layers together
     scale: float
 
 
@@ -56,7 +57,7 @@ def mask_token_of(config: Mapping[str, Any]) -> int | None:
     if not tokens:
         return None
     token = tokens.pop()
-    if tokens or not isinstance(token, int) or isinstance(token, bool):
+    if tokens or not is_whole(token):
         raise CheckpointError(f"config.json must name one mask token under {' or '.join(TOKENS)}")
     return token
 
@@ -68,7 +69,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Return config and tensors unchanged. CheckpointError for a token that is none, and bad settings of PARD-2."""
+    """Return config and tensors unchanged. Raise CheckpointError for a token that is none, and bad settings of
+    PARD-2."""
     mask_token_of(config)
     feature_config(config)
     return "pard", dict(config), dict(tensors)

@@ -26,6 +26,7 @@ from eyas.checkpoints import speculators, vllm
 from eyas.checkpoints._eagle3 import MASK, SGLANG, VLLM, architecture, is_parallel
 from eyas.checkpoints._llama import count, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
+from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
 __all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
@@ -43,8 +44,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("peagle", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("peagle", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     if MASK not in tensors:
         raise CheckpointError(f"the file of this P-EAGLE head has no {MASK}, the features of a mask")
     rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
@@ -73,7 +73,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published."""
+    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
     published, their_tensors = vllm.export("eagle3", config, rest, ExportTarget())
@@ -84,7 +84,8 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """As `write`, for vLLM. CheckpointError for mask features of a size that its class does not have."""
+    """Return what `write` returns, for vLLM. Raise CheckpointError for mask features of a size that its class does not
+    have."""
     if len(tensors[MASK]) != 3 * config["hidden_size"]:
         raise CheckpointError(
             "the head's mask has not the features of three layers of the head's own width, which vLLM's class expects"
@@ -93,7 +94,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which vLLM runs the head."""
+    """Return lines, of a shell or of Python, by which vLLM runs the head."""
     levels = config.get("levels") or 5
     speculative = (
         f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {levels}, "parallel_drafting": true}}'
@@ -117,8 +118,8 @@ def _read_flat(
 
 
 def _mask_token(config: Mapping[str, Any]) -> int:
-    """Return the token of a mask. CheckpointError if none is named, or several."""
-    tokens = {config[key] for key in TOKENS if isinstance(config.get(key), int) and not isinstance(config[key], bool)}
+    """Return the token of a mask. Raise CheckpointError if none is named, or several."""
+    tokens = {config[key] for key in TOKENS if is_whole(config.get(key))}
     wrong = [key for key in TOKENS if config.get(key) is not None and not isinstance(config[key], int)]
     if len(tokens) != 1 or wrong or min(tokens) < 0:
         entries = {key: config.get(key) for key in TOKENS if config.get(key) is not None}

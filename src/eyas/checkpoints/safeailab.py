@@ -65,8 +65,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle1", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("eagle1", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     layers = sorted({int(layer[1]) for name in tensors if (layer := re.match(r"layers\.(\d+)\.", name))})
     if layers != [0]:
         raise CheckpointError(
@@ -87,7 +86,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published."""
+    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config), OPTIONAL)
     assert not faults, faults
@@ -97,8 +96,8 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """As `write`, for the authors' code. CheckpointError for the heads of the ablation, which only
-    eyas computes."""
+    """Return what `write` returns, for the authors' code. Raise CheckpointError for the heads of the ablation, which
+    only eyas computes."""
     if config["inputs"] != "shifted":
         raise CheckpointError(
             f"the head reads {config['inputs']} inputs, a net of EAGLE-1's ablation, and only eyas computes it"
@@ -107,12 +106,12 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which the authors' code runs the head."""
+    """Return lines, of a shell or of Python, by which the authors' code runs the head."""
     return [f'EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", use_eagle3=False)']
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Our tensor names and their shapes, from our config."""
+    """Return our tensor names and their shapes, from our config."""
     hidden = config["hidden_size"]
     out: dict[str, Shape] = {"embed.weight": (config["vocab_size"], hidden)}
     if config["inputs"] in JOINED:
@@ -126,8 +125,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Published config.json -> our config. CheckpointError for a missing or impossible value,
-    another activation or RoPE."""
+    """Return our config of a published config.json. Raise CheckpointError for a missing or impossible value, another
+    activation or RoPE."""
     inputs = mapping(config, "eyas").get("inputs", "shifted")
     if inputs not in INPUTS:
         raise CheckpointError(f'config.json has "eyas": "inputs" {inputs!r}; {near(str(inputs), INPUTS)}')
@@ -142,7 +141,7 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our config -> a config.json that readers of the published format understand; they ignore "eyas"."""
+    """Return a config.json, for our config, that readers of the published format understand; they ignore "eyas"."""
     published = {**write_layer(config), "bias": config["fc_bias"], "qkv_bias": config["qkv_bias"]}
     record = dict(config.get("eyas") or {})
     if config["inputs"] != "shifted":

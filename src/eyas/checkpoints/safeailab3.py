@@ -59,8 +59,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("eagle3", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     eyas, inner = mapping(config, "eyas"), mapping(config, "eagle_config")
     _refuse_other_forms(config, inner, eyas, tensors)
     published = config.get(IDS) if config.get(IDS) is not None else inner.get(IDS)
@@ -81,14 +80,14 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Our config and tensors -> config.json and tensors as published."""
+    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     ours, published = publish_tensors(config, tensors, "midlayer")
     return {**_write_config(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}, published
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """As `write`, for the authors' code. CheckpointError for a head that needs more than the
+    """Return what `write` returns, for the authors' code. Raise CheckpointError for a head that needs more than the
     published form holds."""
     published, their_tensors = write(method, config, tensors)
     if published["architectures"] == [EXTENDED]:
@@ -104,7 +103,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which the authors' code runs the head."""
+    """Return lines, of a shell or of Python, by which the authors' code runs the head."""
     return [f'EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", use_eagle3=True)']
 
 
@@ -130,8 +129,8 @@ def _refuse_other_forms(
 
 
 def _write_config(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Our complete config -> config.json, in the extended form where the published one would define
-    another computation."""
+    """Return config.json for our complete config, in the extended form where the published one would define another
+    computation."""
     assert ours["feature_layers"] or ours["num_features"] == 3, "other than three features need feature_layers"
     extra: dict[str, Any] = {key: True for key in _FLAGS if ours[key]}
     if ours["layers"] > 1:

@@ -37,9 +37,8 @@ from eyas.checkpoints._llama import mapping, refuse_qkv_bias
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "read", "recognises", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "sglang", ("eagle1", "eagle3")
 EAGLE1 = "LlamaForCausalLMEagle"
 
@@ -52,8 +51,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("eagle3", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     _refuse_two_meanings(config)
     inner = mapping(config, "eagle_config")
     meaning = "output" if inner.get(IDS) is not None else None
@@ -61,8 +59,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors for SGLang. CheckpointError for what its
-    classes do not compute."""
+    """Return config.json and the tensors for SGLang. Raise CheckpointError for what its classes do not compute."""
     sent = _without_table(tensors, target)
     if method == "eagle1":
         return _export_eagle1(config, sent, target)
@@ -90,7 +87,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which SGLang runs the head."""
+    """Return lines, of a shell or of Python, by which SGLang runs the head."""
     algorithm = {"eagle1": "EAGLE"}.get(method, method.upper())
     window = f" --speculative-draft-window-size {config['window']}" if config.get("window") else ""
     return [
@@ -110,8 +107,8 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
 
 
 def _without_table(tensors: Mapping[str, Tensor], target: ExportTarget) -> dict[str, Tensor]:
-    """Return the tensors without an embedding table that is the target's, up to the rounding of
-    storage. CheckpointError for another one."""
+    """Return the tensors without an embedding table that is the target's, up to the rounding of storage. Raise
+    CheckpointError for another one."""
     others = dict(tensors)
     table = others.pop("embed.weight", None)
     if table is None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eyas.checkpoints.vllm_block import EXPORTS, METHODS, export, read, recognises
+from eyas.checkpoints.vllm_block import EXPORTS, export
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "usage"]
 
 NAME = "sglang"
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which SGLang runs the head."""
+    """Return lines, of a shell or of Python, by which SGLang runs the head."""
     algorithm = "DSPARK" if method == "dspark" else "DFLASH"
     options = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {folder}"
     return [f"python -m sglang.launch_server --model-path {target} {options}"]

@@ -28,20 +28,8 @@ from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError, first_line
 
-__all__ = [
-    "EXPORTS",
-    "METHODS",
-    "NAME",
-    "VERSION",
-    "export",
-    "proposal",
-    "read",
-    "recognises",
-    "usage",
-    "with_defaults",
-]
+__all__ = ["EXPORTS", "NAME", "VERSION", "export", "proposal", "read", "recognises", "usage", "with_defaults"]
 
-METHODS = ()
 NAME, EXPORTS = "speculators", ("eagle3", "peagle")
 VERSION = "0.9.0"  # version of the library whose classes the exports fit
 OTHERS = ("dflash", "dflash2", "dspark", "mtp")  # read by `speculators_block` and `speculators_mtp`
@@ -55,8 +43,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("eagle3", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     kind, layer = config["speculators_model_type"], mapping(config, "transformer_layer_config")
     if kind != "eagle3":
         raise CheckpointError(
@@ -90,8 +77,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors of the library. CheckpointError for what
-    its class does not compute."""
+    """Return config.json and the tensors of the library. Raise CheckpointError for what its class does not compute."""
     if not target.name or target.embedding is None:
         raise CheckpointError(
             "a head of this library names its target and has its embeddings: give the target's folder or hub id with --target"
@@ -140,7 +126,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which engines run the head."""
+    """Return lines, of a shell or of Python, by which engines run the head."""
     return [f"vllm serve {folder}  # finds {target} by itself", f'SpeculatorModel.from_pretrained("{folder}")']
 
 

@@ -34,15 +34,14 @@ from eyas.checkpoints._block import (
 from eyas.checkpoints._eagle3 import check_dtypes, draft_ids
 from eyas.checkpoints._llama import count, flag, mapping, read_layer, read_rope
 from eyas.checkpoints._weights import ExportTarget, Published
-from eyas.checkpoints.speculators import VERSION, proposal, with_defaults
+from eyas.checkpoints.speculators import VERSION, proposal, usage, with_defaults
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "read", "recognises", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "speculators", ("dflash", "dflash2", "dspark")
 CLASSES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
-UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight")  # of the target, for training
+UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's, kept for training
 ID = "aux_hidden_state_layer_ids"
 
 
@@ -52,8 +51,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> method, our config, our tensors. CheckpointError names everything
-    that does not fit."""
+    """Return (method, our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     kind, layer = str(config["speculators_model_type"]), _layer(config)
     refuse(layer)
     ours = {
@@ -95,8 +93,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors of the library. CheckpointError for what its
-    classes do not compute."""
+    """Return config.json and the tensors of the library. Raise CheckpointError for what its classes do not compute."""
     if not target.name:
         raise CheckpointError(
             "a head of this library names its target: give the target's folder or hub id with --target"
@@ -149,11 +146,6 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     if "draft_ids" in tensors:
         their_tensors |= _maps(their_tensors.pop("draft_ids"), config["vocab_size"])
     return ({**published, "eyas": config["eyas"]} if "eyas" in config else published), their_tensors
-
-
-def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which engines run the head."""
-    return [f"vllm serve {folder}  # finds {target} by itself", f'SpeculatorModel.from_pretrained("{folder}")']
 
 
 # --- parts of config.json ----------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from eyas.checkpoints._llama import count, mapping, text
 from eyas.checkpoints.speculators import with_defaults
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises"]
+__all__ = ["read", "recognises"]
 
-METHODS = ()
 LAYER = "mtp_layers.0."
 NAMES = {
     "token_layernorm": "enorm",
@@ -32,7 +31,7 @@ NAMES = {
     "input_proj": "eh_proj",
     "final_layernorm": "post_norm",
 }
-UNUSED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # of the target
+UNUSED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # copies of the target's
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -41,7 +40,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("mtp", our config, our tensors). CheckpointError names what does not fit."""
+    """Return ("mtp", our config, our tensors) of a published head. A CheckpointError names what does not fit."""
     layer = mapping(config, "transformer_layer_config")
     kind = text(layer, "model_type")
     if not kind:

@@ -6,7 +6,7 @@ engines load them.
     mtp.safetensors                 the module, in place of one that the target has
     model.safetensors.index.json    says which file holds which tensor
 
-The names are those of the family: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`,
+The names are the family's own: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`,
 `mtp.norm`, `mtp.layers.0.*` (Qwen3-Next, Qwen3.5), or, behind the L layers of the target,
 `model.layers.L.*` with `eh_proj`, `enorm`, `hnorm` and `shared_head.norm` (DeepSeek-V3, GLM-4 MoE).
 Experts are written one by one. A family without such names is refused: no engine has a class for it.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ from eyas.checkpoints._hub import fetch_model
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "EXPORT_FILE", "METHODS", "NAME", "export", "finish", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "EXPORT_FILE", "NAME", "export", "finish", "usage"]
 
-METHODS = ()
 NAME, EXPORTS, EXPORT_FILE = "checkpoint", ("mtp",), "mtp.safetensors"
 QWEN = {
     "enorm": "mtp.pre_fc_norm_embedding",
@@ -44,18 +43,8 @@ NUMBERED_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite")
 INDEX = "model.safetensors.index.json"
 
 
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return False: what is written is a whole model."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Raise CheckpointError: the module is read with its target, without a head."""
-    raise CheckpointError("this is a target with a module of its own: give it as the target, with the method mtp")
-
-
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> the target's config.json, and the module's tensors under the family's names."""
+    """Return the target's config.json, and the module's tensors under the family's names."""
     kind = config["target_model_type"]
     if kind not in (*QWEN_TYPES, *NUMBERED_TYPES):
         raise CheckpointError(f"checkpoints of a {kind} have no names for such a module, and engines no class for it")
@@ -100,7 +89,7 @@ def finish(folder: Path, target: ExportTarget) -> None:
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which engines run the module."""
+    """Return lines, of a shell or of Python, by which engines run the module."""
     speculative = '{"method": "mtp", "num_speculative_tokens": 2}'
     return [
         f"vllm serve {folder} --speculative-config '{speculative}'",
@@ -126,7 +115,7 @@ def _numbered(prefix: str) -> dict[str, str]:
 
 
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A tensor of all experts -> one for each, as checkpoints hold them; any other unchanged."""
+    """Return a tensor of all experts split into one for each, as checkpoints hold them; any other tensor unchanged."""
     stem, _, kind = name.rpartition(".")
     if kind == "gate_up_proj":
         halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)

@@ -32,18 +32,8 @@ from eyas.checkpoints._llama import flag, mapping
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = [
-    "EXPORTS",
-    "METHODS",
-    "NAME",
-    "bias_into_embedding",
-    "export",
-    "read",
-    "recognises",
-    "usage",
-]
+__all__ = ["EXPORTS", "NAME", "bias_into_embedding", "export", "read", "recognises", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "vllm", ("eagle1", "eagle3")
 EAGLE1 = "EagleLlamaForCausalLM"
 LARGEST_ERROR = 1e-3  # largest error of a bias that was moved into the embeddings, relative to its largest entry
@@ -55,8 +45,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Published config and tensors -> ("eagle3", our config, our tensors). CheckpointError names
-    everything that does not fit."""
+    """Return ("eagle3", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     normed = flag(config, "norm_output", False) or flag(mapping(config, "eagle_config"), "norm_output", False)
     return "eagle3", *read_flat(config, _without_unused(tensors), "input", "normed" if normed else "raw")
 
@@ -72,8 +61,7 @@ def _without_unused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors for vLLM. CheckpointError for what its
-    classes do not compute."""
+    """Return config.json and the tensors for vLLM. Raise CheckpointError for what its classes do not compute."""
     if method == "eagle1":
         return _export_eagle1(config, tensors, target)
     ours, published, their_tensors = publish(config, tensors, "layers.0", "vLLM")
@@ -89,7 +77,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which vLLM runs the head."""
+    """Return lines, of a shell or of Python, by which vLLM runs the head."""
     kind = {"eagle1": "eagle"}.get(method, method)
     speculative = f'{{"method": "{kind}", "model": "{folder}", "num_speculative_tokens": 3}}'
     return [f"vllm serve {target} --speculative-config '{speculative}'"]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,26 +12,13 @@ from eyas.checkpoints import dflash, dspark
 from eyas.checkpoints._weights import ExportTarget, Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["EXPORTS", "NAME", "export", "usage"]
 
-METHODS = ()
 NAME, EXPORTS = "vllm", ("dflash", "dflash2", "dspark")
 
 
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return False: such a head is one of its authors' form."""
-    return False
-
-
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """See `dflash.read` and `dspark.read`."""
-    if dspark.recognises(config, tensors):
-        return dspark.read(config, tensors)
-    return dflash.read(config, tensors)
-
-
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Our config and tensors -> config.json and tensors. CheckpointError for what the form cannot say."""
+    """Return config.json and the tensors. Raise CheckpointError for what the form cannot say."""
     if method != "dspark" and not {"embed.weight", "head.weight"}.isdisjoint(tensors):
         raise CheckpointError("the head has embeddings or an lm_head of its own, which heads of DFlash's form have not")
     if method == "dspark":
@@ -40,7 +27,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Lines by which vLLM runs the head."""
+    """Return lines, of a shell or of Python, by which vLLM runs the head."""
     levels = config["block"] - (0 if config["from_anchor"] else 1) if config else 7
     kind = "dspark" if method == "dspark" else "dflash"
     speculative = f'{{"method": "{kind}", "model": "{folder}", "num_speculative_tokens": {levels}}}'

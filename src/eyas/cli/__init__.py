@@ -4,8 +4,11 @@
     _options.py    options that several commands share, and the options of methods
     _errors.py     which exception becomes which line and which exit status
     _files.py      prompts in, results out, line by line
-    _load.py       from options to an LLM; a result as JSON
-    _show.py       streamed answers, progress bars, tables
+    _load.py       from options to an LLM; a result as JSON; _adapt.py: with a head that learns
+    _show.py       streamed answers, progress bars, tables; _view.py: the page of one answer
+    _data.py       examples of a training; _answers.py, _replies.py: prompts and chats that a model answers
+    _serving.py    the server of `eyas serve`; _cluster.py: as a fleet on Ray; _spread.py: work of other commands on Ray
+    _card.py       the model card of a head
 
 Importing this module imports neither torch nor the library that reads options: Ctrl-C is answered
 with one line from the first moment on.

@@ -20,7 +20,7 @@ class Answered:
     """A task with its answer."""
 
     task: Task
-    fields: dict[str, Any]  # those of --json
+    fields: dict[str, Any]  # what --json prints
     emitted: int  # tokens of draft cycles
     cycles: int
 
@@ -29,7 +29,7 @@ class Answerer:
     """Answers tasks with a model.
 
     Args:
-        keywords: those of `LLM.generate`.
+        keywords: keywords of `LLM.generate`.
         batch_size: prompts that are decoded together.
     """
 

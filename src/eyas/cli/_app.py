@@ -158,8 +158,8 @@ def _has_methods(function: Callable[..., Any]) -> bool:
 
 
 def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[..., Any]:
-    """A stand-in for a command, as cyclopts takes it: placeholders are replaced by dataclasses, and
-    each group of options has a default. On the page of `eyas --help` it has no parameters."""
+    """Return a stand-in for a command, as cyclopts takes it: placeholders are replaced by dataclasses, and each group
+    of options has a default. On the page of `eyas --help` it has no parameters."""
     wants_help = any(token in HELP_FLAGS for token in tokens)
     parameters = []
     for parameter in _signature(function).parameters.values() if tokens and tokens[0] in names() else ():
@@ -174,7 +174,7 @@ def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[.
             parameters.append(parameter)
 
     def stand_in() -> None:
-        """Never called."""
+        """Do nothing: it is never called."""
 
     stand_in.__doc__ = function.__doc__
     stand_in.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -65,7 +65,7 @@ def _figures(record: Mapping[str, Any]) -> str:
 
 
 def _training(record: Mapping[str, Any]) -> str:
-    """Data and settings, as far as the record has them."""
+    """Return the data and settings, as far as the record has them."""
     if not record:
         return ""
     data, examples, head = record.get("data", {}), record.get("examples", {}), record.get("head", {})

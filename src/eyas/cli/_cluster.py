@@ -100,8 +100,8 @@ def build_app(args: Mapping[str, Any]) -> Any:
     """Return the application for `serve deploy`.
 
     Args:
-        args: the options of `eyas serve` by name, such as {"target": ..., "draft": ..., "rows": 16}, and those of
-            `eyas.cluster.options.Fleet`, such as {"replicas": 2, "max_replicas": 8, "gpus": 1}.
+        args: the options of `eyas serve` by name, such as {"target": ..., "draft": ..., "rows": 16}, and the
+            fields of `eyas.cluster.options.Fleet`, such as {"replicas": 2, "max_replicas": 8, "gpus": 1}.
 
     Raises:
         EyasError: an option that does not exist, or a value that is not possible.
@@ -145,7 +145,7 @@ def arguments_of(options: Mapping[str, Any]) -> ServeArguments:
     from eyas.cli._app import parse
 
     if refused := next((name for name in options if name in PLACES), None):
-        raise UsageError(f"{refused!r} is no option of a replica: http_options of the configuration has it")
+        raise UsageError(f"{refused!r} is not an option of a replica: http_options of the configuration has it")
     tokens = ["serve", *(token for name, value in options.items() for token in _tokens(name, value))]
     try:
         _, bound = parse(tokens)

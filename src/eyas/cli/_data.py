@@ -98,7 +98,7 @@ def training_data(
 
 @contextmanager
 def reading(what: str) -> Iterator[Callable[[Report], None]]:
-    """A progress display; yields the function that is called for each line that was read."""
+    """Show the progress of reading; yield the function to call for each line that was read."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"reading {what}") as status:

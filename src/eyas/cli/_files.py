@@ -24,6 +24,7 @@ from typing import Any, Protocol, Self
 
 from eyas.cli._errors import FULL
 from eyas.cli._options import STDIN
+from eyas.core.params import is_whole
 from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import parse_json
 from eyas.locks import locked_output
@@ -97,7 +98,7 @@ class InvalidLine:
 
 
 def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
-    """Every line that is not blank; `-` reads stdin. InputError when the file cannot be read."""
+    """Yield every line that is not blank; `-` reads stdin. Raise InputError when the file cannot be read."""
     seen: dict[str, int] = {}
     for number, raw in enumerate(_lines(path), start=1):
         if not raw.strip():
@@ -154,9 +155,7 @@ def _prompt(kind: str, value: Any) -> Any:
         raise InputError("prompt must be a string (messages and prompt_ids are keys of their own)")
     if kind == "messages" and not (isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value)):
         raise InputError('messages must be a list of objects like {"role": "user", "content": "..."}')
-    if kind == "prompt_ids" and not (
-        isinstance(value, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
-    ):
+    if kind == "prompt_ids" and not (isinstance(value, list) and all(map(is_whole, value))):
         raise InputError("prompt_ids must be a list of whole numbers")
     return value
 

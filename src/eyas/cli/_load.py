@@ -87,7 +87,7 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
 
 
 def plain_decoding(llm: LLM) -> LLM:
-    """An LLM that decodes plainly with the target and the tokenizer of another one."""
+    """Return an LLM that decodes plainly with the target and the tokenizer of another one."""
     from eyas import drafters
     from eyas.api import LLM
 
@@ -224,7 +224,7 @@ def _token_and_number(text: str) -> tuple[int, float]:
 
 
 def record(llm: LLM, result: Result) -> dict[str, Any]:
-    """A result as the object that `--json` prints."""
+    """Return a result as the object that `--json` prints."""
     from eyas import hardware, named
     from eyas.arguments import dtype_name
 
@@ -257,5 +257,5 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
-    """Log-probabilities as objects, if they were asked for."""
+    """Return log-probabilities as objects, if they were asked for."""
     return {} if entries is None else {name: [None if entry is None else asdict(entry) for entry in entries]}

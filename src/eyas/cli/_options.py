@@ -35,8 +35,8 @@ PANELS = ("Prompt", "Server", "Limits", "Model", "Method", "Data", "Training", "
 
 
 def annotate(annotation: Any, **settings: Any) -> Any:
-    """`Annotated[int, "Sampling", "N"]` for cyclopts: the option's panel on the help page, and the
-    name of its value there."""
+    """Return `Annotated[int, "Sampling", "N"]` in the form that cyclopts reads: the option's panel on the help page,
+    and the name of its value there."""
     kind, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
     parameters = [Parameter(**settings)]
     for mark in marks:
@@ -48,7 +48,7 @@ def annotate(annotation: Any, **settings: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def option_group(kind: type[Options], described: Mapping[str, str] = MappingProxyType({})) -> type[Options]:
-    """A frozen dataclass whose fields are options; the docstring below a field is its help.
+    """Make a class a frozen dataclass whose fields are options; the docstring below a field is its help.
 
     Args:
         described: the help of fields that have no docstring below them.
@@ -286,8 +286,8 @@ def _value_of(option: str, tokens: Sequence[str]) -> str | None:
 
 @functools.cache
 def _method_class(uses: frozenset[str], named: tuple[str, ...], for_help: bool) -> type:
-    """A dataclass with the options of the methods, those at dotted paths after --method included;
-    for a help page of named methods, of these alone."""
+    """Return a dataclass with the options of the methods, those at dotted paths after --method included; for a help
+    page of named methods, of these alone."""
     from eyas import drafters
 
     outside = [name for name in named if "." in name]
@@ -301,7 +301,7 @@ def _method_class(uses: frozenset[str], named: tuple[str, ...], for_help: bool) 
 
 
 def _merge(by_method: Mapping[str, Option]) -> Option:
-    """An option of several methods as one: its help lists the defaults that differ."""
+    """Return an option of several methods as one: its help lists the defaults that differ."""
     options = list(by_method.values())
     option = next((option for option in options if option.help), options[0])
     by_default: dict[str, list[str]] = {}
@@ -316,7 +316,7 @@ def _merge(by_method: Mapping[str, Option]) -> Option:
 
 @functools.cache
 def _config_class(for_help: bool) -> type:
-    """A dataclass with the options of a training."""
+    """Return a dataclass with the options of a training."""
     from eyas.train.config import TrainConfig
 
     shown = (
@@ -326,7 +326,7 @@ def _config_class(for_help: bool) -> type:
 
 
 def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> type:
-    """A dataclass for cyclopts with a field for each option, None when the option is not given.
+    """Return a dataclass for cyclopts with a field for each option, None when the option is not given.
 
     flags: an option of type bool takes no value.
     """

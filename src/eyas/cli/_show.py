@@ -59,7 +59,7 @@ class Painter:
         self._waiting: deque[tuple[str, bool]] = deque()
 
     def split(self, piece: Piece) -> list[tuple[str, bool]]:
-        """(text, drafted) in order; the texts together are the piece's text."""
+        """Return (text, drafted) in order; the texts together are the piece's text."""
         if self._detokeniser is None:
             return []
         for i, token in enumerate(piece.token_ids):
@@ -95,12 +95,11 @@ class ProgressBar:
         self.done = 0
 
     def advance(self, amount: int) -> None:
-        """`amount` more is done."""
+        """Note that `amount` more is done."""
         self.show(self.done + amount)
 
     def show(self, done: int, text: str = "", total: int | None = None) -> None:
-        """`done` is the amount done in all; `text` is shown next to the bar, by default the
-        speed."""
+        """Show the state: `done` is the amount done in all; `text` is shown next to the bar, by default the speed."""
         self.done = done
         speed = self.display.tasks[0].speed
         text = text or (f"{speed:,.0f} {self.unit}/s" if speed and self.unit else "")
@@ -109,7 +108,7 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(title: str, total: int | None = None, unit: str = "", hidden: bool = False) -> Iterator[ProgressBar]:
-    """A progress bar on stderr, where that is a terminal.
+    """Show a progress bar on stderr, where that is a terminal.
 
     unit: the things that are counted; their speed is shown, and percents instead of a count.
     """

@@ -42,14 +42,14 @@ class CycleView:
             raise InputError(f"output file {path!r} cannot be written: permission denied")
 
     def watch(self, llm: LLM) -> Callable[[Step], None]:
-        """A function that is called with each Step of the answer, and records it."""
+        """Return a function that is called with each Step of the answer, and records it."""
         from eyas.serve.cycles import CycleWriter
 
         writer = CycleWriter(llm.tokenizer)
         return lambda step: self._cycles.append(writer.write(step))
 
     def write(self, llm: LLM, result: Result) -> None:
-        """Write the page. InputError when that fails."""
+        """Write the page. Raise InputError when that fails."""
         from eyas.serve.page import one_file
 
         data = {

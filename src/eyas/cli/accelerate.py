@@ -123,7 +123,7 @@ def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> 
 
 
 def _settings(job: AccelerateOptions, model: TargetOptions) -> dict[str, Any]:
-    """What must be equal for a run to go on."""
+    """Return what must be equal for a run to go on."""
     from eyas.train.data import data_hash
 
     data = data_hash(job.data) if job.data else "bundled"
@@ -144,7 +144,7 @@ class Models:
 
     def __init__(self, model: TargetOptions) -> None:
         self.model = model
-        self.loading_seconds = 0.0  # of the last one that was loaded
+        self.loading_seconds = 0.0  # time that the last load took
         self._loaded: tuple[str, LLM] | None = None
 
     def for_answers(self) -> LLM:
@@ -199,7 +199,7 @@ def _show(prospect: Prospect) -> None:
 
 
 def _expected(forecast: Forecast) -> str:
-    """A forecast in words."""
+    """Return a forecast in words."""
     interval = f"{forecast.speedup:.2f} times plain decoding (likely {forecast.low:.2f} to {forecast.high:.2f})"
     if forecast.drafted <= 1:
         return (

@@ -168,7 +168,7 @@ def _prompts(job: BenchOptions) -> list[Prompt]:
 
 
 def _fitting(bench: Bench) -> list[Prompt]:
-    """Return the prompts that can be asked; the others are reported. InputError when none can."""
+    """Return the prompts that can be asked; the others are reported. Raise InputError when none can."""
     unfit = bench.unfit()
     if len(unfit) == len(bench.prompts):
         raise InputError(f"no prompt can be asked; the first, {bench.prompts[0].id}: {unfit[bench.prompts[0].id]}")
@@ -179,7 +179,7 @@ def _fitting(bench: Bench) -> list[Prompt]:
 
 @contextmanager
 def _progress() -> Iterator[OnPrompt]:
-    """Prompts done, time left, what is going on; without a terminal, a line now and then."""
+    """Show the prompts done, time left, what is going on; without a terminal, a line now and then."""
     with progress_bar("prompts") as bar:
 
         def on_prompt(done: int, total: int, what: str) -> None:
@@ -220,7 +220,7 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
 
 
 def _refuse_others(job: BenchOptions, *groups: Any) -> None:
-    """--compare measures nothing: OptionError for any other option but --json."""
+    """Raise OptionError for any option but --json beside --compare, which measures nothing."""
     for group in (job, *groups):
         for field in fields(group):
             if field.name not in ("compare", "as_json") and getattr(group, field.name) != field.default:

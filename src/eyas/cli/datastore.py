@@ -96,7 +96,7 @@ def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
 
 
 def _source(path: str, tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Source:
-    """A file; it is read when its turn comes."""
+    """Return a file as a source, which is read when its turn comes."""
     from eyas.datastore import Source
     from eyas.text.chat_files import is_chat_file
     from eyas.text.sources import as_file

@@ -44,7 +44,7 @@ class Prompt(NamedTuple):
 
 
 MODEL = "smollm2"  # is shown where it can be had; else the embedded model
-PROMPTS = (  # that SmolLM2-135M answers well
+PROMPTS = (  # SmolLM2-135M answers these well
     Prompt("What is gravity?"),
     Prompt("Give me three tips for better sleep."),
     Prompt("Explain photosynthesis in two sentences."),
@@ -61,11 +61,11 @@ EMBEDDED_PROMPTS = (  # it knows nothing but such dialogues
 GROUP = "Answers"
 WARM_UP_TOKENS = 8
 PROBE_PROMPTS, PROBE_TOKENS = 2, 32  # answers of the probe, and tokens of each
-LEAST_GAIN = 1.03  # of drafts over plain decoding in the probe; less is nothing that a viewer could see
+LEAST_GAIN = 1.03  # speed of drafts over plain decoding in the probe; nobody could see a smaller gain
 FRAME_SECONDS = 1 / 15
-BUDGET_SECONDS = 40.0  # after which no further prompt of ours is begun
+BUDGET_SECONDS = 40.0  # no further prompt of ours is begun after them
 DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
-TREE_LIMITS = {"nodes": "nodes", "depth": "levels", "branch": "children a node"}  # of `describe`, as people read them
+TREE_LIMITS = {"nodes": "nodes", "depth": "levels", "branch": "children a node"}  # entries of `describe` in words
 EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas
@@ -133,8 +133,8 @@ def _own_prompts(path: str | None) -> Sequence[Prompt]:
 
 
 def _target(job: DemoOptions) -> str:
-    """What is shown: the named model, or ours, which is fetched if necessary; the embedded one where
-    it cannot be had, and a note says why."""
+    """Return what is shown: the named model, or ours, which is fetched if necessary; the embedded one where it cannot
+    be had, and a note says why."""
     from eyas import named
 
     if job.target is not None:
@@ -197,7 +197,7 @@ class Demo:
         self.transformers = Transformers(best.target)
 
     def warm_up(self, prompt: Prompt) -> None:
-        """First runs allocate and tune; they are not measured."""
+        """Run once without measuring: first runs allocate and tune."""
         from eyas.bench.machine import snapshot
 
         for llm in self.sides:
@@ -238,7 +238,7 @@ class Demo:
         return Round(answers, "; ".join(filter(None, differences)))
 
     def _race(self, lanes: Sequence[Lane]) -> None:
-        """A cycle of the lane whose clock is behind, again and again; live on a terminal."""
+        """Run a cycle of the lane whose clock is behind, again and again; live on a terminal."""
         from rich.columns import Columns
         from rich.live import Live
 
@@ -258,7 +258,7 @@ class Demo:
             self.console.print(text, markup=False, soft_wrap=True)
 
     def _generate(self, token_ids: Sequence[int], length: int) -> tuple[tuple[int, ...], float]:
-        """`model.generate` on the very same model: (new ids, seconds)."""
+        """Run `model.generate` on the very same model; return (new ids, seconds)."""
         from eyas.bench.contestants import Question
         from eyas.core.engine import Request
 
@@ -267,7 +267,7 @@ class Demo:
         return answer.token_ids, answer.seconds
 
     def _difference(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> str:
-        """A message that says where an answer differs from plain decoding's; empty when it does not."""
+        """Return a message that says where an answer differs from plain decoding's; empty when it does not."""
         from eyas.core.engine import Request
         from eyas.metrics import first_difference, margin
 
@@ -363,7 +363,7 @@ def _print_table(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def _figures(answers: Sequence[Answer]) -> tuple[int, float, str]:
-    """Tokens, tokens a second of whole answers, and tau; "-" for a side without one."""
+    """Return the tokens, tokens a second of whole answers, and tau; "-" for a side without one."""
     from eyas.metrics import tau, tokens_per_second
 
     tokens = sum(len(answer.token_ids) for answer in answers)

@@ -133,7 +133,7 @@ def _requirements() -> list[Finding]:
 
 
 def _bfloat16() -> Iterator[Finding]:
-    """A remark where torch cannot multiply bfloat16 matrices; nothing where it can."""
+    """Yield a remark where torch cannot multiply bfloat16 matrices; nothing where it can."""
     from eyas.hardware import BFLOAT16_CURE, multiplies_bfloat16
 
     if not multiplies_bfloat16():

@@ -102,7 +102,8 @@ def _target(head: str, job: ExportOptions) -> ExportTarget:
 
 
 def _architectures(target: str) -> tuple[str, ...]:
-    """Return the architectures in a target's config.json; none for a file in GGUF format. InputError when it cannot be read."""
+    """Return the architectures in a target's config.json; none for a file in GGUF format. Raise InputError when it
+    cannot be read."""
     from transformers import PretrainedConfig
 
     if target.endswith(".gguf"):

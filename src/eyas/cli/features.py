@@ -157,7 +157,7 @@ def _free_memory() -> None:
 
 
 def _part(text: str) -> tuple[int, int]:
-    """(first shard, step)."""
+    """Return (first shard, step)."""
     k, slash, n = text.partition("/")
     if not (slash and k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
         raise OptionError(f"--part is like 2/4, the second of four parts; got {text!r}")

@@ -43,8 +43,8 @@ class PushOptions:
     private: Annotated[bool, "Output"] = False
     """Make a private repository, if there is none yet."""
     license: Annotated[str, "Output", "NAME"] = "other"
-    """The licence on the card, as the hub names it: apache-2.0, mit, ... Mind that of the target
-    and of the data."""
+    """The licence on the card, as the hub names it: apache-2.0, mit, ... Mind the licences of
+    the target and of the data."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target's name for the card. Default: the one in the head's record."""
     as_json: AS_JSON = False

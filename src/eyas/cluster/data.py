@@ -27,8 +27,8 @@ Make = Callable[[], Callable[[Sequence[Any]], Iterable[Any]]]
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster that runs already
 LOCAL = "local"  # Ray's own word: on this machine
-PIECES = 8  # that the items of a worker come in, at least
-MAX_ITEMS = 64  # of one piece
+PIECES = 8  # the items are divided into at least so many pieces a worker
+MAX_ITEMS = 64  # most items of a piece
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 CALLBACK = "eyas.cluster.gate:middlewares"  # for RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
 SESSION_HEADER, REQUEST_ID = b"x-session-id", b"x-request-id"
-TRIES_HEADER = b"x-eyas-tries"  # of an answer whose request was repeated
+TRIES_HEADER = b"x-eyas-tries"  # in an answer whose request was repeated
 WAITS = (0.0, 0.1, 0.5, 2.0, 5.0)  # seconds before each try
 KEPT_BYTES = 64 * 2**20  # a larger body is not kept, and its request not repeated
 REMEMBERED = 65_536  # responses whose session is known

@@ -21,8 +21,8 @@ __all__ = ["LLMServer", "asked", "options_of"]
 
 Answers = AsyncGenerator[Any, None]  # an object of `ray.serve.llm`, or the events of a stream
 
-END = "\n\n"  # of an event in a stream
-OWN_HEADERS = {"content-length", "content-type", "host", "transfer-encoding"}  # of the request inside the process
+END = "\n\n"  # ends an event of a stream
+OWN_HEADERS = {"content-length", "content-type", "host", "transfer-encoding"}  # set anew inside the process
 
 
 def options_of(llm_config: Any) -> dict[str, Any]:

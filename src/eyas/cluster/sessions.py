@@ -16,7 +16,7 @@ __all__ = ["previous_response", "session_of"]
 
 PARSED_BYTES = 2**20  # a larger body is known by its first bytes: the proxy must not stop to read it
 FIRST_BYTES = 4096
-FIRST_CHARACTERS = 512  # of a prompt
+FIRST_CHARACTERS = 512  # characters of a prompt by which its session is known
 FIRST_IDS = 128
 BEGINNINGS = ("system", "instructions", "tools")
 PROMPTS = ("messages", "input", "prompt", "input_prefix")

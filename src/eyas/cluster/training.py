@@ -29,7 +29,7 @@ from eyas.locks import locked_output, prepare_folder
 
 __all__ = ["train_with"]
 
-RAY_FOLDER = ".ray"  # of Ray's own files, while it runs
+RAY_FOLDER = ".ray"  # holds Ray's own files while it runs
 RAY_PART = "training"  # of the output folder, which one command at a time has
 FAILURES = 100  # lost processes, until the training is given up
 FINAL = "final"  # beside the mistakes of processes: the run is over
@@ -58,7 +58,7 @@ class Notice:
         signal.signal(signal.SIGTERM, note)
 
 
-NOTICE = Notice()  # of this process
+NOTICE = Notice()  # this process's own
 
 
 class _SigtermAware(TorchConfig):  # type: ignore[misc]  # no types where Ray is not installed
@@ -85,7 +85,6 @@ def train_with(
     workers: Workers,
     folder: Path,
     fewest: int | None = None,
-    failures: int = FAILURES,
     patience: float = PATIENCE_SECONDS,
 ) -> None:
     """Call `loop` in every process, again in all of them after one was lost.
@@ -111,7 +110,7 @@ def train_with(
                 use_gpu=workers.gpus > 0,
                 resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if workers.gpus else {})},
             ),
-            run_config=RunConfig(storage_path=str(own), failure_config=FailureConfig(max_failures=failures)),
+            run_config=RunConfig(storage_path=str(own), failure_config=FailureConfig(max_failures=FAILURES)),
         )
         trainer.fit()
         # the first one: others may only say that a process has ended

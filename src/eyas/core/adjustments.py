@@ -6,7 +6,7 @@
     min_tokens                              `end_tokens`: the tokens that end the text;
                                             `tokens_before_end`: how many others must come before them
 
-In a tree each node has a text of its own: that of the row, then its ancestors and itself
+In a tree each node has a text of its own: the row's, then its ancestors and itself
 (`for_tree`). Drafts that are grown level by level use `of_nodes` and `after_tokens` instead. A
 field that no row of a batch needs is None; a batch that needs none has no Adjustments.
 
@@ -68,13 +68,13 @@ class Adjustments:
     # --- from rows to nodes
 
     def for_depths(self, level_Q: Tensor) -> Adjustments:
-        """[B, Q, ...]: the adjustments of each row for nodes at these depths, as if there were no
-        tokens between them and the root."""
+        """Return the adjustments [B, Q, ...] of each row for nodes at these depths, as if there were no tokens between
+        them and the root."""
         nodes = self._map_vocab_fields(lambda x_BV: x_BV[:, None].expand(-1, len(level_Q), -1))
         return nodes._map_tokens_before_end(lambda wait_B: wait_B[:, None] - level_Q)
 
     def for_tree(self, tree: Tree, tokens_BN: Tensor) -> Adjustments:
-        """[B, N, ...]: the adjustments of each node."""
+        """Return the adjustments [B, N, ...] of each node."""
         nodes = self._map_vocab_fields(lambda x_BV: x_BV[:, None].expand(-1, tree.nodes, -1))._map_tokens_before_end(
             lambda wait_B: wait_B[:, None] - tree.depth_BN
         )
@@ -88,19 +88,19 @@ class Adjustments:
         return nodes
 
     def for_draft_vocab(self, ids_v: Tensor) -> Adjustments:
-        """[..., v]: the adjustments of a draft vocabulary, given by the target's ids."""
+        """Return the adjustments [..., v] of a draft vocabulary, which is given by the target's ids."""
         return self._map_vocab_fields(lambda x: x[..., ids_v])
 
     def of_nodes(self, node_BK: Tensor) -> Adjustments:
-        """[B, K, ...]: the adjustments of K selected nodes."""
+        """Return the adjustments [B, K, ...] of K selected nodes."""
         nodes = self._map_vocab_fields(
             lambda x_BQv: x_BQv.gather(1, node_BK[..., None].expand(-1, -1, x_BQv.shape[-1]))
         )
         return nodes._map_tokens_before_end(lambda wait_BQ: wait_BQ.gather(1, node_BK))
 
     def after_tokens(self, token_BQ: Tensor) -> Adjustments:
-        """[B, Q, ...]: the adjustments after one more token in each node's text, given by its
-        column."""
+        """Return the adjustments [B, Q, ...] after one more token in each node's text, given by its index in the
+        vocabulary."""
         nodes, column_BQ1 = self._map_tokens_before_end(lambda wait_BQ: wait_BQ - 1), token_BQ[..., None]
         if self.seen_tokens is not None:
             nodes = replace(nodes, seen_tokens=self.seen_tokens.scatter(2, column_BQ1, True))
@@ -111,7 +111,7 @@ class Adjustments:
         return nodes
 
     def flat(self) -> Adjustments:
-        """[B x N, ...] from [B, N, ...]."""
+        """Return [B x N, ...], made of [B, N, ...]."""
         return self._map_vocab_fields(lambda x: x.flatten(0, 1))._map_tokens_before_end(lambda wait: wait.flatten())
 
     def __getitem__(self, index: Any) -> Adjustments:

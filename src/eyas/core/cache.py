@@ -192,7 +192,7 @@ class KVCache(Cache):
         )
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows [R, 1] and slots [R, N] of the next forward, on this device."""
+        """Return the rows [R, 1] and slots [R, N] of the next forward, on this device."""
         if not self._indices_by_device:
             slot_RN, rows = self._make_slots(), self._rows
             row_R = (
@@ -207,15 +207,15 @@ class KVCache(Cache):
         return self._indices_by_device[device]
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, H, S, h] of one layer, for the rows of the next forward; for all rows
-        if those are not a range."""
+        """Return the keys and values [R, H, S, h] of one layer, for the rows of the next forward; for all rows if
+        those are not a range."""
         span = slice(self._rows.start, self._rows.stop) if isinstance(self._rows, range) else slice(None)
         key, value = (self._stores[shape][entry, span] for shape, entry in self._entries_of_layer[layer])
         return key, value
 
     def read_committed(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, W, h] of one layer in all rows: the first W = `width` slots, or
-        all if there are fewer."""
+        """Return the keys and values [B, H, W, h] of one layer in all rows: the first W = `width` slots, or all if
+        there are fewer."""
         key, value = (self._stores[shape][entry, :, :, :width] for shape, entry in self._entries_of_layer[layer])
         return key, value
 
@@ -271,11 +271,11 @@ class KVCache(Cache):
         return max(self._entries_of_layer, default=-1) + 1
 
     def bytes_for(self, slots: int) -> int:
-        """Bytes that this number of slots per row takes, on all devices together."""
+        """Return the bytes that this number of slots per row takes, on all devices together."""
         return sum(self.bytes_by_device(slots).values())
 
     def bytes_by_device(self, slots: int) -> dict[torch.device, int]:
-        """Bytes that this number of slots per row takes on each device."""
+        """Return the bytes that this number of slots per row takes on each device."""
         total: dict[torch.device, int] = {}
         for (heads, h, device), n in self._entries_of_store.items():
             total[device] = total.get(device, 0) + n * self.rows * heads * h * slots * self.dtype.itemsize
@@ -283,8 +283,7 @@ class KVCache(Cache):
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. A large tensor on a CPU uses anonymous mmap, whose pages the system allocates on first
-    write.
+    """Return zeros. A large tensor on a CPU uses anonymous mmap, whose pages the system allocates on first write.
 
     `torch.zeros` writes all of them at once: room for 8,000 tokens in sixteen rows would stall
     every request for seconds.
@@ -309,8 +308,8 @@ def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
-    """bool [B, N, W]: each node attends to the committed slots of its row, and to the ones of the T
-    slots after them that are visible."""
+    """Return the mask, bool [B, N, W], by which each node attends to the committed slots of its row, and to the ones
+    of the T slots after them that are visible."""
     relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
     T = visible_BNT.shape[-1]
     index_BNW = relative_BW.clamp(0, T - 1)[:, None].expand(-1, visible_BNT.shape[1], -1)
@@ -326,14 +325,14 @@ def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def slot_positions(length_B: Tensor, depth_BT: Tensor, width: int) -> Tensor:
-    """int64 [B, W]: the position of each slot's token."""
+    """Return the position of each slot's token, int64 [B, W]."""
     slot_W = torch.arange(width, device=length_B.device)
     relative_BW = (slot_W - length_B[:, None]).clamp(0, depth_BT.shape[1] - 1)
     return torch.where(slot_W < length_B[:, None], slot_W, length_B[:, None] + depth_BT.gather(1, relative_BW))
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix of two token sequences."""
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of two sequences of tokens, or of two texts."""
     same, shorter = 0, min(len(a), len(b))
     while same < shorter:  # blocks are compared at once, which is faster than token by token
         block = slice(same, min(same + 64, shorter))

@@ -98,7 +98,8 @@ def is_worth_keeping(cycle_runner: CycleRunner) -> bool:
 
 
 def verify_output(draft: Draft, output: TargetOutput, cycle_input: CycleInput, verify: Verify, ops: Ops) -> Cycle:
-    """Scores, verdict and host tensor of a cycle from the target's output; nothing is committed."""
+    """Return the cycle that follows from the target's output: scores, verdict and host tensor. Nothing is
+    committed."""
     scores_BNV, failures = node_scores(output.logits_BNV, draft, cycle_input, ops)
     verdict = verify(draft, scores_BNV, cycle_input.position_B, cycle_input.noise, ops)
     width = cycle_input.top_tokens
@@ -139,7 +140,7 @@ def node_scores(
 
 
 def _pack(scores_BNV: Tensor, verdict: Verdict) -> Tensor:
-    """int64 [B, 3 + 2 P]: see `Cycle.host_result_BX`."""
+    """Return `Cycle.host_result_BX`, int64 [B, 3 + 2 P]."""
     if verdict.host_result_BX is not None:
         return verdict.host_result_BX
     nan_B = torch.isnan(scores_BNV.amax((1, 2))) if verdict.has_nan_B is None else verdict.has_nan_B

@@ -67,8 +67,8 @@ class Decision:
         return self.fallback is None and not self.plain
 
     def label(self, row: int) -> str:
-        """A name for the row's draft: "plain" (none), the fallback's name, "nodes/depth/branch", or
-        "fixed" (the size that the options give)."""
+        """Return a name for the row's draft: "plain" (none), the fallback's name, "nodes/depth/branch", or "fixed"
+        (the size that the options give)."""
         if row in self.plain:
             return "plain"
         if self.fallback is not None:
@@ -91,11 +91,11 @@ class Policy(Protocol):
         ...
 
     def observe(self, steps: Sequence[Step]) -> None:
-        """Called with the Steps of the cycle that was decided about, one for each active row."""
+        """Learn from the Steps of the cycle that was decided about, one for each active row."""
         ...
 
     def observe_prompt(self, tokens: int, seconds: float | None) -> None:
-        """Called for prompts that the method reads only because it drafts.
+        """Learn what a prompt cost that the method reads only because it drafts.
 
         Args:
             tokens: number of tokens of the prompt, or of a chunk of it.
@@ -143,7 +143,7 @@ class _Accepted(NamedTuple):
     accepted_BP: Tensor | None  # bool; False: padding; None: there is no padding
 
     def without_padding(self, row: int) -> tuple[Tensor, Tensor]:
-        """tokens_T and features_TF of one row, without padding."""
+        """Return (tokens_T, features_TF) of one row, without padding."""
         tokens_P, features_PF = self.tokens_BP[row], self.features_BPF[row]
         if self.accepted_BP is None:
             return tokens_P, features_PF
@@ -182,7 +182,7 @@ class DormantSession(DraftSession):
         self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
         self.dormant_input: CycleInput | None = None  # the current cycle's input, if the session is dormant in it
         self.fallback: _FallbackSession | None = None  # opened when a decision first names a fallback
-        self.fallback_draft: Draft | None = None  # of the current cycle, if the decision depended on it
+        self.fallback_draft: Draft | None = None  # the current cycle's, if the decision depended on it
         self.active_rows: set[int] = set()
 
     def _decide(self, cycle_input: CycleInput) -> Decision:
@@ -237,8 +237,8 @@ class DormantSession(DraftSession):
         return TreeSize(max_limit + 1, min(max_limit, size.depth), size.branch)
 
     def observe(self, steps: Sequence[Step], learn: bool = True) -> None:
-        """`learn`: whether the policy learns from this cycle; False if predictions or constraints
-        added nodes."""
+        """See `DraftSession.observe`. `learn`: whether the policy learns from this cycle; False if predictions or
+        constraints added nodes."""
         asked_decision, self.policy_decision, self.decision, self.decided = self.policy_decision, None, None, False
         if learn and asked_decision is not None and self.policy is not None:
             self.policy.observe(
@@ -404,7 +404,7 @@ def _without_drafts(draft: Draft, rows: frozenset[int]) -> Draft:
 
 
 def _rows_without_drafts(draft: Draft, rows: Sequence[int]) -> frozenset[int]:
-    """Those of the rows whose trees have no node but the root."""
+    """Return those rows whose trees have no node but the root."""
     return frozenset(
         row for row in rows if draft.tree.nodes == 1 or (draft.tree.counts and draft.tree.counts[row] == 1)
     )

@@ -166,7 +166,7 @@ class DraftSession(ABC):
         return 0
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
-        """A request enters the row.
+        """Prepare the row for a request that enters it.
 
         Args:
             cached_tokens: tokens of the prompt that the session has read already: the number that
@@ -195,11 +195,10 @@ class DraftSession(ABC):
         features at every node of the draft."""
 
     def observe(self, steps: Sequence[Step]) -> None:
-        """Called after every cycle with its Steps, one for each active row: for adaptive
-        drafters."""
+        """Learn from the Steps of a cycle, one for each active row; for adaptive drafters."""
 
     def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
-        """Called after every chunk of a prompt, for adaptive drafters.
+        """Learn from the time that a chunk of a prompt took; for adaptive drafters.
 
         Args:
             tokens: number of tokens of the chunk.

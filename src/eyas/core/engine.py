@@ -101,8 +101,8 @@ class Decoder:
         return not self.prompts and not any(self.rows)
 
     def add(self, request: Request) -> int:
-        """Put a request into the queue; returns its number. InputError or FitError at once if it
-        cannot be served."""
+        """Put a request into the queue; return its number. Raise InputError or FitError at once if it cannot be
+        served."""
         check_request(request, self.target.vocab_size)
         check_draft(request)
         if request.adapter not in (None, self.target.adapter):

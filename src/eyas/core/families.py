@@ -140,9 +140,8 @@ class Family:
 
 
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself
-    computes them; on the device of the hidden states.
-    """
+    """Return the logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself computes
+    them; on the device of the hidden states."""
     logits: torch.Tensor = family.head(hidden).to(hidden.device)
     if family.logit_scale != 1.0:
         logits = logits * family.logit_scale
@@ -152,9 +151,8 @@ def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def embed(family: Family, ids: torch.Tensor) -> torch.Tensor:
-    """Embeddings [..., D] of token ids [...], scaled as the first layer reads them, without
-    positions (GPT-2 adds those later); on the device of the ids.
-    """
+    """Return the embeddings [..., D] of token ids [...], scaled as the first layer reads them, without positions
+    (GPT-2 adds those later); on the device of the ids."""
     embeddings: torch.Tensor = family.embedding(ids).to(ids.device)
     return embeddings if family.embed_scale == 1.0 else embeddings * family.embed_scale
 
@@ -351,7 +349,7 @@ def _scale(config: Any, table: Mapping[str, int]) -> float:
 
 
 def _context(config: Any, has_attention: bool) -> tuple[int, str]:
-    """(positions that a request may use, why they are fewer than the model accepts)"""
+    """Return (positions that a request may use, why they are fewer than the model accepts)."""
     context = getattr(config, "max_position_embeddings", None if has_attention else UNLIMITED)
     if not isinstance(context, int) or context < 1:
         raise _refusal(

@@ -154,7 +154,7 @@ class TextEnd:
 class RowNodes(NamedTuple):
     """One row of a draft tree in plain numbers."""
 
-    parents: Sequence[int]  # of each node, which comes after its parent; -1 for node 0, the root
+    parents: Sequence[int]  # the parent of each node, which comes before it; -1 for node 0, the root
     tokens: Sequence[int]
     text: Sequence[int]  # the row's prompt and emitted tokens; the last one is the root
     open_nodes: OpenNodes  # the nodes at which plain decoding could stand
@@ -177,7 +177,7 @@ class RowFeature:
 
     Attributes:
         guides: the row's draft may hold `continuations`. Its tree is then verified as a deterministic
-            one, so its ids are those of plain decoding whatever is drafted.
+            one, so its ids equal plain decoding's whatever is drafted.
         masks: `mask` says which tokens a net may draft. It forbids nothing in the text: `scores` must, too.
         has_scores: `scores` computes the row's distributions; the `RequestFeature` says so as well.
         reads_cycle: `report` reads the scores or logits of every node, so cycles are not recorded.

@@ -51,9 +51,8 @@ def width_for(counts: Iterable[int | None], vocab: int) -> int | None:
 
 
 def path_logprobs(logits_BNV: Tensor, verdict: Verdict, width: int) -> Tensor:
-    """float64 [B, P, 1 + 2 W]: for each node of the path the log-probability of the token after it,
-    the log-probabilities of the W most probable tokens, and their ids. Values past the end of a path have no
-    meaning."""
+    """Return float64 [B, P, 1 + 2 W]: for each node of the path the log-probability of the token after it, the
+    log-probabilities of the W most probable tokens, and their ids. Values past the end of a path have no meaning."""
     B, V = logits_BNV.shape[0], logits_BNV.shape[-1]
     node_BP = verdict.path_BP.clamp(min=0)
     last_B1 = verdict.length_B[:, None] - 1
@@ -63,7 +62,7 @@ def path_logprobs(logits_BNV: Tensor, verdict: Verdict, width: int) -> Tensor:
 
 
 def logprob_table(logits_NV: Tensor, tokens_N: Tensor, width: int) -> Tensor:
-    """float64 [N, 1 + 2 W]: see `path_logprobs`. Float64 holds ids and float32 alike, so the host
+    """Return what `path_logprobs` describes, float64 [N, 1 + 2 W]. Float64 holds ids and float32 alike, so the host
     reads everything at once."""
     logp_NV = logits_NV.float().log_softmax(-1)
     top_NW, ids_NW = logp_NV.topk(width, dim=-1)

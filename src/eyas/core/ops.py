@@ -21,11 +21,7 @@ from eyas.core.cache import commit_path
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling_rows
 from eyas.core.verify import Rule
 
-__all__ = [
-    "REFERENCE",
-    "Backend",
-    "Ops",
-]
+__all__ = ["REFERENCE", "Backend", "Ops"]
 
 
 Backend = str | Callable[..., Any]

@@ -13,21 +13,14 @@ from typing import Any
 
 from eyas.errors import OptionError, UnknownOptionError, near
 
-__all__ = [
-    "NEW_HEADS",
-    "TRAINING",
-    "build_options",
-    "option_defaults",
-    "option_values",
-]
+__all__ = ["NEW_HEADS", "TRAINING", "build_options", "option_defaults", "option_values"]
 
 TRAINING = "training only"
 NEW_HEADS = "new heads only"
 
 
 def build_options(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """An instance of the options dataclass `kind` from `{"tree.nodes": 60}` or
-    `{"tree": {"nodes": 60}}`.
+    """Return an instance of the options dataclass `kind` from `{"tree.nodes": 60}` or `{"tree": {"nodes": 60}}`.
 
     An unknown name raises OptionError, which lists similar names.
     """

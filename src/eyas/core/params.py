@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import TypeGuard
 
 from eyas.errors import OptionError
 
-__all__ = ["Sampling"]
+__all__ = ["Sampling", "is_number", "is_whole"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,29 +49,29 @@ class Sampling:
                 raise OptionError(what)
 
         require(
-            _finite(self.temperature) and self.temperature >= 0,
+            is_number(self.temperature) and self.temperature >= 0,
             f"temperature must be 0 or more, got {self.temperature}",
         )
         require(
-            _whole(self.top_k) and self.top_k >= 0, f"top_k must be a whole number, 0 (off) or more, got {self.top_k}"
+            is_whole(self.top_k) and self.top_k >= 0, f"top_k must be a whole number, 0 (off) or more, got {self.top_k}"
         )
-        require(_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
-        require(_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, got {self.min_p}")
+        require(is_number(self.top_p) and 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
+        require(is_number(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, got {self.min_p}")
         require(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            is_number(self.repetition_penalty) and self.repetition_penalty > 0,
             f"repetition_penalty must be above 0 (1 = off), got {self.repetition_penalty}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            require(_finite(value) and -2 <= value <= 2, f"{name} must be from -2 to 2 (0 = off), got {value}")
+            require(is_number(value) and -2 <= value <= 2, f"{name} must be from -2 to 2 (0 = off), got {value}")
         for token, bias in self.logit_bias:
-            require(_whole(token) and token >= 0, f"logit_bias: {token!r} is no token id")
+            require(is_whole(token) and token >= 0, f"logit_bias: {token!r} is not a token id")
             require(
-                _finite(bias) and -100 <= bias <= 100,
+                is_number(bias) and -100 <= bias <= 100,
                 f"logit_bias: the bias of token {token} must be from -100 to 100, got {bias}",
             )
         require(
-            _whole(self.seed) and 0 <= self.seed < 2**63,
+            is_whole(self.seed) and 0 <= self.seed < 2**63,
             f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}",
         )
 
@@ -103,9 +104,11 @@ class Sampling:
         return self.temperature < 1e-5
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether the value is an int or a finite float; a bool is neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-def _whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether the value is an int; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool)

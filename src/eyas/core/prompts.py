@@ -10,18 +10,18 @@ cycle of the rows whose prompts have been read:
 
 **Budgets.** A number of tokens is the same for every machine and load. With "auto", reading takes
 about `PREFILL_PER_CYCLE` times as long as a cycle takes at present: then two tokens of a running
-row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, whether the
-cycles are those of one row or of sixteen, and 1 + n `PREFILL_PER_CYCLE` while n prompts are. Each
-prompt gets the time of one: if all shared it, rows would stay empty while prompts queue, and all
-would wait longer. While no row runs, chunks are large.
+row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, and 1 + n
+`PREFILL_PER_CYCLE` while n prompts are, however many rows a cycle has. Every prompt gets this time
+for itself: if all shared it, rows would stay empty while prompts queue, and all would wait longer.
+While no row runs, chunks are large.
 
 **Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the
 oldest one is. So a short prompt does not wait for a long one, and a long one gets at least 1 /
 `OLDEST_EVERY` of the budget however many shorter ones come. Without a budget prompts are read
 whole, in order of arrival. Rows are always given away in order of arrival.
 
-**Prefixes.** Each row holds the keys and values of some text: that of its request, in flight, or of
-its last one, kept. A new prompt is read from the end of the longest prefix that it shares with any
+**Prefixes.** Each row holds the keys and values of some text: its request's, which is in flight, or its last
+request's, which is kept. A new prompt is read from the end of the longest prefix that it shares with any
 of them. It replaces a kept text if it shares half of that text or more; otherwise the prefix is
 copied into the empty row whose text was used least recently. Tokens that the drafter's session
 cannot copy are read again; so are those after the last known state of a target with recurrent state
@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor
@@ -68,10 +69,10 @@ class Prompt:
     cached_tokens: int = 0  # prompt tokens whose keys and values were there already
     read: int = 0  # prompt tokens in the caches, those kept included
     timer: StageTimer | None = None  # started when the prompt got its row
-    logits_readers: tuple[PromptLogits, ...] = ()  # of the request's features
+    logits_readers: tuple[PromptLogits, ...] = ()  # the request's features that read the prompt's logits
 
     def report(self) -> dict[str, Any]:
-        """What features have read from the prompt, for `Step.extra`."""
+        """Return what features have read from the prompt, for `Step.extra`."""
         return {name: value for reader in self.logits_readers for name, value in reader.report().items()}
 
     def read_logits(self, logits_TV: Tensor, position: int) -> None:
@@ -105,7 +106,7 @@ class PromptReader:
         self.target, self.drafter, self.extra_slots = target, drafter, extra_slots
         self.reuse, self.budget = reuse, budget
         self.waiting: deque[Prompt] = deque()
-        self.reading: dict[int, Prompt] = {}  # by row
+        self.reading: dict[int, Prompt] = {}  # prompts that are being read, by row
         self.empty = set(range(target.rows))  # rows without a request
         # the text whose keys and values a row holds, as far as the target's length
         self.texts: list[Sequence[int]] = [()] * target.rows
@@ -115,8 +116,7 @@ class PromptReader:
         # seconds of cycles that other decoders run between two steps of this one, on the same
         # machine
         self.other_decoders_seconds = 0.0
-        # moving averages of the seconds of a cycle, and of those of reading a token; 0: not known
-        # yet
+        # moving averages of the seconds of a cycle, and of the seconds of reading a token; 0: not known yet
         self._cycle_seconds = self._token_seconds = 0.0
 
     def __bool__(self) -> bool:
@@ -158,7 +158,7 @@ class PromptReader:
             )
 
     def observe(self, seconds: float) -> None:
-        """Called with the seconds of each cycle."""
+        """Take the seconds of a cycle."""
         self._cycle_seconds = _average(self._cycle_seconds, seconds)
 
     @property
@@ -211,7 +211,7 @@ class PromptReader:
 
     def _next(self) -> Prompt | None:
         """Return the prompt to read next; None if no row can read one."""
-        able = [*self.reading.values(), *(self.waiting[i] for i in range(min(len(self.empty), len(self.waiting))))]
+        able = [*self.reading.values(), *islice(self.waiting, len(self.empty))]
         oldest_first = self.budget is None or self._steps % OLDEST_EVERY == 0
         return min(able, key=lambda prompt: (0 if oldest_first else prompt.remaining, prompt.request_id), default=None)
 
@@ -262,8 +262,7 @@ class PromptReader:
         prompt.row, prompt.cached_tokens, prompt.read = row, kept, kept
 
     def _place(self, prompt: Sequence[int]) -> tuple[int, int, int]:
-        """(the row for the prompt, the row whose prefix it starts after, the length of that
-        prefix)."""
+        """Return (the row for the prompt, the row whose prefix it starts after, the length of that prefix)."""
         shared = [self._shared(row, prompt) for row in range(self.target.rows)]
         unused_first = sorted(self.empty, key=lambda row: (len(self.texts[row]) > 0, self._used_at[row], row))
         source = max(range(self.target.rows), key=lambda row: (shared[row], row in self.empty, -row))
@@ -295,5 +294,5 @@ class PromptReader:
 
 
 def _average(average: float, newest: float) -> float:
-    """A moving average; 0: there is none yet."""
+    """Return the moving average with the newest value in it; an `average` of 0 means that there is none yet."""
     return average + AVERAGE_WEIGHT * (newest - average) if average else newest

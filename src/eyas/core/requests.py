@@ -26,7 +26,7 @@ class DecisionLabel(Protocol):
 class RequestFeature:
     """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
 
-    has_scores: bool = False  # as of the `RowFeature` that it opens; at most one feature of a request has scores
+    has_scores: bool = False  # `RowFeature.has_scores` of what it opens; at most one feature of a request has scores
 
     @property
     def runs_per_node(self) -> tuple[str, ...]:

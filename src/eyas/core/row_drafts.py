@@ -34,6 +34,7 @@ from torch import Tensor
 from eyas.core.dormant import Decision, DormantSession
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
 from eyas.core.features import Continuation, RowFeature
+from eyas.core.params import is_whole
 from eyas.core.requests import DecisionLabel, Request, Step
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie, merge, padded_nodes
 from eyas.errors import OptionError
@@ -48,7 +49,7 @@ CONFIDENT_TOKENS = 8
 def check_draft(request: Request) -> None:
     """Raise OptionError unless `draft` is auto, off or a number."""
     draft = request.draft
-    if draft not in ("auto", "off") and (not isinstance(draft, int) or isinstance(draft, bool) or draft < 1):
+    if draft not in ("auto", "off") and (not is_whole(draft) or draft < 1):
         raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
 
 
@@ -72,7 +73,7 @@ class RequestDraftSession(DraftSession):
             session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
         )
         self._added_nodes = False  # whether nodes were added to the method's in the current cycle
-        self._decided: DecisionLabel | None = None  # the label of the current cycle, if it is not that of `session`
+        self._decided: DecisionLabel | None = None  # the label of the current cycle, if it is not `session`'s
 
     @property
     def decision(self) -> DecisionLabel | None:  # type: ignore[override]
@@ -157,7 +158,8 @@ def _guides(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:
 
 
 def _continuations(row: int, guides: Sequence[RowFeature], cycle_input: CycleInput) -> list[Continuation]:
-    """Possible continuations of the row's text, the most certain first; none if the row is not to be drafted for."""
+    """Return possible continuations of the row's text, the most certain first; none if the row is not to be drafted
+    for."""
     if cycle_input.draft_limits and cycle_input.draft_limits[row] == 0:
         return []
     return [found for feature in guides for found in feature.continuations(cycle_input.row_tokens[row])]
@@ -216,7 +218,7 @@ def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
 
 
 def _path_log_q(draft: Draft) -> Tensor | None:
-    """float32 [B, N]: log q of the path to each node; None if the draft has no q."""
+    """Return log q of the path to each node, float32 [B, N]; None if the draft has no q."""
     if draft.log_q_BN is None:
         return None
     return torch.where(draft.tree.mask_BNN, draft.log_q_BN[:, None], 0.0).sum(-1)

@@ -105,7 +105,7 @@ class Row:
         return tuple(emitted), failure if self.finish == "error" else None
 
     def _ends_with(self, token: int) -> str | None:
-        """Why the text ends with its newest token; None if it goes on."""
+        """Return why the text ends with its newest token; None if it goes on."""
         with code_of_request("stop"):
             stops = self.request.stop is not None and self.request.stop(token)
         for feature in self.features:
@@ -133,7 +133,7 @@ class Row:
         )
 
     def report(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:
-        """What the features of this row, number `number` of the cycle, report of it, for `Step.extra`."""
+        """Return what the features of this row, number `number` of the cycle, report of it, for `Step.extra`."""
         reports = (feature.report(cycle, number, tokens, path, self.finish) for feature in self.features)
         return {name: value for report in reports for name, value in report.items()}
 

@@ -46,8 +46,8 @@ def apply_sampling(
     adjustments: Adjustments | None = None,
     custom: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Processed logits ("scores"), float32 [N, V]: their softmax is the distribution to sample
-    from. Excluded tokens are -inf.
+    """Return the processed logits ("scores"), float32 [N, V], whose softmax is the distribution to sample from.
+    Excluded tokens are -inf.
 
     The steps, in this order:
 
@@ -93,7 +93,7 @@ def apply_sampling(
 
 
 def _adjust(scores_NV: Tensor, sampling: Sampling, adjustments: Adjustments) -> Tensor:
-    """Steps 1 to 4 of `apply_sampling`."""
+    """Apply steps 1 to 4 of `apply_sampling`."""
     if sampling.logit_bias:
         assert adjustments.bias is not None
         scores_NV = scores_NV + adjustments.bias
@@ -123,8 +123,8 @@ def equal_but_for_seeds(sampling: Sequence[Sampling]) -> bool:
 def apply_sampling_rows(
     logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None = None
 ) -> Tensor:
-    """`apply_sampling` with each row's Sampling, in one call if they are equal but for the seeds;
-    scores [B, N, V].
+    """Return the scores [B, N, V] of `apply_sampling` with each row's Sampling. Rows that are equal but for their
+    seeds share one call.
 
     `adjustments`: [B, N, ...].
     """
@@ -154,7 +154,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64 words."""
+    """Shift int64 words to the right, with zeros coming in."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -201,15 +201,14 @@ class GumbelNoise:
         )
 
     def _uniform(self, stream: int, position_BN: Tensor, index_K: Tensor) -> Tensor:
-        """float64 [B, N, K] strictly inside (0, 1), 52 random bits each."""
+        """Return float64 [B, N, K] strictly inside (0, 1), with 52 random bits each."""
         key_B1 = _mix(_mix(self.seed_B + _GOLDEN) + stream)[:, None]
         key_BN = _mix(key_B1 + (position_BN + 1) * _GOLDEN)
         bits_BNK = _shift(_mix(key_BN[..., None] + (index_K + 1) * _GOLDEN), 12)
         return (bits_BNK.double() + 0.5) * 2.0**-52
 
     def gumbel(self, position_BN: Tensor, vocab: int | Tensor, stream: int = TARGET) -> Tensor:
-        """float32 [B, N, V]: the noise of every token at these absolute positions; zero in greedy
-        rows.
+        """Return the noise, float32 [B, N, V], of every token at these absolute positions; zero in greedy rows.
 
         Args:
             vocab: size of the vocabulary, or int64 [V]: the token ids whose noise is wanted.
@@ -219,9 +218,8 @@ class GumbelNoise:
         return noise_BNV.masked_fill_(self.greedy_B[:, None, None], 0.0).float()
 
     def accepts(self, chance: Tensor, position_B: Tensor, index: int | Tensor, stream: int = ACCEPT) -> Tensor:
-        """bool [B], or [B, K] for indices int64 [K]: which acceptance tests pass, True with
-        probability `chance`, by the uniform numbers of (stream, position, index).
-        """
+        """Return which acceptance tests pass, bool [B], or [B, K] for indices int64 [K]: True with probability
+        `chance`, by the uniform numbers of (stream, position, index)."""
         index_K = torch.full((1,), index, device=position_B.device) if isinstance(index, int) else index
         uniform_BK = self._uniform(stream, position_B[:, None], index_K)[:, 0]
         return (uniform_BK[:, 0] if isinstance(index, int) else uniform_BK) < chance

@@ -222,7 +222,7 @@ class Socket(Generic[P]):
 
     @cached_property
     def plugs(self) -> tuple[P, ...]:
-        """All of them; those of other distributions come first."""
+        """All plugs; the plugs of other distributions come first."""
         return tuple(plug for name, load in self._found() if (plug := _load(name, load)) is not None)
 
     @property

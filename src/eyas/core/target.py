@@ -100,11 +100,11 @@ class Runner(Protocol):
         ...
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
-        """A draft model with a runner of this kind; unchanged if it does not suit the model."""
+        """Return a draft model with a runner of this kind; unchanged if it does not suit the model."""
         ...
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
-        """Final-norm features [..., D] -> logits [..., V]."""
+        """Return the logits [..., V] of final-norm features [..., D]."""
         ...
 
     def wrap_cycle(self, cycle: Any) -> Any:
@@ -142,7 +142,7 @@ class Target:
 
     Attributes:
         extensions: what it has beyond layers with keys and values (`core.extensions`).
-        adapters: adapters that requests choose from; None: there are none. They are no extension,
+        adapters: adapters that requests choose from; None: there are none. They are not an extension,
             because they alone act before every use of the model.
         draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "exact",
             "fp8" or "int4".
@@ -189,8 +189,8 @@ class Target:
         return "" if self.adapters is None else self.adapters.used
 
     def with_adapter(self, name: str) -> Target:
-        """A view of the target with this adapter; "": without one. The model is shared. OptionError
-        for an unknown name."""
+        """Return a view of the target with this adapter; "": without one. The model is shared. Raise OptionError for
+        an unknown name."""
         if name == self.adapter:
             return self
         if self.adapters is None:
@@ -237,19 +237,19 @@ class Target:
         return layout, logits.shape[-1], bool(exact)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [...] -> input of the first layer [..., D] (without learned position embeddings)."""
+        """Return the input of the first layer [..., D] for ids [...], without learned position embeddings."""
         self._use_adapter()
         return families.embed(self.family, ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Final-norm features [..., D] -> logits [..., V], with the family's softcap and scales."""
+        """Return the logits [..., V] of final-norm features [..., D], with the family's softcap and scales."""
         self._use_adapter()
         return self.runner.head(self, hidden)
 
     @contextmanager
     def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
-        """Within this context, forwards of the model record features. Yields a function that
-        returns the last forward's.
+        """Record features of the model's forwards within this context. Yield a function that returns the last
+        forward's.
 
         Args:
             feature_layers: the features to concatenate: k = Hugging Face's hidden_states[k], the
@@ -268,19 +268,6 @@ class Target:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             caught[L] = output[0]
 
-        for k in feature_layers:
-            if not 0 <= k <= L:
-                raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")
-        inner = [
-            self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
-            for k in feature_layers
-            if k < L
-        ]
-        hooks = [
-            *inner,
-            *([self.family.base.register_forward_hook(after)] if L in feature_layers else []),
-        ]
-
         def features() -> Tensor:
             if any(caught[k].ndim != 3 for k in feature_layers):
                 raise ModelError(
@@ -290,23 +277,28 @@ class Target:
             here = [caught[k].to(self.device) for k in feature_layers]
             return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0)
 
-        try:
+        with ExitStack() as hooks:
+            for k in feature_layers:
+                if not 0 <= k <= L:
+                    raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")
+                if k < L:
+                    hook = self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
+                else:
+                    hook = self.family.base.register_forward_hook(after)
+                hooks.callback(hook.remove)
             yield features
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @torch.no_grad()
     def encode(self, tokens_RT: Tensor, feature_layers: Sequence[int]) -> Tensor:
-        """Features [R, T, F] of whole sequences, without a cache and without logits. Sequences may
-        be padded on the right."""
+        """Return the features [R, T, F] of whole sequences, without a cache and without logits. Sequences may be
+        padded on the right."""
         with self.tap(feature_layers) as features:
             self.family.base(input_ids=tokens_RT, use_cache=False)
             return features()
 
     @torch.no_grad()
     def first_bad_layer(self, ids: Sequence[int]) -> str:
-        """Where NaN first appears in a forward over these ids, in words for an error message."""
+        """Return where NaN first appears in a forward over these ids, in words for an error message."""
         self._use_adapter()
         places = [
             "in the embeddings",
@@ -321,14 +313,10 @@ class Target:
 
             return hook
 
-        hooks = [
-            layer.register_forward_pre_hook(look(k), with_kwargs=True) for k, layer in enumerate(self.family.layers)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for k, layer in enumerate(self.family.layers):
+                hooks.callback(layer.register_forward_pre_hook(look(k), with_kwargs=True).remove)
             last = self.family.base(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)[0]
-        finally:
-            for hook in hooks:
-                hook.remove()
         bad[-1] = bool(torch.isnan(last).any())
         return places[bad.index(True)] if any(bad) else "in the lm_head"
 
@@ -352,7 +340,7 @@ class Target:
             raise InputError(f"{', '.join(media)}: no target extension reads more than tokens; give text alone")
 
     def run_with(self, runner: Runner) -> Target:
-        """A copy of the target whose forwards are run by `runner`; the model is shared."""
+        """Return a copy of the target whose forwards are run by `runner`; the model is shared."""
         other = copy(self)
         other.runner = runner
         return other
@@ -379,8 +367,8 @@ class TargetSession:
         self.states: tuple[TargetState, ...] = tuple(state for state in opened if state is not None)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate slots for `tokens` tokens per row, before a request starts; FitError, with the
-        bytes, if memory is too small."""
+        """Allocate slots for `tokens` tokens per row, before a request starts. Raise FitError, with the bytes, if
+        memory is too small."""
         try:
             self.cache.reserve(tokens)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -393,7 +381,7 @@ class TargetSession:
             ) from error
 
     def check_fit(self, prompt: int, new: int) -> None:
-        """FitError, with the numbers, if prompt and new tokens exceed the context."""
+        """Raise FitError, with the numbers, if prompt and new tokens exceed the context."""
         context, reason = self.target.context, self.target.family.context_reason
         why = f" ({reason})" if reason else ""
         if prompt >= context:
@@ -449,13 +437,13 @@ class TargetSession:
         return logits_V
 
     def _chunk(self, row: int) -> int:
-        """Most tokens of a prompt that go through the model at a time."""
+        """Return the most tokens of a prompt that go through the model at a time."""
         limits = (state.max_chunk(row, self.lengths[row]) for state in self.states)
         return next((limit for limit in limits if limit is not None), PREFILL_CHUNK)
 
     @torch.inference_mode()
     def forward(self, tokens_BN: Tensor, tree: Tree, rows: Sequence[int] = ()) -> TargetOutput:
-        """One forward over the trees of all rows. Nothing is committed.
+        """Run the model over the trees of all rows. Nothing is committed.
 
         `rows`: indices of the rows whose output is wanted; the others' output may be zero. (): all.
         """
@@ -467,8 +455,8 @@ class TargetSession:
     def extend(
         self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, rows: Sequence[int] = ()
     ) -> TargetOutput:
-        """One forward over Q new nodes, in the slots after the T - Q uncommitted nodes of earlier
-        calls. Nothing is committed.
+        """Run the model over Q new nodes, in the slots after the T - Q uncommitted nodes of earlier calls. Nothing is
+        committed.
 
         Args:
             depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed
@@ -482,8 +470,8 @@ class TargetSession:
         self, rows: Sequence[int], tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, width: int,
         counts: tuple[int, ...] = (),
     ) -> TargetOutput:  # fmt: skip
-        """A forward of some rows, if the runner can leave the others out, whose output is then
-        zero; else of all rows."""
+        """Run the model over some rows, if the runner can leave the others out, whose output is then zero; else over
+        all rows."""
         if not self.target.runner.skips_rows or len(rows) in (0, self.rows):
             return self._run(range(self.rows), tokens_BQ, depth_BT, visible_BQT, width, counts=counts)
         row_R = torch.tensor(rows, device=self.target.device)
@@ -626,8 +614,8 @@ class ModelRunner:
 
 
 def _masks(inputs: ForwardInput) -> Tensor | dict[str, Tensor]:
-    """Additive float masks, which all attention backends that support a 4-D mask accept. Sliding
-    windows count positions, not slots."""
+    """Return additive float masks, which all attention backends that support a 4-D mask accept. Sliding windows count
+    positions, not slots."""
     family, length_R, visible_RQT, width = inputs.target.family, inputs.length_R, inputs.visible_RQT, inputs.width
     allowed_RQW = slot_mask(length_R, visible_RQT, width)
 

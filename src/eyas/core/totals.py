@@ -14,12 +14,12 @@ __all__ = ["StepTotals", "tau", "tokens_per_second"]
 
 
 def tau(emitted: float, cycles: float) -> float:
-    """Tokens that a cycle emits; 0 without cycles."""
+    """Return the tokens that a cycle emits; 0 without cycles."""
     return emitted / cycles if cycles else 0.0
 
 
 def tokens_per_second(tokens: float, seconds: float) -> float:
-    """Tokens per second; 0 where no time passed."""
+    """Return tokens per second; 0 where no time passed."""
     return tokens / seconds if tokens and seconds > 0 else 0.0
 
 

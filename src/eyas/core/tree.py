@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas.core.params import is_whole
 from eyas.errors import EyasError, OptionError
 
 __all__ = [
@@ -113,8 +114,8 @@ class Tree:
         )
 
     def tokens_seen(self, tokens_BN: Tensor, history_BV: Tensor) -> Tensor:
-        """bool [B, N, V]: which tokens occur in the text up to and including each node: in
-        `history_BV`, in its ancestors or in itself."""
+        """Return which tokens occur, bool [B, N, V], in the text up to and including each node: in `history_BV`, in
+        its ancestors or in itself."""
         seen_BNV = history_BV[:, None].repeat(1, self.nodes, 1)
         b, n, ancestor = self.mask_BNN.nonzero(as_tuple=True)
         seen_BNV[b, n, tokens_BN[b, ancestor]] = True
@@ -157,7 +158,7 @@ class Draft:
     """float32; log of EAGLE-2's value, the estimated probability that the path to the node is
     accepted. Dynamic trees only."""
     drafted: FullDraft | None = None
-    """All nodes that were drafted; a dynamic tree keeps those of the highest values."""
+    """All nodes that were drafted; a dynamic tree keeps the nodes of the highest values."""
     deterministic_B: Tensor | None = None
     """bool; with `q_BNV`: rows that are verified as deterministic trees, although the children in
     other rows were sampled. None: greedy rows only."""
@@ -211,7 +212,7 @@ class Cycle:
     wait_for_copy: Callable[[], None] | None = None
 
     def read_on_host(self) -> list[list[int]]:
-        """`host_result_BX` on the host, which waits for the cycle's end."""
+        """Wait for the cycle's end, and return `host_result_BX` as lists."""
         if self.wait_for_copy is not None:
             self.wait_for_copy()
         return self.host_result_BX.tolist()
@@ -235,8 +236,8 @@ def unpack_verdict(host_result_BX: Tensor) -> Verdict:
 
 
 def matching_nodes(draft: Draft, other: Draft) -> Tensor:
-    """int64 [B, M]: for each node of `other`, the node of `draft` with the same path of tokens; -1
-    where there is none.
+    """Return for each node of `other` the node of `draft` with the same path of tokens, int64 [B, M]; -1 where there
+    is none.
 
     The roots match each other. Other nodes match only if both may be accepted.
     """
@@ -293,7 +294,7 @@ def merge(draft: Draft, other: Draft, match_BM: Tensor | None = None) -> Draft:
 
 
 def build_trie(chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """(parents, tokens) of the trie of chains, in order; parent -1 is the root."""
+    """Return (parents, tokens) of the trie of chains, in order; parent -1 is the root."""
     parents, tokens, known = list[int](), list[int](), dict[tuple[int, int], int]()
     for chain in chains:
         at = -1
@@ -326,7 +327,7 @@ def chain_choices(depth: int) -> Choices:
 
 
 def check_choices(choices: Iterable[Sequence[int]]) -> Choices:
-    """Sort the paths of a static tree by depth, then rank; OptionError if they do not form a tree.
+    """Sort the paths of a static tree by depth, then rank; raise OptionError if they do not form a tree.
 
     A path lists, from the root down, the rank of each node among its parent's children: (0,), (1,),
     (0, 0), ...
@@ -334,7 +335,7 @@ def check_choices(choices: Iterable[Sequence[int]]) -> Choices:
     paths = sorted({tuple(c) for c in choices}, key=lambda c: (len(c), c))
     known = set(paths)
     for path in paths:
-        if not path or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in path):
+        if not path or any(not is_whole(rank) or rank < 0 for rank in path):
             raise OptionError(f"tree choices: {list(path)} is not a list of ranks (whole numbers from 0)")
         if len(path) > 1 and path[:-1] not in known:
             raise OptionError(f"tree choices: {list(path)} has no parent; add {list(path[:-1])}")

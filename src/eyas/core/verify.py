@@ -3,7 +3,7 @@ this module knows no model.
 
 **Deterministic trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's
 distribution p. The path descends as long as the drawn token is one of the node's children; the
-first drawn token that is no child is the bonus. For distinct siblings this equals recursive
+first drawn token that is not a child is the bonus. For distinct siblings this equals recursive
 rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise):
 the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
 greedy verification. `Rule` has the draw and the descent; faster implementations override its methods
@@ -94,7 +94,7 @@ def verify(
 
     Args:
         scores_BNV: float32; softmax over V is the target's distribution at each node
-            (`processors.node_scores`).
+            (`cycle.node_scores`).
         position_B: int64; absolute position of the root. The token after a node at depth d is drawn
             with the noise of position + d + 1.
         noise: the random numbers of the rows.
@@ -124,8 +124,8 @@ def verify(
 def _verify_by_rejection(
     draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Recursive rejection, node by node down the accepted path, child by child in draw order; all
-    rows at once.
+    """Verify by recursive rejection, node by node down the accepted path, child by child in draw order; all rows at
+    once.
 
     Returns:
         bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
@@ -160,8 +160,8 @@ def _verify_by_rejection(
 def _verify_block(
     draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
 ) -> tuple[Tensor, Tensor]:
-    """Block verification: test every prefix of the chain with a uniform number of its own, and
-    accept the longest that passes.
+    """Verify a block: test every prefix of the chain with a uniform number of its own, and accept the longest that
+    passes.
 
     The numbers are keyed by (position of the root, length of the prefix). If they were keyed by a
     token's absolute position, the next cycle would read the numbers of the failed longer prefixes
@@ -203,23 +203,22 @@ def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
 
 
 def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """norm(max(0, p - q)); p itself if rounding leaves no mass."""
+    """Return norm(max(0, p - q)); p itself if rounding leaves no mass."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
     mass_B1 = rest_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)
 
 
 def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
-    """norm(q without the token). All zero if nothing is left: later siblings then fail their
-    tests."""
+    """Return norm(q without the token). All zero if nothing is left: later siblings then fail their tests."""
     rest_BV = q_BV.scatter(1, token_B[:, None], 0.0)
     mass_B1 = rest_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0.0)
 
 
 def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its
-    ancestors were drawn at their parents."""
+    """Return the accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its ancestors
+    were drawn at their parents."""
     drawn_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.acceptable_BN
     drawn_BN = drawn_BN | (tree.parents_BN < 0)
     accepted_BN = (drawn_BN[:, None] | ~tree.mask_BNN).all(-1)

@@ -51,7 +51,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> type[DraftMethod]:
-    """Return the method of that name, or at that dotted path. OptionError for one that is not there."""
+    """Return the method of that name, or at that dotted path. Raise OptionError for one that is not there."""
     if not isinstance(name, str):
         raise OptionError(f"a method is the name of one, not {type(name).__name__}; known: {', '.join(names())}")
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
@@ -62,7 +62,9 @@ def find(name: str) -> type[DraftMethod]:
     except (ImportError, AttributeError, SyntaxError) as error:
         raise OptionError(f"method {name!r} cannot be loaded: {error}") from error
     if not (isinstance(method, type) and issubclass(method, DraftMethod)):
-        raise OptionError(f"method {name!r} cannot be loaded: its Method is no subclass of eyas.drafters.DraftMethod")
+        raise OptionError(
+            f"method {name!r} cannot be loaded: its Method is not a subclass of eyas.drafters.DraftMethod"
+        )
     return method
 
 

@@ -71,7 +71,7 @@ class Net(nn.Module):
     def forward(
         self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, SharedKeysValues]
     ) -> Tensor:
-        """`hidden` [B, Q, d] of nodes with these tokens.
+        """Return `hidden` [B, Q, d] of nodes with these tokens.
 
         Args:
             hidden_BQD: the target's feature of the token before, or `next_hidden` of the parent's
@@ -91,12 +91,12 @@ class Net(nn.Module):
         return hidden
 
     def next_hidden(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> [..., D], which the net reads at a node's children."""
+        """Return what the net reads at a node's children, [..., D], for the node's hidden [..., d]."""
         next_hidden: Tensor = self.post_projection(hidden)
         return next_hidden
 
     def head(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> logits [..., V]; -inf outside the most likely clusters."""
+        """Return the logits [..., V] of hidden [..., d]; -inf outside the most likely clusters."""
         logits: Tensor = (
             self.lm_head(hidden)
             if self.masked_embedding is None
@@ -129,7 +129,7 @@ class _Clusters(nn.Module):
         self.register_buffer("token_ordering", torch.arange(vocab))
 
     def forward(self, hidden: Tensor, weight_Vd: Tensor) -> Tensor:
-        """[..., d] -> logits [..., V]."""
+        """Return the logits [..., V] of hidden [..., d]."""
         tokens_CM = self.token_ordering.view(self.centroids.out_features, -1)
         tokens = tokens_CM[self.centroids(hidden).topk(self.used).indices].flatten(-2)  # [..., c M]
         found = (weight_Vd[tokens] @ hidden[..., None])[..., 0]
@@ -137,7 +137,7 @@ class _Clusters(nn.Module):
 
 
 def source_layers(target: Target) -> dict[str, int]:
-    """Kind of attention -> the target's last layer of that kind with keys and values of its own.
+    """Return, for each kind of attention, the target's last layer of that kind with keys and values of its own.
 
     Raises:
         ModelError: no layer has keys and values of one size, or processes share the layers.
@@ -160,7 +160,7 @@ def source_layers(target: Target) -> dict[str, int]:
 
 
 def load_net(weights: Weights, target: Target) -> Net:
-    """Return the net of a published assistant; CheckpointError if it does not fit the target."""
+    """Return the net of a published assistant; raise CheckpointError if it does not fit the target."""
     config, source = weights.config, weights.source
     text = config["text_config"]
     pairs = {"hidden size": (config["backbone_hidden_size"], target.hidden_size)}
@@ -187,7 +187,7 @@ def load_net(weights: Weights, target: Target) -> Net:
 
 
 def _made(config: Mapping[str, Any], source: str) -> Net:
-    """Return the net of this configuration; CheckpointError if transformers refuses it."""
+    """Return the net of this configuration; raise CheckpointError if transformers refuses it."""
     try:
         return Net(config)
     except EyasError:
@@ -206,7 +206,7 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
     for number, (kind, layer) in enumerate(zip(net.kinds, net.model.layers, strict=True)):
         if kind not in layers:
             raise CheckpointError(
-                f"{source}: layer {number} reads keys of {kind}, and no layer of the target has such: it was made for another model"
+                f"{source}: layer {number} reads keys of {kind}, and no layer of the target has any: it was made for another model"
             )
         sizes = target.layout[layers[kind]]
         assert sizes is not None
@@ -221,8 +221,8 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
 
 
 def random_net(target: Target, seed: int) -> Net:
-    """An assistant with random weights, a layer for each kind of attention that it knows: sliding
-    windows, and everything else."""
+    """Return an assistant with random weights, a layer for each kind of attention that it knows: sliding windows, and
+    everything else."""
     layers = source_layers(target)
     full = layers.get(FULL, max(layers.values()))
     window = target.family.window if SLIDING in layers and layers[SLIDING] != full else None
@@ -246,8 +246,8 @@ def random_net(target: Target, seed: int) -> Net:
 
 
 def _gemma4(family: str, part: str) -> Any:
-    """A class of transformers for texts: `family` is "gemma4" or "gemma4_unified", `part`
-    "modeling" or "configuration"."""
+    """Return a class of transformers for texts: `family` is "gemma4" or "gemma4_unified", `part` "modeling" or
+    "configuration"."""
     name = {"gemma4": "Gemma4Text", "gemma4_unified": "Gemma4UnifiedText"}[family]
     try:
         module = importlib.import_module(f"transformers.models.{family}.{part}_{family}")

@@ -67,7 +67,7 @@ class EagleNet(Protocol):
     EAGLE-1's predicted feature, EAGLE-3's hidden state."""
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the target's features [..., F] -> hidden [..., D]."""
+        """Return the hidden [..., D] of the target's features [..., F]."""
         ...
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> None:
@@ -109,7 +109,7 @@ class EagleMethod(DraftMethod):
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the net's output [..., D] -> logits [..., V or v]."""
+        """Return the logits [..., V or v] of the net's output [..., D]."""
 
     @abstractmethod
     def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
@@ -158,14 +158,14 @@ class EagleMethod(DraftMethod):
             why = (
                 f"this head was trained with a window of {trained}, without sinks"
                 if trained
-                else "this draft sees everything"
+                else "this draft has no window"
             )
             raise OptionError(
                 f"{' and '.join(idle)}: {why}; give --window.size too, or leave {'them' if idle[1:] else 'it'} out"
             )
 
     def window(self) -> tuple[int, int] | None:
-        """(sink, size) of the draft's window, or None without a window."""
+        """Return (sink, size) of the draft's window; None without a window."""
         window: Window = self.options.window
         if window.size is not None:
             return window.sink, window.size
@@ -443,7 +443,7 @@ class EagleSession(DraftSession):
     def _read(
         self, ids_BN: Tensor, hidden_BND: Tensor, offset_BN: Tensor, visible_BNT: Tensor, slot_BN: Tensor, slots: int
     ) -> Tensor:
-        """One forward of the net.
+        """Run the net once.
 
         Args:
             offset_BN: positions, relative to `length_B`.
@@ -480,7 +480,7 @@ class EagleSession(DraftSession):
             self.max_slots_by_row = [min(bound, full) for bound in self.max_slots_by_row]
 
     def _max_slots(self, cycle_input: CycleInput) -> int:
-        """Upper bound of `length_B`, known to the host."""
+        """Return an upper bound of `length_B`, known to the host."""
         return min(max(self.max_slots_by_row), cycle_input.max_position) if self.window else cycle_input.max_position
 
 

@@ -59,7 +59,7 @@ class Net(nn.Module):
         return torch.cat([embeddings_RND, feature_RND], dim=-1) if self.inputs == "unshifted" else feature_RND
 
     def packed(self, hidden_ND: Tensor, embeddings_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
-        """For training: the predicted features [M, D] at the slots `rows_M` of packed documents."""
+        """Return, for training, the predicted features [M, D] at the slots `rows_M` of packed documents."""
         x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
         attention, x_MD = self.layer.attention, x_ND[rows_M]
         keys = attention.rotated_key_value(x_ND, position_N)

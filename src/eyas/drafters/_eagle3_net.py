@@ -183,8 +183,8 @@ class PackedPasses:
     """Passes of a net over packed documents, for training: the first over all slots, the next ones
     over the query rows M.
 
-    In pass i (0, 1, ...) the position of a row is that of its slot plus i. It attends to the keys
-    of the first pass up to its slot, and to those of passes 1..i at its own slot.
+    In pass i (0, 1, ...) the position of a row is its slot's position plus i. It attends to the first pass's keys
+    up to its slot, and to the keys of passes 1..i at its own slot.
     """
 
     def __init__(

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput, TreeSize
+from eyas.core.params import is_number
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
 from eyas.drafters._allowed import PartialTree, has_masks, only_allowed
@@ -80,9 +81,9 @@ class DynamicTree:
         check_choice("tree.expand", self.expand, EXPANSIONS)
         if not isinstance(self.rerank, bool):
             raise OptionError(f"tree.rerank must be true or false, got {self.rerank!r}")
-        if not _is_number(self.stop) or not 0 <= self.stop < 1:
+        if not is_number(self.stop) or not 0 <= self.stop < 1:
             raise OptionError(f"tree.stop must be a probability, 0 or more and below 1, got {self.stop!r}")
-        if not _is_number(self.confidence_temperature) or not 0.001 <= self.confidence_temperature < math.inf:
+        if not is_number(self.confidence_temperature) or self.confidence_temperature < 0.001:
             raise OptionError(
                 f"tree.confidence_temperature must be a number, 0.001 or more, got {self.confidence_temperature!r}"
             )
@@ -96,13 +97,9 @@ class DynamicTree:
         return math.log(self.stop) if self.stop else -math.inf
 
     def describe(self) -> dict[str, Any]:
-        """Size and noise, and all other options that differ from their defaults."""
+        """Return size and noise, and all other options that differ from their defaults."""
         changed = {f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default}
         return {"kind": "dynamic", **self.size._asdict(), "noise": self.noise, **changed}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class FusedTreeBuilder(Protocol):
@@ -166,23 +163,32 @@ class DraftNetSteps:
     # grows a whole dynamic tree in one call; it returns None if it cannot
     build_fused: Callable[[DynamicTree], Draft | None] | None = None
 
+    @classmethod
+    def of_levels(cls, logits_BLV: Tensor, draft_ids_v: Tensor | None = None) -> DraftNetSteps:
+        """Return the steps of a net that has computed L levels in one pass; all nodes of a level have the same logits."""
+
+        def expand(tokens_BQ: Tensor, parents: Tensor, visible: Tensor, level: int) -> Tensor:
+            return logits_BLV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
+
+        return cls(lambda: logits_BLV[:, 0], lambda logits: logits, expand, draft_ids_v)
+
     @cached_property
     def hidden_BD(self) -> Tensor:
         """The result of `forward_pending`, which is called once."""
         return self.forward_pending()
 
     def ids(self, tokens: Tensor) -> Tensor:
-        """Token ids of the draft vocabulary -> the target's."""
+        """Return the target's ids of tokens of the draft vocabulary."""
         return tokens if self.draft_ids_v is None else self.draft_ids_v[tokens]
 
     def noise(self, cycle_input: CycleInput, level: int, vocab: int) -> Tensor:
-        """float32 [B, 1, v]: the noise with which the target draws the tokens of the next level;
-        zero in greedy rows."""
+        """Return the noise, float32 [B, 1, v], with which the target draws the tokens of the next level; zero in
+        greedy rows."""
         tokens = vocab if self.draft_ids_v is None else self.draft_ids_v
         return cycle_input.noise.gumbel(cycle_input.position_B[:, None] + level + 1, tokens)
 
     def adjustments(self, cycle_input: CycleInput) -> Adjustments | None:
-        """[B, 1, ...], of the roots, for the draft's vocabulary."""
+        """Return the adjustments [B, 1, ...] of the roots, for the draft's vocabulary; None if there are none."""
         if cycle_input.adjustments is None:
             return None
         roots = cycle_input.adjustments.for_depths(torch.zeros_like(cycle_input.position_B[:1]))
@@ -205,8 +211,7 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
-    """EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all
-    drafted nodes.
+    """Grow EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all drafted nodes.
 
     A node's value is the product of the confidences along its path. At every level the `branch`
     best new nodes get `branch` children each; at the end the `nodes - 1` best of all nodes are
@@ -264,7 +269,7 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
 
 
 def _take_nodes(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
-    """[B, K, Z]: the entries of K of the Q nodes."""
+    """Return the entries of K of the Q nodes, [B, K, Z]."""
     return x_BQZ.gather(1, row_BK[..., None].expand(-1, -1, x_BQZ.shape[-1]))
 
 
@@ -373,7 +378,7 @@ class _Static:
             width = 1 + max(path[-1] for path in paths)
             visible_1QT = tree.mask_BNN[:, tensor(inner)][:, :, tensor(slots)]
             if inner == [0]:
-                slots = []  # the root has no slot among those of the tree: `DraftNetSteps.forward_pending` has committed it
+                slots = []  # the root has no slot of the tree: `DraftNetSteps.forward_pending` has committed it
             parent_Q = tensor(max(0, parents[n]) for n in inner)
             child_M = tensor(number[path] for path in paths)
             flat_M = tensor(inner.index(number[path[:-1]]) * width + path[-1] for path in paths)
@@ -388,8 +393,7 @@ def grow_static(
     noise: str = "sampled",
     block_verification: bool = False,
 ) -> Draft:
-    """EAGLE-1's static tree. In greedy rows the children of a node are the tokens of the
-    highest q.
+    """Grow EAGLE-1's static tree. In greedy rows the children of a node are the tokens of the highest q.
 
     q is processed by the row's own Sampling like p. A node of probability 0 in q is not acceptable.
 

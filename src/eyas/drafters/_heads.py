@@ -137,7 +137,7 @@ class FeatureSession(DraftSession):
     """Keeps the target's feature of each row's newest committed token, and nothing else."""
 
     def __init__(self, rows: int, target: Target, grow: Callable[[Tensor, CycleInput], Draft]) -> None:
-        """grow: (feature_BD, cycle_input) -> the draft."""
+        """`grow` returns the draft for (feature_BD, cycle_input)."""
         self.grow = grow
         self.feature_BD = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
 
@@ -172,7 +172,7 @@ def heads_loss(
     target: Target, batch: Batch, heads: int, read: Callable[[int, Tensor], tuple[Tensor, Tensor]], decay: float,
     objective: str,
 ) -> Loss:  # fmt: skip
-    """Cross-entropy of head k at token t, which predicts token t+2+k and counts when that token
+    """Return the loss: the cross-entropy of head k at token t, which predicts token t+2+k and counts when that token
     does; times decay^k, summed.
 
     The count of the loss is the first head's; of further heads a few tokens less count, at the ends
@@ -216,13 +216,13 @@ def heads_loss(
 
 
 def lm_head_like(target: Target, otherwise: Tensor | None = None) -> Tensor:
-    """[V, D]: a head like the target's, except for a softcap. Where the target's is not a plain
-    matrix: `otherwise`, or an OptionError."""
+    """Return a head [V, D] like the target's, except for a softcap. Where the target's is not a plain matrix, return
+    `otherwise`, or raise OptionError without it."""
     weight: Tensor | None = getattr(target.family.head, "weight", None)
     if weight is not None and weight.shape == (target.vocab_size, target.hidden_size):
         return weight.detach().to(target.device) * target.family.logit_scale
     if otherwise is None:
         raise OptionError(
-            "the target's head is no plain matrix, so heads cannot be trained through it: give --head.output own"
+            "the target's head is not a plain matrix, so heads cannot be trained through it: give --head.output own"
         )
     return otherwise

@@ -119,7 +119,7 @@ class Session(DraftSession):
 
 
 def _inverse(match_BM: Tensor, nodes: int) -> Tensor:
-    """int64 [B, nodes]: the node of the second tree that matches each of the first, or -1."""
+    """Return the node of the second tree that matches each of the first, or -1, int64 [B, nodes]."""
     number_BM = torch.arange(match_BM.shape[1], device=match_BM.device).expand_as(match_BM)
     # one more column, for nodes without a match
     inverse_BN = torch.full((len(match_BM), nodes + 1), -1, device=match_BM.device)
@@ -127,8 +127,8 @@ def _inverse(match_BM: Tensor, nodes: int) -> Tensor:
 
 
 def _renumber(match_BN: Tensor, nodes: int, others: int) -> Tensor:
-    """int64: the nodes of both trees, and `others` after them, as numbered by the second session,
-    whose tree has `nodes` nodes."""
+    """Return the nodes of both trees, int64, and `others` after them, as numbered by the second session, whose tree
+    has `nodes` nodes."""
     B, N = match_BN.shape
     order_N = torch.arange(N, device=match_BN.device)
     first_BN = torch.where(match_BN >= 0, match_BN, nodes - 1 + order_N)  # the root matches the root
@@ -150,7 +150,7 @@ def _with_others(seen: Draft, draft: Draft, number_BX: Tensor) -> Draft:
 
 
 def _columns(layers: Sequence[int], union: Sequence[int]) -> list[int] | None:
-    """Indices of a method's feature layers among the union's; None when it reads all of them."""
+    """Return the indices of a method's feature layers among the union's; None when it reads all of them."""
     return None if tuple(layers) == tuple(union) else [union.index(layer) for layer in layers]
 
 

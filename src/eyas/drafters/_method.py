@@ -86,7 +86,7 @@ class DraftMethod(Drafter):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> DraftMethod:
-        """Make the method from weights; CheckpointError if they do not fit the target."""
+        """Make the method from weights; raise CheckpointError if they do not fit the target."""
         return cls(target, options)
 
     @classmethod

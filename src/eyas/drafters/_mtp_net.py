@@ -53,7 +53,7 @@ class Net(nn.Module):
 
     Args:
         module: of class MtpLayer, or of the same interface.
-        rotary: the target's rotary embedding, which is no part of the net; None: the target has none.
+        rotary: the target's rotary embedding, which is not part of the net; None: the target has none.
         shared_norm: the norm after a module that has none of its own; None: there is no such norm.
     """
 
@@ -169,8 +169,8 @@ def _moved(angles: Any, device: torch.device) -> Any:
 
 
 def random_net(target: Target, seed: int) -> Net:
-    """A module with random weights, shaped by the target's last layer; ModelError if transformers
-    has none for such layers."""
+    """Return a module with random weights, shaped by the target's last layer; raise ModelError if transformers has
+    none for such layers."""
     try:
         net = _random_net(target, seed)
         # some layers can be made, and fail when they run or store no keys

@@ -40,10 +40,8 @@ NetT = TypeVar("NetT", bound=nn.Module)
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within this context new tensors are made on the device, and torch's random numbers come from
-    `seed`; afterwards its random state is as before. On a GPU a head of a billion weights takes a
-    moment, on a CPU half a minute.
-    """
+    """Make new tensors on the device within this context, with torch's random numbers from `seed`; afterwards its
+    random state is as before. On a GPU a head of a billion weights takes a moment, on a CPU half a minute."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), device:
         torch.manual_seed(seed)
@@ -59,8 +57,8 @@ def random_net(make: Callable[[], NetT], target: Target, seed: int) -> NetT:
 
 
 def init_matrices(net: nn.Module) -> None:
-    """Random matrices that keep the variance of what they multiply; biases are zero, norms stay as
-    they are."""
+    """Fill the matrices with random numbers that keep the variance of what they multiply; set biases to zero, and
+    leave norms as they are."""
     for name, weight in net.named_parameters():
         if weight.ndim == 2:
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
@@ -93,8 +91,8 @@ def place_net(net: NetT, target: Target) -> NetT:
 
 
 def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[str, tuple[str, int]]) -> Weights:
-    """Returns the weights; CheckpointError if there are none, or if they are of another method or
-    for another target.
+    """Return the weights; raise CheckpointError if there are none, or if they are of another method or for another
+    target.
 
     Args:
         label: the method's name for people.
@@ -154,7 +152,7 @@ def load_tensors(
 
 
 def _query_factors(net: nn.Module) -> dict[str, float]:
-    """Parameters of queries, and what they are multiplied by when a net is loaded: YaRN's attention
+    """Return parameters of queries by name, and what they are multiplied by when a net is loaded: YaRN's attention
     factor, of queries and keys. So whatever computes the layer, kernels too, knows frequencies only."""
     found = dict[str, float]()
     for path, module in net.named_modules():
@@ -168,8 +166,8 @@ def _query_factors(net: nn.Module) -> dict[str, float]:
 def saved_head(
     method: str, config: Mapping[str, Any], net: nn.Module, target: Target, embed_tokens: Tensor | None = None
 ) -> Weights:
-    """A head to save: its config with the target's fingerprint, the net's tensors, and the head's
-    own embedding table where it has one."""
+    """Return a head to save: its config with the target's fingerprint, the net's tensors, and the head's own embedding
+    table where it has one."""
     tensors = {name: value.detach().clone() for name, value in net.state_dict().items()}
     for name, factor in _query_factors(net).items():
         tensors[name] /= factor
@@ -200,8 +198,8 @@ def layer_shape(config: Mapping[str, Any]) -> LayerShape:
 
 
 def layer_numbers(layers: str | Sequence[int], target: Target) -> tuple[int, ...]:
-    """Return the layers of the target that a head fuses, from `head.layers` or a checkpoint. OptionError
-    unless they are rising numbers of hidden_states before the final norm."""
+    """Return the layers of the target that a head fuses, from `head.layers` or a checkpoint. Raise OptionError unless
+    they are rising numbers of hidden_states before the final norm."""
     L = target.num_layers
     try:
         numbers = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
@@ -230,7 +228,7 @@ def layer_config(shape: LayerShape) -> dict[str, Any]:
 
 
 def target_layer_shape(target: Target, **sizes: Any) -> LayerShape:
-    """A layer of the target's sizes, where all of its layers have the same; `sizes` replaces some of them."""
+    """Return a layer of the target's sizes, where all of its layers have the same; `sizes` replaces some of them."""
     config = target.model.config.get_text_config(decoder=True)
     heads = _size(config, "num_attention_heads") or max(1, target.hidden_size // 64)
     head_dim = _size(config, "head_dim") or max(2, target.hidden_size // heads)
@@ -248,8 +246,8 @@ def target_layer_shape(target: Target, **sizes: Any) -> LayerShape:
 
 
 def _size(config: Any, name: str) -> int | None:
-    """A size of the configuration; None if there is none, or if it differs from layer to layer
-    (Gemma 3n and 4)."""
+    """Return a size of the configuration; None if there is none, or if it differs from layer to layer (Gemma 3n and
+    4)."""
     try:
         size = getattr(config, name, None)
     except RuntimeError:  # transformers raises one for a size that differs from layer to layer

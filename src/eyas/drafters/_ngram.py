@@ -79,8 +79,8 @@ class Index(ABC):
 
     @abstractmethod
     def guesses(self, least: float = 0.0) -> list[Guess]:
-        """Guessed continuations of the text: parents before children, siblings distinct. Those that are less probable
-        than `least`, from the root on, may be left out."""
+        """Return guessed continuations of the text: parents before children, siblings distinct. Those that are less
+        probable than `least`, from the root on, may be left out."""
 
 
 class TextSession(DraftSession):
@@ -157,7 +157,7 @@ class TextSession(DraftSession):
             return Draft(tree, tokens_B[:, None])
 
         def table(root: Callable[[int], Any], column: Callable[[Guess], Any], padding: Any) -> Tensor:
-            """[B, N]: the entry of the root, the entries of the guesses, padding."""
+            """Return [B, N]: the entry of the root, the entries of the guesses, padding."""
             pairs = zip(roots, guesses, strict=True)
             rows = [[root(t), *map(column, row), *[padding] * (tree.nodes - 1 - len(row))] for t, row in pairs]
             return torch.tensor(rows, device=tokens_B.device)

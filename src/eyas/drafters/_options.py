@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
+from eyas.core.params import is_number, is_whole
 from eyas.errors import OptionError, near
 
 __all__ = ["check_choice", "check_decay", "check_number", "check_weight", "check_whole"]
@@ -13,14 +14,14 @@ __all__ = ["check_choice", "check_decay", "check_number", "check_weight", "check
 def check_whole(group: str, least: int, **values: object) -> None:
     """Raise OptionError unless the value is a whole number, `least` or more. `group` may be empty."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_whole(value) or value < least:
             option = f"{group}.{name}" if group else name
             raise OptionError(f"{option} must be a whole number, {least} or more, got {value!r}")
 
 
 def check_number(option: str, value: object, is_allowed: Callable[[float], bool], allowed: str) -> None:
     """Raise OptionError unless the value is an allowed number; `allowed` says what is."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not is_allowed(value):
+    if not is_number(value) or not is_allowed(value):
         raise OptionError(f"{option} must be {allowed}, got {value!r}")
 
 
@@ -35,6 +36,6 @@ def check_weight(option: str, weight: object) -> None:
 
 
 def check_choice(option: str, value: object, known: Collection[object]) -> None:
-    """OptionError, with the nearest names, for a value that is not one of `known`."""
+    """Raise OptionError, with the nearest names, for a value that is not one of `known`."""
     if value not in known:
         raise OptionError(f"unknown {option} {value!r}; {near(str(value), list(map(str, known)))}")

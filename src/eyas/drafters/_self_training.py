@@ -60,7 +60,7 @@ class Predictions:
 
     @classmethod
     def from_batch(cls, batch: Batch, steps: int) -> Predictions:
-        """All predictions of a training-time test of `steps` steps in a batch."""
+        """Return all predictions of a training-time test of `steps` steps in a batch."""
         counted_N, device = batch.counted_N, batch.counted_N.device
         goal_NI = torch.arange(len(counted_N), device=device)[:, None] + 2 + torch.arange(steps, device=device)
         inside_NI = goal_NI < batch.documents.end_N(device)[:, None]

@@ -51,7 +51,7 @@ HOPELESS = 0.7  # the search ends when its speed-up falls below this share of it
 class Found:
     """The result of a search."""
 
-    skip: str  # as in --skip
+    skip: str  # what --skip takes
     depth: int  # draft tokens of the chain
     acceptance: float  # expected acceptance of a draft token at temperature 1, on the text that was searched with
     cost: float  # cost of a draft step, in steps of the whole model
@@ -59,8 +59,8 @@ class Found:
 
 
 def parse_parts(text: str, layers: int) -> frozenset[Part]:
-    """'3,5a,7m' = layer 3, the attention of layer 5, the MLP of layer 7; 'exit:4' = all from layer
-    4 on. OptionError otherwise."""
+    """Read '3,5a,7m' as layer 3, the attention of layer 5 and the MLP of layer 7; 'exit:4' as all from layer 4 on.
+    Raise OptionError for anything else."""
     found = set[Part]()
     if exit_at := re.fullmatch(r"exit:(\d+)", text):
         found = {(k, kind) for k in range(int(exit_at[1]), layers) for kind in CLASSES}
@@ -69,7 +69,7 @@ def parse_parts(text: str, layers: int) -> frozenset[Part]:
             part = re.fullmatch(r"(\d+)([am]?)", piece.strip())
             if part is None:
                 raise OptionError(
-                    f"skip: {piece.strip()!r} is no layer (3), attention (3a) or MLP (3m); or give exit:N, or auto"
+                    f"skip: {piece.strip()!r} is not a layer (3), an attention (3a) or an MLP (3m); exit:N and auto are possible, too"
                 )
             found |= {(int(part[1]), kind) for kind in part[2] or CLASSES}
     if any(k >= layers for k, _ in found):
@@ -96,8 +96,8 @@ def format_parts(parts: Iterable[Part]) -> str:
 
 
 def without(target: Target, skipped: frozenset[Part]) -> Target:
-    """Return the target with parts left out: the same modules in new containers. ModelError where a part
-    cannot be told."""
+    """Return the target with parts left out: the same modules in new containers. Raise ModelError where a part cannot
+    be told."""
     model, layers = target.model, target.family.layers
     text: Any = model.config.get_text_config(decoder=True)
     if target.family.shares_keys or bool(getattr(text, "hidden_size_per_layer_input", 0)):
@@ -124,7 +124,7 @@ def without(target: Target, skipped: frozenset[Part]) -> Target:
 
 
 def _shallow(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
-    """A module with the same parameters and children, in dicts of its own that may be changed."""
+    """Return a module with the same parameters and children, in dicts of its own that may be changed."""
     if "forward" in vars(module):
         raise ModelError(
             "the model's forward was replaced (by accelerate?), so its layers cannot be left out: load it on one device"
@@ -140,8 +140,8 @@ def _shallow(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
 
 
 def _configs(config: Any, kept: Sequence[int], layers: int) -> dict[int, Any]:
-    """id of a configuration -> the same with fewer layers, for the model's and, where it is
-    another, the text decoder's."""
+    """Return, by the id of a configuration, the same with fewer layers, for the model's and, where it is another, the
+    text decoder's."""
     text = config.get_text_config(decoder=True)
     fewer = copy.copy(text)
     for name, value in list(vars(text).items()):
@@ -193,14 +193,14 @@ def _name_of(layer: nn.Module, kind: str) -> str:
     if len(names) != 1:
         what = {ATTENTION: "attention", MLP: "MLP"}[kind]
         raise ModelError(
-            f"the {what} of a {type(layer).__name__} cannot be told from its names: leave whole layers out, like --skip 3,5"
+            f"the {what} of a {type(layer).__name__} is not found by its name: leave whole layers out, like --skip 3,5"
         )
     return names[0]
 
 
 def _output_kinds(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
-    """Each part's output: None = a tensor; n = a tuple of a tensor and n further values. Observed
-    in one pass over two tokens."""
+    """Return what each part's output is: None = a tensor; n = a tuple of a tensor and n further values. Observed in
+    one pass over two tokens."""
     found: dict[Part, int | None] = {}
 
     def look(part: Part) -> Callable[..., None]:
@@ -239,8 +239,8 @@ class _ZeroModule(nn.Module):
 
 @torch.inference_mode()
 def own_text(target: Target, rows: int = TEXT_ROWS, length: int = TEXT_LENGTH, seed: int = 0) -> Tensor:
-    """int64 [R, T]: text that the target samples at temperature 1, with random numbers that no
-    request reads."""
+    """Return text that the target samples at temperature 1, int64 [R, T], with random numbers that no request
+    reads."""
     config = target.model.config.get_text_config(decoder=True)
     known = range(target.vocab_size)
     begin = next((i for i in (config.bos_token_id, config.eos_token_id) if isinstance(i, int) and i in known), 0)
@@ -311,6 +311,6 @@ def _sizes(target: Target) -> dict[Part, int]:
 
 
 def _speedup(alpha: float, cost: float, depth: int) -> float:
-    """Leviathan et al. 2023, theorem 3.8."""
+    """Return the expected speed-up (Leviathan et al. 2023, theorem 3.8)."""
     tokens = depth + 1.0 if alpha >= 1 else (1 - alpha ** (depth + 1)) / (1 - alpha)
     return tokens / (depth * cost + 1)

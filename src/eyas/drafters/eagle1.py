@@ -78,7 +78,7 @@ class StaticTree:
         check_choice("tree.noise", self.noise, NOISES)
 
     def resolve(self) -> Choices:
-        """Return the paths of the tree; OptionError when the name, the file or the tree is bad."""
+        """Return the paths of the tree; raise OptionError when the name, the file or the tree is bad."""
         if not isinstance(self.choices, str):
             return check_choices(self.choices)
         name, _, depth = self.choices.partition("-")
@@ -173,7 +173,7 @@ class Method(EagleMethod):
         self.resolve_tree()
 
     def resolve_tree(self) -> None:
-        """Resolve the options of the tree, once; OptionError if they are bad."""
+        """Resolve the options of the tree, once; raise OptionError if they are bad."""
         self.choices = self.options.tree.resolve()
         widest = 1 + max(path[-1] for path in self.choices)
         if self.options.verification == "block" and (self.options.tree.noise != "sampled" or widest > 1):
@@ -208,7 +208,7 @@ class Method(EagleMethod):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, **shape: Any) -> Self:
-        """A head with a layer of the target's own sizes; `shape` replaces some of them."""
+        """Return a head with a layer of the target's own sizes; `shape` replaces some of them."""
         layer, options = target_layer_shape(target, **shape), options or cls.Options()
         cls.check_window(options.window)
         net = random_net(lambda: Net(layer, inputs=options.head.inputs), target, seed)

@@ -32,4 +32,4 @@ class Method(DynamicEagle, eagle1.Method):
     summary = "EAGLE-2: EAGLE-1's net, dynamic tree by confidence"
 
     def resolve_tree(self) -> None:
-        """Nothing to resolve: every shape that the options allow can be grown."""
+        """Do nothing: every shape that the options allow can be grown."""

@@ -130,8 +130,8 @@ class Method(DynamicEagle):
 
     @property
     def train_feature_layers(self) -> tuple[int, ...]:
-        """The fused layers, and the target's final norm, which gives its distribution. OptionError
-        for a head that cannot be trained."""
+        """The fused layers, and the target's final norm, which gives its distribution. Raise OptionError for a head
+        that cannot be trained."""
         if self.net.head is None:
             raise OptionError(
                 "this head uses the target's lm_head and cannot be trained further here; train one with its own"
@@ -182,7 +182,7 @@ class Method(DynamicEagle):
     def random(
         cls, target: Target, options: Any = None, seed: int = 0, draft_ids_v: Tensor | None = None, **shape: Any
     ) -> Self:
-        """A head with a layer of the target's own sizes; `shape` replaces some of them.
+        """Return a head with a layer of the target's own sizes; `shape` replaces some of them.
 
         It drafts as many tokens as published heads do, spread over the vocabulary; `draft_ids_v` or
         the options may say others.
@@ -341,8 +341,8 @@ class Method(DynamicEagle):
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
-    """int64 [v], ascending: the most frequent tokens; None for the whole vocabulary. OptionError if
-    fewer than `size` tokens occur."""
+    """Return the most frequent tokens, int64 [v], ascending; None for the whole vocabulary. Raise OptionError if fewer
+    than `size` tokens occur."""
     distinct = int((counts_V > 0).sum())
     if size is not None and size > distinct:
         raise OptionError(
@@ -363,8 +363,8 @@ def _default_layers(target: Target) -> tuple[int, ...] | None:
 
 
 def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
-    """Return the layers that a checkpoint names, or the paper's. CheckpointError or FitError if the target
-    does not have them."""
+    """Return the layers that a checkpoint names, or the paper's. Raise CheckpointError or FitError if the target does
+    not have them."""
     layers, L = weights.config["feature_layers"], target.num_layers
     if max(layers or (0,)) >= L:
         raise CheckpointError(
@@ -382,8 +382,8 @@ def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
 
 
 def _fused_layers(layers: str | tuple[int, ...], target: Target) -> tuple[int, ...]:
-    """Which hidden_states are fused: the paper's three, or those named. Errors say which layers the
-    target has."""
+    """Return which hidden_states are fused: the paper's three, or those named. Errors say which layers the target
+    has."""
     L = target.num_layers
     if layers == "auto":
         if (default := _default_layers(target)) is None:

@@ -141,7 +141,7 @@ class Net(nn.Module):
         return prefix.norm(prefix.decode(prefix.input_norm(hidden_RND), hidden_RND, position_RN, cache))  # type: ignore[no-any-return]
 
     def packed(self, features_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
-        """In training: what the heads read as the features of some rows, [M, D]."""
+        """Return, in training, what the heads read as the features of some rows, [M, D]."""
         prefix = self.prefix
         if prefix is None:
             return features_ND[rows_M]
@@ -221,7 +221,7 @@ class Method(EagleMethod):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0, **shape: Any) -> Self:
-        """Heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of them."""
+        """Return heads whose prefix layer (Hydra++) has the target's own sizes; `shape` replaces some of them."""
         options, layer = options or cls.Options(), target_layer_shape(target, **shape)
         new, (D, V) = options.head, (target.hidden_size, target.vocab_size)
         prefix = layer if new.arch == "prefix-mlp" else None
@@ -232,8 +232,8 @@ class Method(EagleMethod):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """All heads begin as the target's own head on the feature and ignore the tokens; Hydra++'s
-        layer passes the feature on, normed."""
+        """Return heads that begin as the target's own head on the feature and ignore the tokens; Hydra++'s layer
+        passes the feature on, normed."""
         method = cls.random(target, options, seed)
         net, D = method.net, target.hidden_size
         with torch.no_grad():
@@ -271,7 +271,7 @@ class Method(EagleMethod):
         return FeatureSession(rows, self.target, self.grow_below) if self.net.prefix is None else super().open(rows)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """A head's input [..., (k+2) D], whose width names the head -> logits [..., V]."""
+        """Return the logits [..., V] of a head's input [..., (k+2) D], whose width tells which head, k, it is for."""
         k = hidden.shape[-1] // self.target.hidden_size - 2
         net: Net = self.decoding_net
         logits: Tensor = net.lm_head[k](net.mlp[k](hidden))
@@ -306,7 +306,7 @@ class Method(EagleMethod):
         return self.tree.static.draft(cycle_input, torch.cat(tokens, dim=1), torch.cat(scores, dim=1))
 
     def chain(self, depth: int) -> Method:
-        """At most as deep as there are heads."""
+        """Return the method with a chain, at most as deep as there are heads."""
         options = Options(tree=HeadTreeOptions(f"chain-{min(depth, self.heads)}"), window=self.options.window)
         return Method(self.target, options, self.net, self.shape, self.embed_tokens)
 
@@ -316,7 +316,7 @@ class Method(EagleMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Cross-entropy of every head with the true tokens on its path (section 3)."""
+        """Return the cross-entropy of every head with the true tokens on its path (section 3)."""
         features_ND, tokens_N = batch.features_NF.to(self.dtype), batch.tokens_N
         N, order_N = len(tokens_N), torch.arange(len(tokens_N), device=tokens_N.device)
         goal_NK = order_N[:, None] + 2 + torch.arange(self.heads, device=tokens_N.device)
@@ -336,7 +336,8 @@ class Method(EagleMethod):
 
 
 def _base_shape(weights: Weights, target: Target) -> LayerShape:
-    """Return the prefix layer of a published head has its base model's shape: LLaMA's, with plain RoPE."""
+    """Return the shape of a published head's prefix layer. Its base model's layers have the same: LLaMA's, with plain
+    RoPE."""
     shape = target_layer_shape(target)
     if weights.config["arch"] != "prefix-mlp":
         return shape

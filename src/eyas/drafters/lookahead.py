@@ -158,7 +158,7 @@ class Session(DraftSession):
         known.levels = self._first_window(known.tokens)
 
     def _first_window(self, tokens: Sequence[int]) -> list[list[int]]:
-        """A window of tokens of the prompt, drawn at random: Jacobi iteration may begin anywhere."""
+        """Return a window of tokens of the prompt, drawn at random: Jacobi iteration may begin anywhere."""
         rng = random.Random(len(tokens))
         return [rng.choices(tokens, k=self.shape.width) for _ in range(self.shape.ngram - 1)]
 
@@ -198,7 +198,7 @@ class Session(DraftSession):
             row.tokens += rest[W : W + length]
 
     def _drawn_tokens(self, draft: Draft, output: TargetOutput) -> Tensor:
-        """int64 [B, W]: the target's draw at every window node of the lowest level."""
+        """Return the target's draw at every window node of the lowest level, int64 [B, W]."""
         cycle_input, shape = self.cycle, self.shape
         assert cycle_input is not None
         lowest = slice(shape.window - shape.width, shape.window)

@@ -93,8 +93,8 @@ class HeadTreeOptions(StaticTree):
         )
 
     def for_heads(self, heads: int, vocab_size: int) -> Choices:
-        """Return the paths of a static tree; OptionError when it is deeper or wider than heads and
-        vocabulary allow."""
+        """Return the paths of a static tree; raise OptionError when it is deeper or wider than heads and vocabulary
+        allow."""
         if self.choices == "reference":
             return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
         choices = chain_choices(heads) if self.choices == "chain" else self.resolve()
@@ -158,12 +158,12 @@ class Net(nn.Module):
         )
 
     def forward(self, features: Tensor, k: int) -> Tensor:
-        """Return the target's final features [..., D] -> what head k's lm_head reads [..., D]."""
+        """Return what head k's lm_head reads, [..., D], for the target's final features [..., D]."""
         hidden: Tensor = self.blocks[k](features)
         return hidden
 
     def output(self, k: int) -> Tensor | None:
-        """Head k's own lm_head [V, D]."""
+        """Return head k's own lm_head [V, D]; None if it uses the target's."""
         return None if self.lm_head is None else self.lm_head[k].get_parameter("weight")
 
 
@@ -189,7 +189,7 @@ class Method(DraftMethod):
 
     @classmethod
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """`train_feature_layers` of new heads, without making them."""
+        """Return the `train_feature_layers` of new heads, without making them."""
         return (target.num_layers,)
 
     @property
@@ -226,8 +226,8 @@ class Method(DraftMethod):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """All heads begin as the target's own: blocks that add nothing, then a copy of its lm_head
-        (section 2.2)."""
+        """Return heads that begin as the target's own: blocks that add nothing, then a copy of its lm_head (section
+        2.2)."""
         method = cls.random(target, options, seed)
         with torch.no_grad():
             for weight in method.net.blocks.parameters():
@@ -255,7 +255,7 @@ class Method(DraftMethod):
         return FeatureSession(rows, self.target, self.grow)
 
     def logits(self, feature_BD: Tensor, heads: int) -> Tensor:
-        """[B, K, V] of the first `heads` heads."""
+        """Return the logits [B, K, V] of the first `heads` heads."""
         net: Net = self.decoding_net
         hidden_BKD = torch.stack([net(feature_BD.to(self.dtype), k) for k in range(heads)], dim=1)
         if net.lm_head is None:
@@ -267,13 +267,7 @@ class Method(DraftMethod):
         static, logits_BKV = self.tree.static, self.logits(feature_BD, self.tree.depth)
         if static is None:
             assert self.tree.dynamic is not None
-
-            def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
-                return logits_BKV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
-
-            return grow_dynamic(
-                DraftNetSteps(lambda: logits_BKV[:, 0], lambda logits: logits, expand), cycle_input, self.tree.dynamic
-            )
+            return grow_dynamic(DraftNetSteps.of_levels(logits_BKV), cycle_input, self.tree.dynamic)
         level_K = torch.arange(static.depth, device=feature_BD.device)
         tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, static.width)
         return static.draft(
@@ -281,7 +275,7 @@ class Method(DraftMethod):
         )
 
     def chain(self, depth: int) -> Method:
-        """At most as deep as there are heads."""
+        """Return the method with a chain, at most as deep as there are heads."""
         return Method(self.target, Options(tree=HeadTreeOptions(f"chain-{min(depth, self.heads)}")), self.net)
 
     def describe(self) -> dict[str, Any]:
@@ -290,7 +284,7 @@ class Method(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Cross-entropy of every head, 0.8^k of head k's (section 2.2)."""
+        """Return the sum over heads k of 0.8^k times the head's cross-entropy (section 2.2)."""
         features_ND = batch.features_NF.to(self.dtype)
 
         def read(k: int, rows_M: Tensor) -> tuple[Tensor, Tensor]:

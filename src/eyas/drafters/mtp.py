@@ -97,8 +97,7 @@ class Method(DynamicEagle):
         """Load the module from `--draft`, a head that eyas trained or a checkpoint with modules, or
         from the target's own checkpoint.
 
-        CheckpointError if there is none.
-        """
+        Raise CheckpointError if there is none."""
         if source is not None and _is_trained_head(source):
             weights = checkpoints.load(source)
             head = cls.load(weights, target, options)
@@ -194,7 +193,7 @@ class Method(DynamicEagle):
 
 
 def _own_checkpoint(target: Target) -> str:
-    """Return the name of the checkpoint that the target was loaded from; CheckpointError if there is none."""
+    """Return the name of the checkpoint that the target was loaded from; raise CheckpointError if there is none."""
     name = getattr(target.model.config, "name_or_path", "")
     if not name or name == "None":  # transformers' word for a model that is made from tensors
         raise CheckpointError(

@@ -142,7 +142,7 @@ class Method(eagle3.Method):
         return ParallelSession(self, rows)
 
     def chain(self, depth: int) -> Self:
-        """At most as deep as the head was trained for."""
+        """Return the method with a chain, at most as deep as the head was trained for."""
         return super().chain(depth)._with_masks(self.mask_token, self.levels)
 
     # --- training
@@ -179,11 +179,7 @@ class ParallelSession(EagleSession):
         if cycle_input.tree_size is not None:
             levels = min(levels, cycle_input.tree_size.depth)
         logits_BSv = self.drafter.head(self._read_levels(cycle_input, max(1, levels)))
-
-        def expand(tokens_BQ: Tensor, parents_BQv: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
-            return logits_BSv[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
-
-        return DraftNetSteps(lambda: logits_BSv[:, 0], lambda logits: logits, expand, self.drafter.draft_ids_v)
+        return DraftNetSteps.of_levels(logits_BSv, self.drafter.draft_ids_v)
 
     def _read_levels(self, cycle_input: CycleInput, levels: int) -> Tensor:
         """Read the pending pairs and the masks after them; returns the net's output [B, S, D] at

@@ -110,7 +110,7 @@ class DatastoreIndex(Index):
 
     def _clear(self) -> None:
         self.tokens, self.rates = list[int](), MatchRates()
-        self._guessed: tuple[int, set[int]] | None = None  # of the text as it is: length of the match, next tokens
+        self._guessed: tuple[int, set[int]] | None = None  # (length of the match, next tokens) at the end of the text
 
     def append(self, token: int) -> None:
         if self._guessed is not None:
@@ -160,12 +160,12 @@ class Method(DraftMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Method:
-        """OptionError without a datastore, InputError when it cannot be used."""
+        """Raise OptionError without a datastore, InputError when it cannot be used."""
         return cls(target, options)
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Method:
-        """Over random tokens, in memory, unless the options name a datastore."""
+        """Return the method with a datastore of random tokens, in memory, unless the options name one."""
         options = options or cls.Options()
         if options.datastore is not None:
             return cls(target, options)

@@ -15,7 +15,7 @@ __all__ = ["Method"]
 
 
 class Method(eagle3.Method):
-    """EAGLE-3 with a window; by default its length is that of the texts on which the head was trained."""
+    """EAGLE-3 with a window; by default it is as long as the texts on which the head was trained."""
 
     summary = "SEAGLE: EAGLE-3 whose draft sees attention sinks and a rolling window, for long texts"
     default_window = True

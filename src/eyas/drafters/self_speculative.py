@@ -92,7 +92,7 @@ class Method(small_model.Method):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
-        """There are no weights to draw."""
+        """Return the method as it always is: there are no weights to draw."""
         return cls.load(None, target, options)
 
     def describe(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from eyas import checkpoints, tiny
 from eyas.checkpoints import Weights
 from eyas.core import families
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, TreeSize
+from eyas.core.params import is_number
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
@@ -51,7 +52,7 @@ from eyas.targets.loading import load_target
 
 __all__ = ["DraftOptions", "LanguageModelSession", "Method", "NetShape", "Options", "check_vocabulary", "small_llama"]
 
-DEPTH = 5  # by default
+DEPTH = 5  # default of the option
 NO_DRAFT_MODEL = "this method needs a smaller language model: name its folder or hub id with --draft"
 
 
@@ -98,11 +99,7 @@ class DraftOptions:
     def __post_init__(self) -> None:
         if self.depth is not None:
             check_whole("", 1, depth=self.depth)
-        if (
-            isinstance(self.confidence, bool)
-            or not isinstance(self.confidence, int | float)
-            or not 0 <= self.confidence < 1
-        ):
+        if not is_number(self.confidence) or not 0 <= self.confidence < 1:
             raise OptionError(f"confidence must be from 0 to below 1, got {self.confidence!r}")
         check_choice("verification", self.verification, VERIFICATIONS)
         if self.dynamic.is_used and (self.dynamic.nodes is None or self.tree != Chain()):
@@ -113,7 +110,7 @@ class DraftOptions:
             raise OptionError("tree.choices says how deep its tree is: leave depth out")
 
     def dynamic_tree(self) -> DynamicTree | None:
-        """Return the dynamic tree; None without `dynamic.nodes`. OptionError for bad numbers."""
+        """Return the dynamic tree; None without `dynamic.nodes`. Raise OptionError for bad numbers."""
         dynamic = self.dynamic
         return (
             None
@@ -122,7 +119,7 @@ class DraftOptions:
         )
 
     def choices(self) -> Choices:
-        """Return the static tree; OptionError when it is bad."""
+        """Return the static tree; raise OptionError when it is bad."""
         return chain_choices(self.depth or DEPTH) if self.tree.choices == "chain" else self.tree.resolve()
 
 
@@ -182,8 +179,8 @@ class Method(DraftMethod):
 
     @classmethod
     def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
-        """`train_feature_layers` of a new model, without making it: the target's final features,
-        which give its distribution."""
+        """Return the `train_feature_layers` of a new model, without making it: the target's final features, which give
+        its distribution."""
         return (target.num_layers,)
 
     @property
@@ -232,8 +229,8 @@ class Method(DraftMethod):
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
-        """Return the model of a checkpoint that was read already; CheckpointError unless all tensors and
-        no others are there."""
+        """Return the model of a checkpoint that was read already; raise CheckpointError unless all tensors and no
+        others are there."""
         if weights is None:
             raise CheckpointError(NO_DRAFT_MODEL)
         if weights.method != cls.head_format:
@@ -252,7 +249,7 @@ class Method(DraftMethod):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
-        """A small LLaMA of the target's vocabulary with random weights."""
+        """Return a small LLaMA of the target's vocabulary with random weights."""
         options = options or cls.Options()
         return cls(target, options, Target(small_llama(target, options.net, seed)))
 
@@ -300,8 +297,8 @@ class Method(DraftMethod):
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Cross-entropy from the target's distribution to the model's, at every token whose
-        successor counts."""
+        """Return the cross-entropy from the target's distribution to the model's, at every token whose successor
+        counts."""
         tokens_N, documents, device = batch.tokens_N, batch.documents, batch.tokens_N.device
         order_N = torch.arange(len(tokens_N), device=device)
         next_N = (order_N + 1).clamp(max=len(tokens_N) - 1)
@@ -370,8 +367,8 @@ class LanguageModelSession(DraftSession):
         self.pending_B = torch.where(self.active_B, verdict.length_B, self.pending_B.clamp(max=1))
 
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
-        """Reads the pending tokens at once; then the levels of the tree can be expanded. The hidden
-        of a node are its logits."""
+        """Return the functions that grow the tree. The pending tokens are read at once; then levels can be expanded.
+        The hidden of a node are its logits."""
         root_BV = self._forward_pending(cycle_input)
         depths: list[int] = []
 
@@ -404,20 +401,19 @@ class LanguageModelSession(DraftSession):
         return self._target_logits(logits_BPV.gather(1, last_B1[..., None].expand(-1, -1, logits_BPV.shape[-1]))[:, 0])
 
     def _confident(self, tokens_BQ: Tensor, parent_BQV: Tensor) -> Tensor | None:
-        """bool [B, Q]: nodes after which drafting goes on; None without a threshold. False after a
-        node that has stopped (q is NaN)."""
+        """Return the nodes after which drafting goes on, bool [B, Q]; None without a threshold. False after a node
+        that has stopped (q is NaN)."""
         if not self.drafter.options.confidence:
             return None
         q_BQ1 = parent_BQV.float().softmax(-1).gather(-1, tokens_BQ[..., None])
         return q_BQ1[..., 0] >= float(self.drafter.options.confidence)
 
     def _known_ids(self, tokens: Tensor) -> Tensor:
-        """Target tokens beyond the model's embedding table are read as its last one."""
+        """Return the ids that the model reads: for target tokens beyond its embedding table, its last one."""
         return tokens.clamp(max=self.num_embeddings - 1)
 
     def _target_logits(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary; a token that only one of the two models has is never
-        drafted."""
+        """Return logits over the target's vocabulary; a token that only one of the two models has is never drafted."""
         both, whole = self.drafter.vocab_size, self.drafter.target.vocab_size
         return (
             logits

@@ -127,8 +127,8 @@ class SuffixAutomaton(Index):
         return len(self.link) - 1
 
     def _redirect(self, state: int, token: int, old: int | None, new: int) -> int:
-        """From `state` along the links, `token` leads to `new` wherever it led to `old`; the first
-        state where it did not, or -1."""
+        """Let `token` lead to `new` wherever it led to `old`, from `state` along the links; return the first state
+        where it did not, or -1."""
         while state >= 0 and self.next[state].get(token) == old:
             self.next[state][token] = new
             state = self.link[state]

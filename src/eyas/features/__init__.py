@@ -1,6 +1,6 @@
 """Request features: what a request may ask for beyond sampling, one file each.
 
-    guidance.py      a constraint on the text (structured output), and logits processors
+    constraints.py   the masks of constraints (structured output); guidance.py applies them, and logits processors
     predictions.py   a text that the answer probably repeats
     logprobs.py      log-probabilities of the answer's tokens, and of the prompt's
     traces.py        the trees of all cycles for display, and raw logits
@@ -15,12 +15,4 @@ from eyas.features.plug_feature import traced
 from eyas.features.predictions import Predicted
 from eyas.features.traces import RawLogits, Trace, Traced
 
-__all__ = [
-    "Guidance",
-    "Logprobs",
-    "Predicted",
-    "RawLogits",
-    "Trace",
-    "Traced",
-    "traced",
-]
+__all__ = ["Guidance", "Logprobs", "Predicted", "RawLogits", "Trace", "Traced", "traced"]

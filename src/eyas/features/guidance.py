@@ -138,8 +138,8 @@ class _RowGuidance(RowFeature):
 def make_custom(
     processors: Sequence[Processor], tokens: Sequence[int], greedy: bool, mask_1V: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """Return the argument `custom` of `apply_sampling` for one prefix: a function, scores [1, V] -> scores
-    [1, V], that applies the constraint's mask and the processors.
+    """Return the argument `custom` of `apply_sampling` for one prefix: a function of scores [1, V] that returns scores
+    [1, V] after the constraint's mask and the processors.
 
     Raises:
         InputError: a processor returns something else than scores, or scores that allow no token.
@@ -189,8 +189,7 @@ def apply_processors(
     logits_NV: Tensor, nodes: Mapping[int, tuple[int, Sequence[int]]], text: Sequence[int], sampling: Sampling,
     adjustments: Adjustments | None, processors: Sequence[Processor], mask_NV: Tensor | None,
 ) -> tuple[Tensor, dict[int, EyasError]]:  # fmt: skip
-    """Scores [N, V] of one row's tree, processed node by node; and the errors of processors, by
-    node.
+    """Return the scores [N, V] of one row's tree, processed node by node, and the errors of processors, by node.
 
     Args:
         nodes: the parent of each node at which plain decoding could stand, and the tokens from below

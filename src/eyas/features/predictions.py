@@ -129,7 +129,7 @@ class Prediction:
         return length
 
     def continuations(self) -> list[Continuation]:
-        """Possible continuations of the answer, the most probable first."""
+        """Return possible continuations of the answer, the most probable first."""
         if self.unmatched:
             positions = (
                 sorted({self.position + self.unmatched, self.position}, reverse=True)

@@ -53,7 +53,7 @@ class Grammars:
         return LLGuidance(self._vocabulary)
 
     def constraint(self, structure: Structure, eos: Collection[int]) -> GrammarConstraint:
-        """A constraint at the beginning of its text.
+        """Return a constraint at the beginning of its text.
 
         Args:
             eos: ids that may end the text.

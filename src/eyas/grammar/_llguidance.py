@@ -36,7 +36,7 @@ class LLGuidance:
         self._tokenizer = llguidance.LLTokenizer(tokens, n_vocab=vocabulary.size + 1, eos_token=vocabulary.end)
 
     def compile(self, structure: Structure) -> LLMatcher:
-        """A matcher at the beginning of the text.
+        """Return a matcher at the beginning of the text.
 
         Raises:
             InputError: the schema, expression or grammar is wrong, too large, or asks what the
@@ -54,7 +54,7 @@ class LLGuidance:
 
 
 def _as_lark(structure: Structure) -> str:
-    """Return the structure in the library's grammar language; ValueError where it cannot be written so."""
+    """Return the structure in the library's grammar language; raise ValueError where it cannot be written so."""
     import llguidance
     from llguidance import _lib
 
@@ -100,7 +100,7 @@ class LLMatcher:
         self._vocabulary = vocabulary
 
     def copy(self) -> LLMatcher:
-        """A matcher of its own at the same place."""
+        """Return a matcher of its own at the same place."""
         return LLMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:

@@ -145,7 +145,7 @@ _READERS = {"response_format": _response_format, "regex": _regex, "grammar": _gr
 
 
 def _escape(text: str) -> str:
-    """A regular expression that matches this text only."""
+    """Return a regular expression that matches this text only."""
     return "".join(f"\\{character}" if character in SPECIAL_IN_REGEX else character for character in text)
 
 

@@ -53,7 +53,7 @@ class Vocabulary:
         return [token for token, text in enumerate(self.texts) if not text]
 
     def allowed(self, bits_NW: Tensor) -> tuple[Tensor, Tensor]:
-        """(bool [N, V], bool [N]): the tokens among masks of bits, and whether the text may end.
+        """Return (bool [N, V], bool [N]): the tokens among masks of bits, and whether the text may end.
 
         Args:
             bits_NW: int32; bit k of word w is for token 32 w + k.

@@ -135,7 +135,7 @@ class CustomGenerate:
         return given if given is not None else self.streamer
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> CustomGenerate:
-        """These settings for one call, which has its own streamer, tokenizer or stop strings."""
+        """Return these settings for one call, which has its own streamer, tokenizer or stop strings."""
         return replace(self, stats=(), **arguments)
 
 

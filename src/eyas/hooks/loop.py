@@ -134,7 +134,7 @@ class Lockstep:
             self.scores += (self.processors(self._seen, logits_BV.clone()),)  # type: ignore[arg-type]
 
     def _ends(self, tokens: list[int]) -> list[bool]:
-        """For each row, whether it ends with the newest column."""
+        """Return for each row whether it ends with the newest column."""
         if self.distribution.custom_criteria:
             ends: list[bool] = self.criteria(self._seen, self.scores if self.wants_scores else None).tolist()
             return ends
@@ -142,7 +142,7 @@ class Lockstep:
         return [full or token in self.distribution.eos for token in tokens]
 
     def sequences(self) -> Tensor:
-        """int64 [B, T + columns]: prompts with their padding, and what was decoded."""
+        """Return int64 [B, T + columns]: prompts with their padding, and what was decoded."""
         new = torch.tensor(self.columns, device=self._texts.device).T.reshape(len(self.ended), -1)
         return torch.cat([self.distribution.batch.ids_BT, new.to(self._texts.dtype)], 1)
 

@@ -86,8 +86,8 @@ def _state_of(model: PreTrainedModel) -> _ModelState:
 
 
 def lock_of(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Calls for one model take turns: its forward reads features by hooks, which would see other
-    calls' forwards, too."""
+    """Return the lock by which calls for one model take turns: its forward reads features by hooks, which would see
+    other calls' forwards, too."""
     return _state_of(model).lock
 
 
@@ -121,8 +121,8 @@ def forget(model: PreTrainedModel) -> None:
 
 
 def _weights_version(model: PreTrainedModel) -> Hashable:
-    """A key that changes when parameters are replaced, moved, cast or written to in place (except
-    through `.data`)."""
+    """Return a key that changes when parameters are replaced, moved, cast or written to in place (except through
+    `.data`)."""
     attention = getattr(model.config, "_attn_implementation", None)
     return attention, tuple(_version(parameter) for parameter in model.parameters())
 

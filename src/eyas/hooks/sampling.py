@@ -104,7 +104,7 @@ class Distribution:
         return plug.features({"raw_logits": logits}, processors, None, ())
 
     def _for_row(self, processor: Any, row: int) -> Processor:
-        """A processor that is shown one row alone, and sees what it would see of it in the batch."""
+        """Return a processor that is shown one row alone, and sees what it would see of it in the batch."""
         if type(processor) is PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn
             processor = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)
@@ -141,8 +141,8 @@ def _may_know_rows(processor: Any) -> bool:
 
 
 def _stopping_rules(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:
-    """(the most tokens of a row, padding and prompt included; token ids that end it; whether there
-    are other criteria)."""
+    """Return (the most tokens of a row, padding and prompt included; token ids that end it; whether there are other
+    criteria)."""
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     ends = [criterion for criterion in criteria if type(criterion) is EosTokenCriteria]
     eos = frozenset(int(token) for criterion in ends for token in criterion.eos_token_id.flatten().tolist())
@@ -152,8 +152,7 @@ def _stopping_rules(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int]
 def _take_leading(
     processors: Sequence[Any], batch: Batch, eos: frozenset[int], settings: dict[str, Any]
 ) -> tuple[list[Any], int]:
-    """(the processors after those that the engine does first, its min_tokens); writes into
-    `settings`."""
+    """Return (the processors after those that the engine does first, its min_tokens); writes into `settings`."""
     left, min_tokens = list(processors), 0
     if (
         left

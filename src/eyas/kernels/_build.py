@@ -144,7 +144,7 @@ def _private_folder() -> Path:
 
 @contextmanager
 def _build_lock(folder: Path) -> Iterator[None]:
-    """Held by the one process that compiles."""
+    """Hold a lock that only one process has: the one that compiles."""
     from filelock import FileLock, Timeout  # only who compiles pays for the import
 
     path = folder / "build.lock"
@@ -164,8 +164,8 @@ def _default_compiler() -> str:
 
 
 def _key(compiler: str, target_flags: tuple[str, ...]) -> str:
-    """A hash of everything that the library depends on. No program is run for it: it is needed at
-    every start."""
+    """Return a hash of everything that the library depends on. No program is run for it: it is needed at every
+    start."""
     programs = [path for word in compiler.split() if (path := shutil.which(word))]
     identities = [(os.path.realpath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in programs]
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in _source_files()]

@@ -96,7 +96,7 @@ class Grown:
 
     @classmethod
     def empty(cls, rows: int, nodes: int, drafted: int) -> Grown:
-        """Trees to be filled. drafted: nodes that are drafted, without the root."""
+        """Return trees to be filled. `drafted`: number of nodes that are drafted, without the root."""
         tokens, parents, depth = (torch.empty(rows, nodes, dtype=torch.long) for _ in range(3))
         return cls(
             tokens_BN=tokens,

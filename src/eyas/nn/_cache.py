@@ -43,11 +43,11 @@ class DraftLayerCache:
         return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
 
     def cpu_kernel_view(self) -> CacheContents | None:
-        """None: kernels do not run compiled layers."""
+        """Return None: kernels do not run compiled layers."""
         return None
 
     def gpu_kernel_view(self) -> DraftSlots | None:
-        """None: kernels do not run compiled layers."""
+        """Return None: kernels do not run compiled layers."""
         return None
 
     def store(

@@ -136,7 +136,7 @@ _ROPE_KINDS = ("linear", "llama3", "yarn")  # scalings that a head may have; tra
 
 
 def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> Tensor:
-    """float32 [h/2]: radians per position, with the slower ones of `rope_scaling`."""
+    """Return the radians per position, float32 [h/2], with the slower ones of `rope_scaling`."""
     if shape.rope_scaling is not None:
         return _scaled_rope(shape, device)[0]
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
@@ -145,12 +145,12 @@ def rope_frequencies(shape: LayerShape, device: torch.device | None = None) -> T
 
 
 def rope_factor(shape: LayerShape) -> float:
-    """By how much RoPE lengthens queries and keys: YaRN's attention factor (Peng et al. 2023), else 1."""
+    """Return by how much RoPE lengthens queries and keys: YaRN's attention factor (Peng et al. 2023), else 1."""
     return 1.0 if shape.rope_scaling is None else float(_scaled_rope(shape)[1])
 
 
 def _scaled_rope(shape: LayerShape, device: torch.device | None = None) -> tuple[Tensor, float]:
-    """transformers' frequencies, and its factor of sines and cosines."""
+    """Return transformers' frequencies, and its factor of sines and cosines."""
     scaling = dict(shape.rope_scaling or {})
     kind = scaling.pop("type", None)
     kind = scaling.pop("rope_type", kind)
@@ -181,8 +181,8 @@ def rope(x_RNHh: Tensor, position_RN: Tensor, frequency_h: Tensor) -> Tensor:
 def grouped_attention(
     q_RHNh: Tensor, k_RKWh: Tensor, v_RKWh: Tensor, mask_R1NW: Tensor, scale: float | None = None
 ) -> Tensor:  # fmt: skip
-    """Attention of H = K x G query heads to K heads of keys and values, [R, H, N, h], without
-    copying these.
+    """Return the attention of H = K x G query heads to K heads of keys and values, [R, H, N, h], without copying
+    these.
 
     The G heads of a group become further queries of their key-value head:
 
@@ -227,12 +227,12 @@ class Attention(nn.Module):
         return self._frequency
 
     def query(self, x: Tensor, position: Tensor) -> Tensor:
-        """[..., in_size] -> rotated queries [..., H, h]."""
+        """Return the rotated queries [..., H, h] of inputs [..., in_size]."""
         q = self.q(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
         return rope(self.q_norm(q).to(q.dtype) if self.shape.qk_norm else q, position, self.frequency(x.device))
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., in_size] -> keys, not yet rotated, and values [..., K, h]."""
+        """Return the keys, not yet rotated, and values [..., K, h] of inputs [..., in_size]."""
         k, v = self.k(x), self.v(x)
         k, v = (x.unflatten(-1, (self.shape.num_kv_heads, self.shape.head_dim)) for x in (k, v))
         return self.k_norm(k).to(k.dtype) if self.shape.qk_norm else k, v
@@ -242,7 +242,7 @@ class Attention(nn.Module):
         return cache.store(*self.key_value(x_RND), position_RN, self.frequency(x_RND.device))
 
     def forward(self, x_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
-        """Attention of N inputs to the cache, their own slots included, as its mask allows."""
+        """Return the attention of N inputs to the cache, their own slots included, as its mask allows."""
         q_RHNh = self.query(x_RND, position_RN).transpose(1, 2)
         k_RKWh, v_RKWh = self.store(x_RND, position_RN, cache)
         out_RHNh = grouped_attention(q_RHNh, k_RKWh, v_RKWh, cache.mask_R1NW)
@@ -251,14 +251,14 @@ class Attention(nn.Module):
     def attend_packed(
         self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: KeysValues, later: Sequence[KeysValues] = ()
     ) -> Tensor:
-        """For training: attend from the query rows to a packed sequence's keys, and to the keys of
-        later steps at the same rows."""
+        """Attend, in training, from the query rows to a packed sequence's keys, and to the keys of later steps at the
+        same rows."""
         pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
         out_MHh = packed_attention(self.query(x_MD, position_M), *keys, queries, pair)
         return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
 
     def rotated_key_value(self, x: Tensor, position: Tensor) -> KeysValues:
-        """Rotated keys and values [..., K, h]."""
+        """Return rotated keys and values [..., K, h]."""
         k, v = self.key_value(x)
         return rope(k, position, self.frequency(x.device)), v
 

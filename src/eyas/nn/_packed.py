@@ -45,16 +45,16 @@ class Documents:
         return sum(self.lengths)
 
     def begin_N(self, device: torch.device | None = None) -> Tensor:
-        """int64: the index of the first token of each token's document."""
+        """Return, int64, the index of the first token of each token's document."""
         begins = torch.tensor([0, *accumulate(self.lengths)][:-1], dtype=torch.long)
         return begins.repeat_interleave(torch.tensor(self.lengths)).to(device)
 
     def end_N(self, device: torch.device | None = None) -> Tensor:
-        """int64: the index after the last token of each token's document."""
+        """Return, int64, the index after the last token of each token's document."""
         return torch.tensor(list(accumulate(self.lengths))).repeat_interleave(torch.tensor(self.lengths)).to(device)
 
     def position_N(self, device: torch.device | None = None) -> Tensor:
-        """int64: the position within the document."""
+        """Return, int64, each token's position within its document."""
         return torch.arange(self.tokens, device=device) - self.begin_N(device)
 
     def query_rows(self, rows_M: Tensor) -> QueryRows:
@@ -103,8 +103,8 @@ def packed_attention(
     queries: QueryRows,
     later_IMKh: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention [M, H, h] of the query rows, causal within documents, and to the keys of later
-    steps at the same row.
+    """Return the attention [M, H, h] of the query rows, causal within documents, and to the keys of later steps at the
+    same row.
 
     FlexAttention computes it on CUDA; it has no backward on a CPU, where `_Packed` does.
 
@@ -152,7 +152,7 @@ def flex_packed_attention(
 
 
 def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, int, int, int]) -> Tensor:
-    """Scaled scores [K, g, b, n] of a block, in at least float32; -inf for later keys."""
+    """Return the scaled scores [K, g, b, n] of a block, in at least float32; -inf for later keys."""
     first, last, begin, end = block
     q_KgbHh, keys_Knh = _group(q_MHh[first:last], key_NKh.shape[1]), key_NKh[begin:end].transpose(0, 1)
     K, g, b, h = q_KgbHh.shape
@@ -164,13 +164,13 @@ def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, in
 
 
 def _group(x_bHh: Tensor, groups: int) -> Tensor:
-    """[b, H, h] -> [K, g, b, h]: query heads by their key-value head."""
+    """Return [b, H, h] as [K, g, b, h]: query heads by their key-value head."""
     b, H, h = x_bHh.shape
     return x_bHh.view(b, groups, H // groups, h).permute(1, 2, 0, 3)
 
 
 def _flat(x_Kgbh: Tensor) -> Tensor:
-    """[K, g, b, h] -> [b, H, h]."""
+    """Return [K, g, b, h] as [b, H, h]."""
     K, g, b, h = x_Kgbh.shape
     return x_Kgbh.permute(2, 0, 1, 3).reshape(b, K * g, h)
 
@@ -254,7 +254,7 @@ class _Packed(torch.autograd.Function):
 
 
 def _later_scores(q_MHh: Tensor, lk_IMKh: Tensor) -> Tensor:
-    """Scaled scores [I, M, K, g] of each row with its own keys of the later steps, in at least float32."""
+    """Return the scaled scores [I, M, K, g] of each row with its own keys of the later steps, in at least float32."""
     M, H, h = q_MHh.shape
     K = lk_IMKh.shape[2]
     product = q_MHh.view(M, K, H // K, h) * lk_IMKh[:, :, :, None]

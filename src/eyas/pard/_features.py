@@ -53,7 +53,7 @@ class FeatureInput:
 
     @contextmanager
     def added(self, features_RQF: Tensor) -> Iterator[None]:
-        """Within this context the model reads these features: of the first Q tokens in its first forward, then of
+        """Let the model read these features within this context: of the first Q tokens in its first forward, then of
         those that follow."""
         features_RQF = features_RQF.to(self.projection.weight.dtype)
         self.waiting_RQD = self.projection(features_RQF) * self.scale
@@ -63,7 +63,7 @@ class FeatureInput:
             self.waiting_RQD = None
 
     def _add(self, table: nn.Module, args: Any, embeddings_RQD: Tensor) -> Tensor | None:
-        """Is called after each forward of the table."""
+        """Add the features; called after each forward of the embedding table."""
         if self.waiting_RQD is None:
             return None
         tokens = embeddings_RQD.shape[1]

@@ -35,12 +35,7 @@ class Session(LanguageModelSession):
         levels = self.drafter.dynamic.depth
         if cycle_input.tree_size is not None:
             levels = min(levels, cycle_input.tree_size.depth)
-        logits_BSV = self._read_levels(cycle_input, max(1, levels))
-
-        def expand(tokens_BQ: Tensor, parents_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
-            return logits_BSV[:, level + 1 : level + 2].expand(-1, tokens_BQ.shape[1], -1)
-
-        return DraftNetSteps(lambda: logits_BSV[:, 0], lambda logits: logits, expand)
+        return DraftNetSteps.of_levels(self._read_levels(cycle_input, max(1, levels)))
 
     def _read_levels(self, cycle_input: CycleInput, levels: int) -> Tensor:
         """Read the unread tokens and the masks; return the logits [B, S, V] after the root and each mask."""
@@ -64,7 +59,8 @@ class Session(LanguageModelSession):
     def _extend(
         self, ids_BN: Tensor, depth_BN: Tensor, visible_BNN: Tensor, last_B1: Tensor, cycle_input: CycleInput
     ) -> Tensor:
-        """One pass of the model: logits [B, N, V]. `last_B1`: the place of the root among the unread tokens."""
+        """Run the model once, and return the logits [B, N, V]. `last_B1`: the place of the root among the unread
+        tokens."""
         return self.model.extend(ids_BN, depth_BN, visible_BNN, cycle_input.active_rows).logits_BNV
 
 

@@ -71,7 +71,7 @@ class Head:
 
 
 def check_method(method: str) -> str:
-    """Return the method whose arithmetic holds for this one. OptionError where there is none."""
+    """Return the method whose arithmetic holds for this one. Raise OptionError where there is none."""
     if method not in METHODS:
         raise OptionError(f"there is no arithmetic for {method!r}; {near(method, METHODS)}")
     return SAME.get(method, method)

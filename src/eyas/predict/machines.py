@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from eyas.core.params import is_number
 from eyas.errors import InputError, OptionError, near
 from eyas.files import parse_json
 
@@ -107,8 +108,7 @@ def _rates(value: Any, where: str) -> Rates:
 
 
 def _check_number(value: Any, what: str, least: float, most: float = math.inf) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not least <= value <= most:
+    if not is_number(value) or not least <= value <= most:
         bound = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise InputError(f"{what} must be a number {bound}, not {value!r}")
 

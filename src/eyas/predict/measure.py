@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -34,7 +33,7 @@ from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import EyasError
 from eyas.files import parse_json, user_cache, write_atomically
-from eyas.hardware import cpu_name, versions
+from eyas.hardware import cpu_name, load_per_core, versions
 from eyas.passes import repeated_token, time_drafts, time_passes
 from eyas.predict.machines import Machine
 from eyas.predict.models import WEIGHT_BYTES, Model, model_of
@@ -94,7 +93,7 @@ def measured_machine(weights: str, activations: str = "exact", force: bool = Fal
             if content["key"] == key:
                 return Machine.from_json(content["machine"], str(path))
     log.info("measuring this CPU with weights in %s, which takes half a minute", weights)
-    load = _load()
+    load = load_per_core()
     machine = measure(weights, activations)
     if load > LOAD_LIMIT:
         log.warning("the machine was busy (%.1f processes a core), so the prediction is doubtful and not kept", load)
@@ -108,7 +107,7 @@ def measured_machine(weights: str, activations: str = "exact", force: bool = Fal
 
 def measure(weights: str, activations: str = "exact") -> Machine:
     """Measure this CPU with weights of a format."""
-    threads, load = torch.get_num_threads(), _load()
+    threads, load = torch.get_num_threads(), load_per_core()
     source = f"measured here: {threads} threads, activations {activations}, {load:.1f} processes a core before it"
     machine = replace(_overheads(), source=source)
     rates = _rates(weights, activations, machine)
@@ -201,11 +200,6 @@ def _target(shape: Shape, weights: str, activations: str) -> tuple[Target, Model
     return api.load(model, method="vanilla", tokenizer=False, tree="fixed", **form).target, model_of(
         config, "reference"
     )
-
-
-def _load() -> float:
-    """Return the processes a core that ran or waited during the last minute; 0 where the system does not tell it."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def _cache_bytes() -> float:

@@ -224,8 +224,8 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def _growing_rope(target: Target) -> str:
-    """Why a target has no CUDA graphs, if it has a kind of RoPE whose frequencies depend on the
-    length of the text; "" if it has none."""
+    """Return why a target has no CUDA graphs, if it has a kind of RoPE whose frequencies depend on the length of the
+    text; "" if it has none."""
     rope = getattr(target.model.config, "rope_parameters", None) or {}
     kinds = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)}
     kind = next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")

@@ -20,8 +20,7 @@ class UnsuitedError(Exception):
 
 @torch.inference_mode()
 def output_pairs(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
-    """Logits, then features, over a prompt and a small tree: by the model's own forward and by the
-    runner.
+    """Return logits and features over a prompt and a small tree, each by the model's own forward and by the runner.
 
     Raises:
         ModelError: the model's own logits are NaN.

@@ -84,7 +84,7 @@ class CpuLayer:
         )  # fmt: skip
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [P, h] of at least this many positions."""
+        """Return cosines and sines [P, h] of at least this many positions."""
         if positions > len(self._cosine):
             angle = torch.arange(max(256, 2 * positions))[:, None] * self.frequency_h.repeat(2)
             self._cosine, self._sine = angle.cos(), angle.sin()
@@ -106,7 +106,7 @@ class KernelLinear(nn.Module):
 
 @torch.no_grad()
 def with_cpu_kernels(net: Net, weight_format: kernels.WeightFormat, threads: kernels.ThreadCount = None) -> Net:
-    """A copy of a float32 net on the CPU that computes with the kernels.
+    """Return a copy of a float32 net on the CPU that computes with the kernels.
 
     Args:
         weight_format: the format of its linear layers' weights. Rounding a draft net changes what

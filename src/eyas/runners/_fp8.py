@@ -37,7 +37,7 @@ class Fp8Linear(nn.Module):
 
 @torch.no_grad()
 def fp8(net: Net) -> Net:
-    """A copy of the net with suitable linear layers in fp8; everything else is shared with it."""
+    """Return a copy of the net with suitable linear layers in fp8; everything else is shared with it."""
     other = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())})
     for module in list(other.modules()):
         for name, child in list(module.named_children()):

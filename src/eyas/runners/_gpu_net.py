@@ -73,7 +73,7 @@ class GpuLayer:
 
 @torch.no_grad()
 def with_gpu_kernels(net: Net, draft_weights: str) -> Net:
-    """A copy of the net that computes with the kernels.
+    """Return a copy of the net that computes with the kernels.
 
     Args:
         draft_weights: "exact", or "fp8": rounded, which changes what is drafted, never the output text.

@@ -11,7 +11,7 @@ __all__ = ["layer_windows", "norm_eps"]
 
 
 def layer_windows(target: Target) -> list[int]:
-    """Positions that each layer attends to; 0: all."""
+    """Return the positions that each layer attends to; 0: all."""
     kinds = getattr(target.model.config, "layer_types", None)
     window = target.family.window or 0
     kinds = kinds or [SLIDING if window else FULL] * target.num_layers

@@ -42,7 +42,7 @@ class JoinedLinears:
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor with the rows of all; the parameters become views of it."""
+    """Return one tensor with the rows of all; the parameters become views of it."""
     joined = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):
         parameter.data = part

@@ -58,8 +58,8 @@ class Proof:
 
 
 def digest_of(model: nn.Module) -> str:
-    """A hash of the names, shapes, dtypes and checksums of all parameters and buffers, by which
-    changed weights are noticed. It reads them once, on all cores."""
+    """Return a hash of the names, shapes, dtypes and checksums of all parameters and buffers, by which changed weights
+    are noticed. It reads them once, on all cores."""
     named = [(name, tensor.detach().cpu()) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         sums = pool.map(_checksum, [tensor for _, tensor in named])
@@ -72,7 +72,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _sources() -> str:
-    """A hash of the names, sizes and times of this package's files."""
+    """Return a hash of the names, sizes and times of this package's files."""
     folder = Path(__file__).parents[1]
     files = [(path.relative_to(folder).as_posix(), path.stat()) for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(repr([(name, s.st_size, s.st_mtime_ns) for name, s in files]).encode()).hexdigest()

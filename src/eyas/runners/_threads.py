@@ -46,11 +46,11 @@ class Threads:
         self._passes, self._wins = 0, 0
 
     def now(self, clock: float) -> int:
-        """Number of threads for work outside of a forward, at this time."""
+        """Return the number of threads for work outside of a forward, at this time."""
         return 1 if clock < self.until else self.max_threads
 
     def next(self, clock: float) -> int:
-        """Number of threads for the forward that begins at this time."""
+        """Return the number of threads for the forward that begins at this time."""
         self._passes += 1
         return min(2 * self.max_threads, self.ceiling) if self._tries(clock) else self.now(clock)
 

@@ -32,7 +32,8 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **more: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """An attention function of transformers; calls sdpa unless the forward has a mask and grouped heads.
+    """Compute attention as an attention function of transformers does; call sdpa unless the forward has a mask and
+    grouped heads.
 
     Args:
         query: [B, K x G, N, h].

@@ -170,7 +170,7 @@ class CpuRunner:
         return TargetOutput(*(x_MX.view(R, len(x_MX) // R, x_MX.shape[1]) for x_MX in outputs))
 
     def _run_unpadded(self, inputs: ForwardInput) -> TargetOutput:
-        """A forward without the padding behind `inputs.counts`."""
+        """Run a forward without the padding behind `inputs.counts`."""
         R, Q = inputs.tokens_RQ.shape
         index_M = torch.tensor([r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)])
 
@@ -181,7 +181,8 @@ class CpuRunner:
         return TargetOutput(*map(spread, self._run_tokens(inputs, inputs.tokens_RQ.flatten()[index_M])))
 
     def _run_tokens(self, inputs: ForwardInput, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [M, V] (with `last_only` [R, V]) and features [M, F] of these tokens, all that the pass has."""
+        """Return logits [M, V] (with `last_only` [R, V]) and features [M, F] of these tokens, all that the pass
+        has."""
         target, D, M = self.target, self.shape.hidden, tokens.numel()
         x_MD = target.embed(tokens).reshape(M, D)  # a new tensor, which the kernels overwrite
         features_MF = torch.empty(M, D * len(inputs.feature_layers))
@@ -215,8 +216,8 @@ class CpuRunner:
         return kernels.linear(self.output, hidden.float(), self.layers.threads)
 
     def _logits(self, x_MD: Tensor, last_MD: Tensor, last_of: int | None) -> Tensor:
-        """Logits [M, V], or of the last token of each of `last_of` rows; writes the hidden states after the final norm
-        to `last_MD`."""
+        """Return logits [M, V], or those of the last token of each of `last_of` rows; write the hidden states after
+        the final norm to `last_MD`."""
         if last_of is None:
             logits_MV = kernels.head(x_MD, self.norm_D, self.eps, self.output, last_MD, self.layers.threads)
             assert logits_MV is not None
@@ -244,8 +245,8 @@ class CpuRunner:
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
     def check(self) -> None:
-        """Compare logits and features over a prompt and a small tree with the model's own forward;
-        UnsuitedError if they differ."""
+        """Compare logits and features over a prompt and a small tree with the model's own forward; raise UnsuitedError
+        if they differ."""
         for own, ours in output_pairs(self.target, self):
             if not bool((own - ours).abs().max() <= TOLERANCE * own.abs().max()):  # NaN is not
                 raise UnsuitedError(

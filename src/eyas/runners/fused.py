@@ -115,7 +115,7 @@ class GpuModelLayers:
         self.tables = RotaryTables(self._cosines, target.context)
 
     def _cosines(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [P, h / 2] by the model's own rotary module."""
+        """Return cosines and sines [P, h / 2] by the model's own rotary module."""
         like = torch.empty(1, 1, 1, dtype=self.target.dtype, device=self.target.device)
         cosine, sine = self._rotary(like, torch.arange(positions, device=self.target.device)[None])
         half = cosine.shape[-1] // 2
@@ -231,7 +231,7 @@ def fused_layers(target: Target, join_weights: bool, fixed_order: bool = False) 
 
 
 def check(fused: GpuModelLayers) -> None:
-    """Compare with the model's own forward; UnsuitedError if logits or features differ."""
+    """Compare with the model's own forward; raise UnsuitedError if logits or features differ."""
     compare(fused.target, FusedRunner(fused))
 
 

@@ -159,8 +159,7 @@ class GpuTreeBuilder:
         length_B: Tensor,
         width: int,
     ) -> Tensor:
-        """One forward of the net, whose kernels store keys and values in the slots of the last Q of
-        the T nodes."""
+        """Run the net once; its kernels store keys and values in the slots of the last Q of the T nodes."""
         Q, T = visible_BQT.shape[1:]
         cache.prepare(
             range(len(length_B)), lambda: length_B[:, None] + torch.arange(T - Q, T, device=length_B.device), width
@@ -178,7 +177,7 @@ class GpuTreeBuilder:
 
     @staticmethod
     def _empty(B: int, X: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens, log q, values and parents of the drafted nodes."""
+        """Return empty tensors for tokens, log q, values and parents of the drafted nodes."""
         floats = [like.new_empty(B, X, dtype=torch.float32) for _ in range(2)]
         return like.new_empty(B, X), floats[0], floats[1], like.new_empty(B, X)
 

@@ -103,7 +103,7 @@ class CudaCapture:
 
 
 def tensors_of(record: object) -> Iterator[Tensor]:
-    """All tensors in a dataclass and the dataclasses in it."""
+    """Return all tensors in a dataclass and the dataclasses in it."""
     if isinstance(record, Tensor):
         yield record
     elif is_dataclass(record):

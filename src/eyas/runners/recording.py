@@ -70,8 +70,8 @@ class Recorder(Protocol):
         ...
 
     def to_host(self, host_result_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-        """A copy on the host, and a function that waits until it has arrived (None: it is there).
-        The function does not wait for work that is launched later."""
+        """Return a copy on the host, and a function that waits until it has arrived (None: it is there). The function
+        does not wait for work that is launched later."""
         ...
 
 
@@ -202,7 +202,7 @@ class CycleReplay(CycleRunner):
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of contiguous tensors, on a GPU by one launch for each dtype."""
+    """Return copies of contiguous tensors, on a GPU by one launch for each dtype."""
     copies = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True) if tensor.dtype == dtype]

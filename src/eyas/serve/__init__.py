@@ -1,4 +1,4 @@
-"""`eyas serve`: a server for the clients of OpenAI's interface.
+"""`eyas serve`: a server for the clients of OpenAI's and Anthropic's interfaces.
 
     settings.py      the name of a server, and its limits
     records.py       the internal request and the stream of what is generated for it
@@ -11,13 +11,18 @@
     metrics.py       counters for Prometheus; stats.py: figures of the last seconds as JSON for the page
 
     protocol/        the bodies of requests as pydantic models
-    completions.py, chat.py, responses.py, tokens.py, info.py
+    completions.py, chat.py, responses.py, messages.py (Anthropic's), infill.py (llama.cpp's), tokens.py, info.py
                      one dialect or concern each: from a body to the internal request, and from the stream to a response
-    service.py, reply.py
+    corpora.py, heads.py
+                     texts to draft from, and another draft head, while the server runs
+    service.py, reply.py, blocks.py
                      what the dialects share
+    tools.py, reading.py, images.py, middle.py, logprobs.py, memory.py
+                     functions that a model may call, its answer in parts, images, prompts for the middle of a text,
+                     log-probabilities as clients read them, earlier responses
     stream.py        server-sent events, keep-alive, clients that hang up
-    errors.py, auth.py, limits.py, access.py, bodies.py
-                     errors in OpenAI's form, keys, sizes, request ids and the access log, reading bodies
+    errors.py, auth.py, hosts.py, limits.py, access.py, bodies.py
+                     errors in OpenAI's form, keys, host names, sizes, request ids and the access log, reading bodies
     page/            the page: HTML, CSS and JavaScript modules, served as they are
     app.py           the routes; server.py: uvicorn, SIGTERM and the end of the process
 

@@ -56,7 +56,7 @@ def given_key(headers: Headers) -> str | None:
 
 
 def owner_of(headers: Headers) -> str:
-    """Who asks: the digest of the request's key, or the same for all without one."""
+    """Return who asks: the digest of the request's key; requests without a key have the same owner."""
     return _digest(given_key(headers) or "").hex()
 
 

@@ -22,7 +22,7 @@ from eyas.serve.stream import KEEP_ALIVE, EventStream, json_response
 __all__ = ["Block", "BlockWriter", "reply_in_blocks"]
 
 Kind = Literal["reasoning", "text", "call"]
-KINDS: Mapping[str, Kind] = {"reasoning_content": "reasoning", "content": "text"}  # by the part of a message
+KINDS: Mapping[str, Kind] = {"reasoning_content": "reasoning", "content": "text"}  # from parts of a message
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Block:
 
     number: int
     kind: Kind
-    text: str = ""  # of a call: its arguments, as JSON
+    text: str = ""  # the text so far; of a call its arguments, as JSON
     call_id: str = ""
-    name: str = ""  # of the function that is called
+    name: str = ""  # name of the function that is called
 
 
 class BlockWriter(ABC):
@@ -48,19 +48,19 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def begun(self) -> Iterable[bytes]:
-        """Before anything is generated."""
+        """Return the events that come before anything is generated."""
 
     @abstractmethod
     def opened(self, block: Block) -> Iterable[bytes]:
-        """A block begins; its text is still empty."""
+        """Return the events of a block that begins; its text is still empty."""
 
     @abstractmethod
     def grown(self, block: Block, text: str) -> Iterable[bytes]:
-        """A block has got this text in addition."""
+        """Return the events of a block that has got this text in addition."""
 
     @abstractmethod
     def closed(self, block: Block) -> Iterable[bytes]:
-        """A block is whole."""
+        """Return the events of a block that is whole."""
 
     @abstractmethod
     def ended(self) -> Iterable[bytes]:
@@ -68,7 +68,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """An error in the middle of a stream."""
+        """Return the event of an error in the middle of a stream."""
 
     @abstractmethod
     def response(self) -> dict[str, Any]:

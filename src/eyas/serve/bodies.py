@@ -32,7 +32,7 @@ def add_route(
 
 
 async def read_body(request: Request, kind: type[Kind]) -> Kind:
-    """Return the request's body as this model; ApiError where it cannot be used.
+    """Return the request's body as this model; raise ApiError where it cannot be used.
 
     Only JSON by name is read: a web page of another origin cannot send that without being asked for
     its permission first.

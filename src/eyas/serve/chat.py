@@ -95,7 +95,7 @@ def prompt_of(
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:
-    """OpenAI's predicted output as token ids."""
+    """Return OpenAI's predicted output as token ids."""
     text = prediction.text if prediction else ""
     return service.encode(text, special=False) if text else ()
 
@@ -107,7 +107,7 @@ class ChatCompletion(Dialect):
     texts: TokenTexts
     new_reader: Callable[[], MessageReader]
     logprobs: int | None = None  # most probable tokens to list; None: no log-probabilities
-    token_ids: bool = False  # of the answer, as in vLLM
+    token_ids: bool = False  # list the ids of the answer, as vLLM does
 
     _readers: dict[int, MessageReader] = field(default_factory=dict)  # readers of the sequences of a stream
 

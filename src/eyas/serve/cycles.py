@@ -105,5 +105,5 @@ def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _number(value: float | None) -> float | None:
-    """JSON knows no NaN and no infinity."""
+    """Return the number; None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

@@ -211,8 +211,8 @@ class Engine:
         self._end(self._sequences(), error)
 
     def _step(self, decoders: list[Decoder]) -> None:
-        """One step of each Decoder. A prompt in one of them waits for the cycles of all, so its
-        budget counts them all."""
+        """Run one step of each Decoder. A prompt in one of them waits for the cycles of all, so its budget counts them
+        all."""
         seconds = {decoder: self._cycle_seconds.get(decoder, 0.0) for decoder in decoders}
         for decoder in decoders:
             decoder.prompts.other_decoders_seconds = sum(seconds.values()) - seconds[decoder]
@@ -268,7 +268,7 @@ class Engine:
         self._end(listed, error)
 
     def _admit(self) -> None:
-        """Waiting sequences enter Decoders, first come, first served."""
+        """Let waiting sequences enter Decoders, first come, first served."""
         while self._waiting and len(self._in_flight) < self.settings.rows:
             sequence = self._waiting.popleft()
             decoder = self._pool.take(

@@ -139,7 +139,7 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 
 def _in_our_words(message: str) -> str:
-    """A complaint of pydantic, to be read behind the name of a field."""
+    """Return a complaint of pydantic in words that follow the name of a field."""
     for theirs, ours in IN_OUR_WORDS.items():
         message = re.sub(theirs, ours, message)
     return message

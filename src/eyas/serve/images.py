@@ -21,7 +21,7 @@ __all__ = ["holds_images", "with_images"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS = 2**25  # limit for all images of a request: a small file may hold a huge image
-LONGEST_SIDE = 50  # times the shorter one: processors that give the shorter side a fixed length make a thin image huge
+LONGEST_SIDE = 50  # over the shorter side: processors that give the shorter side a fixed length make a thin image huge
 MOST_IMAGES = 64  # limit for a request: a processor makes a small image as large as a large one
 EXAMPLE = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 NAMES_A_SOURCE = ("image", "video", "audio")  # parts that a processor of transformers would read from a file or address

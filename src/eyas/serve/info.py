@@ -81,7 +81,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
-    """OpenAI's object of each model, by name: the target with each adapter, and the target itself."""
+    """Return OpenAI's object of each model, by name: the target with each adapter, and the target itself."""
     name = service.settings.name
     common = {
         "object": "model",
@@ -95,7 +95,7 @@ def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
 
 
 def _describe(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """A tokenizer, as vLLM describes it."""
+    """Return a tokenizer's description, as vLLM gives it."""
     if tokenizer is None:
         raise ApiError(404, "this server has no tokenizer")
     special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}

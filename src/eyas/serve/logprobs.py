@@ -86,7 +86,7 @@ class TokenTexts:
         }
 
     def offsets(self, text: str, begin: int = 0) -> TextOffsets:
-        """Offsets of the tokens of what comes after the first `begin` characters of a text.
+        """Return offsets of the tokens of what comes after the first `begin` characters of a text.
 
         Args:
             text: as far as it is known; special tokens that a prompt spells out have a place in it.
@@ -123,7 +123,7 @@ class TokenTexts:
     # --- prompts ---
 
     def prompt(self, values: Iterable[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token the most probable ones and itself, by id."""
+        """Return vLLM's `prompt_logprobs`: for each token the most probable ones and itself, by id."""
         return [None if value is None else self._ranked(value) for value in values]
 
     def _ranked(self, value: TokenLogprobs) -> dict[str, Any]:

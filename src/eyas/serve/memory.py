@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Memory"]
 
-MAX_BYTES = 64 * 2**20  # of all conversations, as JSON
+MAX_BYTES = 64 * 2**20  # size of all conversations, as JSON
 Item = dict[str, Any]
 
 
@@ -33,7 +33,7 @@ class Memory:
     def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[str, str], Conversation] = OrderedDict()  # by owner and response
+        self._kept: OrderedDict[tuple[str, str], Conversation] = OrderedDict()  # by (owner, response)
         self._bytes = 0
 
     def keep(self, owner: str, response: str, items: Sequence[Item]) -> None:

@@ -260,7 +260,7 @@ def _result(block: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
-    """A turn of the assistant's: its thinking, its text and its calls."""
+    """Return a turn of the assistant's as a chat's message: its thinking, its text and its calls."""
     of = {kind: [block for block in blocks if block.get("type") == kind] for kind in ("thinking", "tool_use")}
     others = [block for block in blocks if block.get("type") not in (*of, "redacted_thinking")]
     turn: dict[str, Any] = {"role": "assistant", "content": [_part(one, place) for one in others] or ""}
@@ -275,7 +275,7 @@ def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
 
 
 def _part(given: Any, place: str) -> dict[str, Any]:
-    """A text or an image as a part of a chat's message."""
+    """Return a text or an image as a part of a chat's message."""
     block = given if isinstance(given, dict) else {}
     source = block.get("source")
     if block.get("type") == "text":
@@ -365,7 +365,7 @@ class Writer(BlockWriter):
         return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.chat.model}
 
     def _end_of(self) -> dict[str, Any]:
-        """Why the message ends; a stop string of the request's is named."""
+        """Return why the message ends; a stop string of the request's is named."""
         stop = self.totals.stop_reason
         if self.called:
             reason = "tool_use"
@@ -376,7 +376,7 @@ class Writer(BlockWriter):
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, int]:
-        """Token counts. What was not read again counts apart, as with Anthropic."""
+        """Return token counts. What was not read again counts apart, as with Anthropic."""
         prompt, cached = len(self.chat.job.prompts[0]), self.totals.cached_tokens
         return {
             "input_tokens": prompt - cached,
@@ -391,7 +391,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _block(block: Block) -> dict[str, Any]:
-    """A block of content as far as it has come. The input of a call that begins is empty."""
+    """Return a block of content as far as it has come. The input of a call that begins is empty."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": json.loads(block.text or "{}")}
     if block.kind == "reasoning":

@@ -106,28 +106,28 @@ class Metrics:
         self._gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", lambda: load()[0] / rows)
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """Return all metrics, as Prometheus reads them."""
         return generate_latest(_WithoutTimes(self.registry))
 
     def seconds_until_free(self, sequences: int, rows: int) -> int:
-        """About how long a new sequence would wait if there are `sequences` before it: whole
-        seconds from 1 to 60."""
+        """Return about how long a new sequence would wait if there are `sequences` before it: whole seconds from 1 to
+        60."""
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
 
     def rejected(self) -> None:
-        """A request was refused because the queue is full."""
+        """Count a request that was refused because the queue is full."""
         self.rejections.inc()
 
     def admitted(self, times: SequenceTimes) -> None:
-        """A sequence has left the queue."""
+        """Note that a sequence has left the queue."""
         times.admitted = time.monotonic()
         self.queue_seconds.observe(times.admitted - times.arrived)
         self.prompt_tokens.inc(times.prompt_tokens)
         self.queried_tokens.inc(times.prompt_tokens)
 
     def stepped(self, news: Sequence[tuple[Delta, SequenceTimes]]) -> None:
-        """Sequences have grown in one cycle. Counters are raised once for all of them: each raise
-        costs microseconds of every cycle."""
+        """Count what sequences have got in one cycle. Counters are raised once for all of them: each raise costs
+        microseconds of every cycle."""
         now = time.monotonic()
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta, _ in news))
         if cached := sum(delta.cached_tokens for delta, _ in news):
@@ -171,7 +171,7 @@ class Metrics:
         return self._with_labels[key]
 
     def ended(self, times: SequenceTimes, reason: str) -> None:
-        """A sequence has ended: "stop", "length", "abort" or "error"."""
+        """Count a sequence that has ended: "stop", "length", "abort" or "error"."""
         now = time.monotonic()
         self.finished.labels(**self._label, finished_reason=reason).inc()
         if times.first is not None and reason in ("stop", "length"):

@@ -26,7 +26,7 @@ MARKS = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
 FILES = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")  # before the name of a further file
-ENDS = (*FILES, "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<repo_name>", "<|endoftext|>", "▁<EOT>")  # of the middle
+ENDS = (*FILES, "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<repo_name>", "<|endoftext|>", "▁<EOT>")  # end the middle
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class DecoderPool:
         return [decoder for decoder in self._decoders.values() if not decoder.finished]
 
     def take(self, method: str, load: int, adapter: str = "") -> Decoder:
-        """A Decoder with a row for a new sequence; `release` gives the row back.
+        """Return a Decoder with a row for a new sequence; `release` gives the row back.
 
         Args:
             load: sequences in flight and waiting, the new one included.
@@ -62,7 +62,7 @@ class DecoderPool:
         return decoder
 
     def release(self, decoder: Decoder) -> None:
-        """A sequence has left the Decoder."""
+        """Give back the row of a sequence that has left the Decoder."""
         self._taken[decoder] -= 1
 
     def _size(self, kind: tuple[str, str], load: int) -> int:
@@ -81,7 +81,7 @@ class DecoderPool:
         return decoder is not None and self._taken[decoder] > 0
 
     def _open(self, kind: tuple[str, str], size: int) -> Decoder:
-        """A new Decoder; idle ones are closed for it where too many rows are open."""
+        """Return a new Decoder; close idle ones for it where too many rows are open."""
         idle = [key for key, decoder in self._decoders.items() if not self._taken[decoder]]
         while idle and sum(rows for _, rows in self._decoders) + size > MOST_OPEN * self.rows:
             del self._taken[self._decoders.pop(idle.pop(0))]
@@ -90,6 +90,6 @@ class DecoderPool:
 
 
 def sizes(rows: int) -> list[int]:
-    """1, 4, 16, ... and the whole number of rows."""
+    """Return 1, 4, 16, ... and the whole number of rows."""
     smaller = itertools.takewhile(lambda size: size < rows, (GROWTH**i for i in itertools.count()))
     return [*smaller, rows]

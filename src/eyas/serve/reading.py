@@ -60,7 +60,7 @@ def check_readable(llm: LLM, tools: Tools) -> None:
 
 
 def message_of(reader: MessageReader, index: int, totals: Totals) -> dict[str, Any]:
-    """OpenAI's message of a whole sequence."""
+    """Return OpenAI's message of a whole sequence."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     whole = Delta(
         index, totals.text, tuple(totals.token_ids), finish=totals.finish or "length", stop_reason=totals.stop_reason
@@ -147,7 +147,7 @@ class ParsedReader:
             events = self._parser.feed(text)
             if delta.finish is not None:
                 events += self._parser.finalize()[1]
-        except (ValueError, RecursionError):  # the model wrote a call that is no JSON
+        except (ValueError, RecursionError):  # the model wrote a call that is not JSON
             self._broken = True
             return [{"content": self._unread}]
         return list(self._parts(events))
@@ -203,12 +203,12 @@ def _function(call: Any) -> dict[str, str] | None:
     arguments = {} if given is None else given
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # 1e999, which is no number of JSON once it is read
+    except ValueError:  # 1e999, which is not a number of JSON once it is read
         return None
     return {"name": name, "arguments": text.encode("utf-8", "replace").decode()}
 
 
 def _call(number: int, function: Mapping[str, str]) -> dict[str, Any]:
-    """A whole call, as a part of a delta."""
+    """Return a whole call, as a part of a delta."""
     call = {"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": dict(function)}
     return {"tool_calls": [call]}

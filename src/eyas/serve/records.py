@@ -53,7 +53,7 @@ class Delta:
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
-        """This Delta and the next one of the same sequence as one."""
+        """Return this Delta and the next one of the same sequence as one."""
         return replace(
             later,
             text=self.text + later.text,

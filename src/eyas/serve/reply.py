@@ -36,7 +36,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def choice(self, index: int, totals: Totals) -> dict[str, Any]:
-        """A choice of the whole response."""
+        """Return a choice of the whole response."""
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ class Dialect(ABC):
         return []
 
     def extra(self, totals: list[Totals]) -> dict[str, Any]:
-        """Further fields of the whole response."""
+        """Return further fields of the whole response."""
         return {}
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ async def _chunks(dialect: Dialect, answer: Answer, body: GenerationBody, keep_a
 
 
 def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
-    """Token counts, as OpenAI reports them. A prompt counts once, however many samples it has."""
+    """Return token counts, as OpenAI reports them. A prompt counts once, however many samples it has."""
     prompt, completion = sum(map(len, job.prompts)), sum(len(t.token_ids) for t in totals)
     prediction = job.keywords.get("prediction") or ()
     return {
@@ -139,13 +139,14 @@ def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
 
 
 def _figures(job: Job, totals: list[Totals]) -> dict[str, Any]:
-    """Usage, and acceptance where there is a single sequence."""
+    """Return usage, and acceptance where there is a single sequence."""
     drafts = totals[0].speculation() if len(totals) == 1 else None
     return {"usage": usage_of(job, totals), "metrics": {"speculative_decoding": drafts}}
 
 
 def _timings(job: Job, totals: list[Totals]) -> dict[str, Any]:
-    """Counts and times under llama.cpp's names. The times are those of the cycles, without the prompt's own pass."""
+    """Return counts and times under llama.cpp's names. The times are the cycles', without the prompt's own
+    pass."""
     sums = CycleSums.from_cycles([cycle for each in totals for cycle in each.cycles])
     cached = sum(each.cached_tokens for each in totals[:: job.n])
     milliseconds = 1000 * sums.seconds

@@ -34,7 +34,7 @@ from eyas.serve.stream import event
 
 __all__ = ["respond"]
 
-PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of the ids of items
+PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # how the ids of items begin
 TEXTS = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",

@@ -23,7 +23,7 @@ log = logging.getLogger("eyas.serve")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at this address, not listening yet; port 0 is any that is free.
+    """Return a socket at this address, not listening yet; port 0 is any that is free.
 
     Raises:
         OptionError: the address cannot be had.
@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
             os._exit(1)  # uvicorn's own way out logs tracebacks, and waits for the engine's thread
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; True ends the server."""
+        """Return True to end the server; called ten times a second."""
         engine = self.service.engine
         if self._signals and not self._announced:
             self._announced = True

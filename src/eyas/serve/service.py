@@ -126,8 +126,8 @@ class Service:
         return self.settings.name, *self.llm.adapters
 
     def model_name(self, asked: str | None) -> str:
-        """Return the model that a client asks for; ApiError if it is not served. None: the target,
-        without an adapter."""
+        """Return the model that a client asks for; raise ApiError if it is not served. None: the target, without an
+        adapter."""
         name = self.settings.name if asked is None else asked
         if name not in self.models:
             served = ", ".join(map(repr, self.models))
@@ -145,7 +145,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """A prompt as token ids; a text is tokenized without a chat template.
+        """Return a prompt as token ids; a text is tokenized without a chat template.
 
         Args:
             special: with the special tokens that the tokenizer adds.
@@ -155,20 +155,20 @@ class Service:
         return tuple(encode(self.tokenizer, prompt) if special else encode_part(self.tokenizer, prompt, "the prompt"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included; ApiError for ids outside the vocabulary."""
+        """Return the text of token ids, special tokens included; raise ApiError for ids outside the vocabulary."""
         check_ids(tokens, self.llm.target.vocab_size, "tokens")
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:
-        """A conversation as token ids, by the chat template of the tokenizer; with images, by that
-        of the model's processor."""
+        """Return a conversation as token ids, by the chat template of the tokenizer; with images, by the
+        template of the model's processor."""
         if holds_images(messages):
             return self.llm.media_prompt(with_images(messages), **template)
         return MediaIds(tuple(render(self.tokenizer, messages, **template)), {})
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer; ApiError without one."""
+        """The tokenizer; raise ApiError without one."""
         if self.llm.tokenizer is None:
             raise ApiError(400, "this server has no tokenizer: give token ids to /v1/completions", param="prompt")
         return self.llm.tokenizer

@@ -38,7 +38,7 @@ class RecentTokens:
             self._forget(now)
 
     def summary(self) -> dict[str, Any]:
-        """Throughput, tau, acceptance by depth and what was drafted in these seconds."""
+        """Return throughput, tau, acceptance by depth and what was drafted in these seconds."""
         now = time.monotonic()
         with self._lock:
             self._forget(now)

@@ -60,8 +60,8 @@ def figures(step: Step, drafted: int) -> CycleFigures:
 
 
 def drafted_nodes(steps: Sequence[Step]) -> list[int]:
-    """For each Step the nodes, the root excluded, that its cycle's draft had for its row. Each
-    draft is read once."""
+    """Return for each Step how many nodes, the root excluded, its cycle's draft had for its row. Each draft is read
+    once."""
     counts: dict[int, list[int]] = {}
 
     def counted(draft: Draft) -> list[int]:

@@ -35,13 +35,13 @@ def json_response(data: Any, headers: Mapping[str, str]) -> Response:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One event."""
+    """Return one event as it is sent."""
     head = f"event: {name}\n" if name else ""
     return head.encode() + b"data: " + written(data) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error as an event of completions and chats."""
+    """Return an error as an event of completions and chats."""
     return event(error.body())
 
 

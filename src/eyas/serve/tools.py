@@ -56,8 +56,8 @@ class Tools:
 
 
 def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools:
-    """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`;
-    ApiError where they are wrong."""
+    """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; raise ApiError where they
+    are wrong."""
     listed = tuple(_check(tool, number) for number, tool in enumerate(tools or (), start=1))
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         listed, choice = _allow(listed, choice.get("allowed_tools", choice))
@@ -116,8 +116,7 @@ def _check(tool: Any, number: int) -> Mapping[str, Any]:
 
 
 def written_tools(tokenizer: Any, tools: Tools) -> dict[str, Any]:
-    """Return the tools as a keyword of `text.render`; ApiError where the chat template has no place
-    for them."""
+    """Return the tools as a keyword of `text.render`; raise ApiError where the chat template has no place for them."""
     if not tools.listed:
         return {}
     if not has_place_for_tools(tokenizer, tools.listed):

@@ -81,8 +81,8 @@ def add_adapter_layers(model: PreTrainedModel, folder: str | Path) -> PreTrained
 
 
 def digest(folder: str | Path) -> str:
-    """A hash of the adapter's tensors as they are stored. The target's fingerprint reads only a few
-    matrices, so it may miss what an adapter changes."""
+    """Return a hash of the adapter's tensors as they are stored. The target's fingerprint reads only a few matrices,
+    so it may miss what an adapter changes."""
     with _peft_errors(folder):
         tensors = _import_peft().load_peft_weights(str(folder), device="cpu")
     total = hashlib.sha256()

@@ -76,7 +76,7 @@ def base_has_fingerprint(target: Target, recorded: str) -> bool:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """A hash of the names and shapes of all 2-D weights, and sums over three of them.
+    """Return a hash of the names and shapes of all 2-D weights, and sums over three of them.
 
     For a quantised model: the library's name, a hash of its layers' names, classes and sizes, and
     sums over the outputs of three of these layers, because their weights are stored in many ways.
@@ -124,7 +124,7 @@ def _three(items: list[Any]) -> tuple[Any, Any, Any]:
 
 
 def _format(shapes: list[Any], samples: list[Tensor]) -> str:
-    """ "hash:sum,sum,...": the sums are over signed values, divided by their norm."""
+    """Return "hash:sum,sum,...": the sums are over signed values, divided by their norm."""
     sums = []
     for values in samples:
         values = values.double()

@@ -49,7 +49,7 @@ __all__ = ["as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 1  # of the folders; those of another number are made again
+FORMAT = 1  # version of the kept folders; those of another version are made again
 PIECE = 2**20  # weights that one core computes at a time
 DEFAULT_LIMIT_GB = 20.0
 RECENT_SECONDS = 600.0  # a folder that was used so shortly before the newest one is not removed
@@ -106,8 +106,8 @@ def kept_folder(path: Path) -> Path:
 
 
 def split_gguf(source: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
-    """(folder or hub id, file in GGUF format or None): a path to such a file is split into its
-    folder and its name."""
+    """Return (folder or hub id, file in GGUF format or None): a path to such a file is split into its folder and its
+    name."""
     path = Path(source)
     if gguf_file is None and path.suffix == ".gguf" and path.is_file():
         return path.parent, path.name
@@ -154,8 +154,8 @@ def _read_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBa
 
 
 def _keywords(source: str | Path, gguf_file: str) -> dict[str, Any]:
-    """Keywords of from_pretrained that make plain weights of a file in GGUF format. An older
-    transformers has no GgufConfig, and always makes plain weights."""
+    """Return keywords of from_pretrained that make plain weights of a file in GGUF format. An older transformers has
+    no GgufConfig, and always makes plain weights."""
     with one_line_errors(f"target {str(source)!r} cannot be loaded", source, place=f"{gguf_file}: "):
         config = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
     settings = getattr(transformers, "GgufConfig", None)
@@ -164,7 +164,7 @@ def _keywords(source: str | Path, gguf_file: str) -> dict[str, Any]:
 
 
 def _file(source: str | Path, gguf_file: str) -> Path:
-    """Return the file, fetched where `source` is a hub id. ModelError where there is none."""
+    """Return the file, fetched where `source` is a hub id. Raise ModelError where there is none."""
     _check(source, gguf_file)
     if Path(source).is_dir():
         return Path(source) / gguf_file
@@ -257,9 +257,9 @@ def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> Non
 
 @contextmanager
 def _read_quickly() -> Iterator[Callable[[str], Any]]:
-    """Within this block transformers gets quicker functions, which give the same: files are parsed
-    once, weights are computed on all cores, tables of names are made once; and its progress bar is
-    one that only terminals see. Yields the function that parses a file."""
+    """Give transformers quicker functions within this block, which give the same: files are parsed once, weights are
+    computed on all cores, tables of names are made once; and its progress bar is one that only terminals see. Yields
+    the function that parses a file."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
@@ -287,8 +287,8 @@ def _read_quickly() -> Iterator[Callable[[str], Any]]:
 
 
 def _dequantised(dequantize: Callable[[Any, Any], Any], pool: ThreadPoolExecutor, data: Any, kind: Any) -> Any:
-    """What `gguf.dequantize` returns, computed in pieces of many blocks on all cores: a block's
-    weights depend on no other block."""
+    """Return what `gguf.dequantize` returns, computed in pieces of many blocks on all cores: a block's weights depend
+    on no other block."""
     import gguf
 
     size, length = gguf.GGML_QUANT_SIZES[kind]  # weights and bytes of a block

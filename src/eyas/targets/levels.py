@@ -48,7 +48,7 @@ class Level:
         )
 
     def select(self, value: Any, shape: tuple[int, int]) -> Any:
-        """A module's arguments for these nodes alone: tensors [R, Q, ...] become [M, 1, ...]."""
+        """Return a module's arguments for these nodes alone: tensors [R, Q, ...] become [M, 1, ...]."""
 
         def nodes(tensor: Tensor) -> Tensor:
             every = tensor.expand(shape[0], *tensor.shape[1:])
@@ -167,8 +167,8 @@ class _Projections:
 
 @contextmanager
 def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
-    """Within this context calls of the module run `forward`. Its class is not changed, and a
-    forward of the instance (accelerate's) is put back afterwards."""
+    """Let calls of the module run `forward` within this context. Its class is not changed, and a forward of the
+    instance (accelerate's) is put back afterwards."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:

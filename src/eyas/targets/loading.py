@@ -50,7 +50,7 @@ def load_target(
 
 
 def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Target:
-    """A target from a model or a PeftModel.
+    """Return a target from a model or a PeftModel.
 
     `adapters` change the model: a single one, by its folder, is merged into the weights, or
     added in layers of its own if they are quantised; several, by name, are switched between.
@@ -66,7 +66,7 @@ def is_peft_model(model: object) -> bool:
 
 
 def pick_device(device: str) -> str:
-    """auto: CUDA if available, else the CPU."""
+    """Return the torch device of a name; "auto" is CUDA if available, else the CPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -77,7 +77,7 @@ def pick_device(device: str) -> str:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """auto: float32 on a CPU, else the checkpoint's own."""
+    """Return the torch dtype of a name; "auto" is float32 on a CPU, else the checkpoint's own ("auto")."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"

@@ -143,8 +143,8 @@ def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, An
 
 
 def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A tensor on the model's device, and floats in its dtype. Other objects, such as the outputs
-    of an encoder, as they are."""
+    """Return a tensor on the model's device, floats in the model's dtype; other objects, such as the outputs of an
+    encoder, as they are."""
     return value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
 
 

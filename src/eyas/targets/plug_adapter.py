@@ -40,7 +40,7 @@ def target_with_adapters(model: Any, name: str, adapters: str | Path | Mapping[s
 
 
 def adapters_of(given: Any) -> dict[str, str] | str | None:
-    """Adapters as callers write them: one folder, to be merged; or folders by name, to be switched.
+    """Return adapters as `target_of` takes them: one folder, to be merged; or folders by name, to be switched.
 
     Accepted are a path; a mapping from names to paths; and a list of paths and of texts
     "NAME=PATH". A list of one path is that path.
@@ -75,6 +75,6 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def _name_and_path(item: str | Path) -> tuple[str | None, str]:
-    """ "name=path" as a pair; a path that exists, or has no such beginning, has no name."""
+    """Split "name=path" into a pair; a path that exists, or has no such beginning, has no name."""
     name, equals, path = str(item).partition("=")
     return (name, path) if equals and not Path(item).exists() and "/" not in name else (None, str(item))

@@ -44,7 +44,7 @@ def _generation_faults(folder: Path) -> Iterator[str]:
 
 
 def _layer_faults(folder: Path) -> Iterator[str]:
-    """A number of layers that no model has."""
+    """Yield the fault if config.json has a number of layers that no model has."""
     try:
         content = parse_json((folder / "config.json").read_bytes())
     except (OSError, InputError):  # reported by `_config_faults`
@@ -73,17 +73,17 @@ def _tokenizer_faults(folder: Path) -> Iterator[str]:
         try:
             path.read_text("utf-8")
         except (OSError, ValueError) as error:
-            yield f"{path.name} is no text in UTF-8 ({error})"
+            yield f"{path.name} is not text in UTF-8 ({error})"
 
 
 def _json_faults(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
-    """Files that do not hold one JSON object."""
+    """Yield the faults of files that do not hold one JSON object."""
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         try:
             content = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             reason = "its brackets are nested too deeply" if isinstance(error, RecursionError) else error
-            yield f"{path.name} is no valid JSON ({reason}): fetch or write it again"
+            yield f"{path.name} is not valid JSON ({reason}): fetch or write it again"
             continue
         if not isinstance(content, dict):
             yield f"{path.name} holds {type(content).__name__} {str(content)[:20]!r} where a JSON object is expected"
@@ -99,7 +99,7 @@ def _tensor_faults(paths: list[Path]) -> Iterator[str]:
 
 
 def _pickle_faults(paths: list[Path]) -> Iterator[str]:
-    """Pickled weights that hold anything but tensors by name; nothing in them is run."""
+    """Yield the faults of pickled weights that hold anything but tensors by name; nothing in them is run."""
     for path in paths:
         try:
             content = torch.load(path, map_location="meta", weights_only=True)

@@ -127,7 +127,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
-    """Keywords of `from_pretrained`. OptionError without accelerate."""
+    """Return keywords of `from_pretrained`. Raise OptionError without accelerate."""
     if device_map is None:
         return {}
     if find_spec("accelerate") is None:
@@ -186,7 +186,7 @@ def read_tokenizer(
         return None
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
         raise ModelError(
-            f"the tokenizer in {str(source)!r} has a chat template that is no text: repair tokenizer_config.json"
+            f"the tokenizer in {str(source)!r} has a chat template that is not text: repair tokenizer_config.json"
         )
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ModelError(
@@ -277,7 +277,7 @@ def _fault(folder: Path, files: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """An exception's message on one line; with its type if the message alone says little."""
+    """Return an exception's message on one line; with its type if the message alone says little."""
     message = one_line(error)
     # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
     if type(error).__name__.startswith("StrictDataclass"):

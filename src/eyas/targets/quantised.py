@@ -31,7 +31,7 @@ __all__ = ["Extension", "layers_of", "library_of", "mixing_layer", "reference_ou
 
 # tolerance, relative to the norm of a token's outputs; another order of summation changes less
 TOLERANCE = {torch.float32: 1e-3}
-CLOSE_ROUNDED = 0.05  # in bfloat16 and float16
+CLOSE_ROUNDED = 0.05  # the same in bfloat16 and float16
 OUTLIER = 100.0  # value of every input of the neighbouring tokens; far above the threshold of LLM.int8 (6)
 # largest input of the tested token, below that threshold, and the scale of its other inputs
 PEAK, REST = 5.5, 0.05
@@ -148,7 +148,7 @@ def _mixes(layer: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _token(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Fixed inputs [1, K] of a layer: one large value, the others small."""
+    """Return fixed inputs [1, K] of a layer: one large value, the others small."""
     width = getattr(layer, "in_features", None)
     place = next(_places(layer), None)
     if not isinstance(width, int) or place is None:

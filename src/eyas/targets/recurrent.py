@@ -95,8 +95,7 @@ def state_modules(target: Target) -> tuple[StateModule, ...]:
 
 
 class RowStates(TargetState):
-    """The states of B rows: those after the committed tokens, those of the uncommitted nodes, and
-    marks.
+    """The states of B rows: after the committed tokens, at the uncommitted nodes, and at marks.
 
     Attributes:
         cache_layers: the layers of a `transformers` cache that the modules read; the caller puts
@@ -135,8 +134,8 @@ class RowStates(TargetState):
 
     @contextmanager
     def chunk(self, row: int, inputs: ForwardInput, length_B: Tensor) -> Iterator[None]:
-        """Within this context, a forward of the model reads a later chunk of a prompt token by
-        token, which is committed then."""
+        """Let a forward of the model within this context read a later chunk of a prompt token by token; commit it
+        then."""
         with self.tree(inputs.rows, inputs.depth_RT, inputs.visible_RQT):
             yield
         count_B = torch.zeros_like(length_B)
@@ -145,8 +144,7 @@ class RowStates(TargetState):
 
     @contextmanager
     def prompt(self, row: int, fresh: bool) -> Iterator[None]:
-        """Within this context, a forward of the model continues from the committed state of one
-        row, and replaces it.
+        """Let a forward of the model within this context continue from the committed state of one row, and replace it.
 
         Args:
             fresh: the row is empty.
@@ -160,8 +158,8 @@ class RowStates(TargetState):
 
     @contextmanager
     def tree(self, rows: Sequence[int], depth_RT: Tensor, visible_RQT: Tensor) -> Iterator[None]:
-        """Within this context, a forward of the model reads Q new nodes of these rows; the
-        committed states stay as they are."""
+        """Let a forward of the model within this context read Q new nodes of these rows; the committed states stay as
+        they are."""
         R, Q, T = visible_RQT.shape
         levels, row_R = tree_levels(depth_RT, visible_RQT), torch.tensor(list(rows), device=self.device)
         self._grow(T, first=T == Q)
@@ -188,7 +186,7 @@ class RowStates(TargetState):
         shape: tuple[int, int],
         earlier: int,
     ) -> Forward:
-        """A forward that runs a state module's own, `forward`, once for each level.
+        """Return a forward that runs a state module's own, `forward`, once for each level.
 
         Args:
             row_R: the rows of the forward; None for all rows.
@@ -340,7 +338,7 @@ class RowStates(TargetState):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the states of all rows, without those of nodes and marks."""
+        """Bytes of the states of all rows, without the states of nodes and marks."""
         return sum(state.nbytes for states in self.committed for state in states.values())
 
 

@@ -153,7 +153,7 @@ class ProbeCache(Cache):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Within this context the cache knows which module runs."""
+        """Let the cache know within this context which module runs."""
 
         def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
             self._running.append(module)
@@ -173,8 +173,7 @@ class ProbeCache(Cache):
 
     @torch.no_grad()
     def state_modules(self) -> tuple[StateModule, ...]:
-        """Return the modules that have written states. ModelError for one whose states cannot be
-        handled."""
+        """Return the modules that have written states. Raise ModelError for one whose states cannot be handled."""
         found = []
         for module, written in self._writers.items():
             name, layers = type(module).__name__, set(written.values())
@@ -197,8 +196,8 @@ class ProbeCache(Cache):
         return tuple(found)
 
     def _projections(self, module: nn.Module, layer: int) -> tuple[tuple[nn.Linear, ...], nn.Linear | None]:
-        """(linear layers that read the module's input and nothing else, the linear layer whose
-        output is the module's output or None)."""
+        """Return (linear layers that read the module's input and nothing else, the linear layer whose output is the
+        module's output or None)."""
         call, ran = self._calls[module], list[tuple[nn.Linear, Tensor, Tensor, Tensor]]()
 
         def note(linear: Any, args: tuple[Any, ...], output: Tensor) -> None:

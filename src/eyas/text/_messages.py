@@ -169,7 +169,7 @@ def template_keywords(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(given: Any) -> Any:
-    """A value, or what its JSON holds; None for an empty one."""
+    """Return a value, or what its JSON holds; None for an empty one."""
     try:
         return parse_json(given) if isinstance(given, str) and given.strip() else given or None
     except InputError:

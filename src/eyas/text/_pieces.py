@@ -134,8 +134,7 @@ def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_local(steps: list[dict[str, Any]]) -> bool:
-    """True where a token's text depends on its neighbours only in the three ways that `_Pieces`
-    handles.
+    """Return True where a token's text depends on its neighbours only in the three ways that `_Pieces` handles.
 
     Before Fuse the steps see tokens. After it they see one long token, where only steps on single
     characters or on the beginning are local.
@@ -376,7 +375,7 @@ class StopStrings:
         return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """(index at which it begins, stop string) of the stop string that is completed first."""
+        """Return (index at which it begins, stop string) of the stop string that is completed first."""
         places = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
         return min(places)[1:] if places else None
 

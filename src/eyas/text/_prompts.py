@@ -118,10 +118,9 @@ def write_chat(
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """What the template writes. The arguments of calls are objects; templates that refuse them get an
-    empty object for what is none (text that was cut, say: clients repeat their whole history, so a
-    conversation could never go on after one such call), or JSON, which some put between other text.
-    """
+    """Return what the template writes. The arguments of calls are objects; templates that refuse them get an empty
+    object for what is none (text that was cut, say: clients repeat their whole history, so a conversation could never
+    go on after one such call), or JSON, which some put between other text."""
     forms: list[Messages] = [chat]
     for changed in (_as_object, _as_text):
         form: Messages = [_with_arguments(message, changed) for message in chat]

@@ -49,9 +49,8 @@ def is_chat_file(file: File) -> bool:
 
 
 def chat_lines(file: File) -> Iterator[tuple[str, bytes]]:
-    """(where, JSON of one conversation) of each line, array item or row; blank lines are left out.
-    InputError when the file is unreadable.
-    """
+    """Yield (where, JSON of one conversation) of each line, array item or row; blank lines are left out. Raise
+    InputError when the file is unreadable."""
     if is_parquet(file):
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(parquet_rows(file), start=1))
         return
@@ -83,7 +82,7 @@ def decode_line(raw: bytes) -> str:
 
 
 def parse_chat_line(raw: bytes) -> Any:
-    """Return the JSON value of one line; InputError when it is none."""
+    """Return the JSON value of one line; raise InputError when it is none."""
     content = decode_line(raw)
     try:
         return parse_json(content)
@@ -92,9 +91,8 @@ def parse_chat_line(raw: bytes) -> Any:
 
 
 def messages_of(record: Any) -> list[dict[str, Any]]:
-    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages`
-    returns them; InputError when it has neither.
-    """
+    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages` returns them; raise
+    InputError when it has neither."""
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"messages": [...]}')
     turns = record.get("messages", record.get("conversations"))
@@ -114,9 +112,8 @@ def _is_system(messages: Sequence[Any]) -> bool:
 
 
 def _in_openai_form(turn: Any, number: int) -> Any:
-    """A turn with OpenAI's keys and roles. ShareGPT's turn "function_call" holds a call, or a list
-    of them, as JSON.
-    """
+    """Return a turn with OpenAI's keys and roles. ShareGPT's turn "function_call" holds a call, or a list of them, as
+    JSON."""
     if not isinstance(turn, Mapping):
         return turn
     if turn.get("from") == "function_call":

@@ -39,9 +39,8 @@ class TokenizedChat:
 
 
 def messages_to_learn(record: Any) -> list[dict[str, Any]]:
-    """Return the messages of a line up to the assistant's last reply that counts, after which
-    nothing does. InputError when there is none.
-    """
+    """Return the messages of a line up to the assistant's last reply that counts, after which nothing does. Raise
+    InputError when there is none."""
     messages = messages_of(record)
     replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:

@@ -242,9 +242,8 @@ class StorePlan:
     tensors: dict[str, Tensor]  # tensors of all examples
 
     def write(self, folder: Path) -> None:
-        """Write manifest and examples; from them the shards can be made anywhere. OSError when the
-        examples cannot be written, InputError when the manifest cannot.
-        """
+        """Write manifest and examples; from them the shards can be made anywhere. Raise OSError when the examples
+        cannot be written, InputError when the manifest cannot."""
         write_tensors(folder / EXAMPLES_FILE, self.tensors, {})
         self.manifest.write(folder)
 

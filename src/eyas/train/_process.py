@@ -53,7 +53,8 @@ class InterruptHandler:
 
 @contextmanager
 def frozen(target: Any) -> Iterator[None]:
-    """No gradients for the target's weights; afterwards they require gradients as before."""
+    """Leave the target's weights without gradients within this context; afterwards they require gradients as
+    before."""
     model = getattr(target, "model", None)
     trainable = [value for value in model.parameters() if value.requires_grad] if isinstance(model, nn.Module) else []
     for value in trainable:
@@ -67,9 +68,8 @@ def frozen(target: Any) -> Iterator[None]:
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Denormal numbers count as zero: a CPU is many times slower with them, and no update of the
-    weights depends on them.
-    """
+    """Let denormal numbers count as zero within this context: a CPU is many times slower with them, and no update of
+    the weights depends on them."""
     before = float(torch.tensor(2.0**-126) / 2) == 0
     torch.set_flush_denormal(True)
     try:

@@ -28,6 +28,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from eyas.core.cache import common_prefix
 from eyas.errors import InputError
 from eyas.text import REASONING, Span
 
@@ -88,7 +89,7 @@ def find_replies(write: Write, messages: Messages, template: str) -> Found:
     earlier = [k for k, message in enumerate(messages[:-1]) if is_trained(message, k + 1)]
     texts = {k: _text(write, messages[: k + 1]) for k in earlier}
     kept = [k for k in earlier if _holds(texts[k], messages[k], template)]
-    left_out = 0 in earlier and 0 not in kept  # by a template that begins with the first question
+    left_out = 0 in earlier and 0 not in kept  # the template begins with the first question
     rewritten = not all(whole.startswith(text) for text in texts.values()) or len(earlier) - left_out > len(kept)
     if has_marks:
         spans = _without_untrained(write, messages, marks)
@@ -130,7 +131,7 @@ def _between_prefixes(write: Write, messages: Messages, whole: str, ends: Mappin
     if last > 0:
         begins[last] = _last_begin(write, messages, whole, prompts[last])
     elif not begins:
-        raise InputError("the chat template does not write a reply to nothing; put a user's turn before it")
+        raise InputError("the chat template writes no reply without a turn before it; put a user's turn there")
     spans = [(begins[k], ends.get(k, len(whole))) for k in sorted({*ends, last} & begins.keys())]
     return spans, not all(whole.startswith(prompt) for k, prompt in prompts.items() if k != last)
 
@@ -148,9 +149,7 @@ def _last_begin(write: Write, messages: Messages, whole: str, prompt: str) -> in
     (The prompts of reasoning models end with <think>, which the text of a reply without reasoning
     lacks.)
     """
-    common = next(
-        (i for i, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), min(len(whole), len(prompt))
-    )
+    common = common_prefix(whole, prompt)
     if common < len(prompt) and common < len(_text(write, messages[:-1])):
         raise InputError(
             "the chat template does not write the conversation as a prompt with a reply after it; drop the line"

@@ -48,8 +48,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whose metadata has the SHA-256 of the data. OSError when it cannot
-    be written.
+    """Write a safetensors file whose metadata has the SHA-256 of the data. Raise OSError when it cannot be written.
 
     The widest dtypes must come first, so that all tensors are aligned.
     """

@@ -73,7 +73,7 @@ def batch_loss(
 
 @contextmanager
 def memory_errors(cause: str) -> Iterator[None]:
-    """FitError that names the cause when the accelerator's memory is too small."""
+    """Raise FitError that names the cause when the accelerator's memory is too small."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -81,7 +81,7 @@ def memory_errors(cause: str) -> Iterator[None]:
 
 
 def batch_memory_errors(batches: Batches, batch: Sequence[int]) -> AbstractContextManager[None]:
-    """`memory_errors` for the loss of a batch."""
+    """Return `memory_errors` for the loss of a batch."""
     return memory_errors(
         f"with a batch of {batches.tokens(batch)} tokens; lower batch_tokens (now {batches.batch_tokens})"
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from eyas.core.params import is_number, is_whole
 from eyas.errors import OptionError, near
 from eyas.train.data import Batches
 
@@ -43,7 +44,7 @@ MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing", "sh
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The options of a training run. OptionError for impossible values.
+    """The options of a training run. Raise OptionError for impossible values.
 
     A step is one update of the weights; it reads `accumulation` batches, however many processes
     share them. The length of a run is given by one of `steps`, `epochs` and `tokens`, one epoch if
@@ -108,23 +109,21 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "weight_decay"):
-            _require(_is_number(getattr(self, name)) and getattr(self, name) >= 0, name, "must be 0 or more", self)
+            _require(is_number(getattr(self, name)) and getattr(self, name) >= 0, name, "must be 0 or more", self)
         _require(self.lr > 0, "lr", "must be above 0", self)
         for name in ("min_lr_share", "heldout"):
             _require(
-                _is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1", self
+                is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1", self
             )
         _require(self.heldout < 1, "heldout", "must leave something to train on: below 1", self)
-        are_betas = len(self.betas) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        are_betas = len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         _require(are_betas, "betas", "are two numbers from 0 up to, not including, 1", self)
-        _require(
-            self.epochs is None or (_is_number(self.epochs) and self.epochs > 0), "epochs", "must be above 0", self
-        )
+        _require(self.epochs is None or (is_number(self.epochs) and self.epochs > 0), "epochs", "must be above 0", self)
         for name, minimum in MINIMA.items():
             value = getattr(self, name)
             is_unset = value is None and name in ("steps", "tokens", "warmup_steps")
             _require(
-                is_unset or (_is_whole(value) and value >= minimum),
+                is_unset or (is_whole(value) and value >= minimum),
                 name,
                 f"must be a whole number, {minimum} or more",
                 self,
@@ -171,7 +170,7 @@ class TrainConfig:
             )
 
     def total_steps(self, batches: Batches) -> int:
-        """Return the steps of a run with this data. OptionError when the warm-up would not end."""
+        """Return the steps of a run with this data. Raise OptionError when the warm-up would not end."""
         steps = (
             self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         )
@@ -223,11 +222,3 @@ def _require(is_valid: bool, name: str, rule: str, config: TrainConfig) -> None:
 def _as_list(value: object) -> object:
     """Return tuples as lists, as a saved state may hold either."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -209,7 +209,7 @@ class LineReader:
         self.chat = ChatReader(tokenizer)
 
     def examples(self, file: File) -> Iterator[tuple[bytes, Example]]:
-        """(bytes that the split hashes, example) for every usable line or document of the file."""
+        """Yield (bytes that the split hashes, example) for every usable line or document of the file."""
         is_chat = is_chat_file(file)
         for where, raw in raw_lines(file):
             self.report.lines += 1

@@ -46,8 +46,7 @@ def world_size() -> int:
 
 
 def join(device: torch.device, parallel: str) -> SingleProcess:
-    """Connect to the other processes of the run, if there are any. OptionError when they cannot be
-    reached.
+    """Connect to the other processes of the run, if there are any. Raise OptionError when they cannot be reached.
 
     Args:
         parallel: "fsdp" or "ddp".
@@ -104,8 +103,7 @@ class SingleProcess:
 
     @contextmanager
     def full_weights(self, net: nn.Module) -> Iterator[None]:
-        """Inside, the net is an ordinary one with whole weights, in every process. May be
-        nested."""
+        """Make the net an ordinary one with whole weights within this context, in every process. May be nested."""
         yield
 
     def broadcast_weights(self, net: nn.Module) -> None:

@@ -121,7 +121,7 @@ def _write_failure(store: FeatureStore, error: OSError) -> str:
 def _shard_features(
     store: FeatureStore, target: Target, shard: int, batch_tokens: int, on_batch: Callable[[int], None] | None
 ) -> dict[int, list[Tensor]]:
-    """Return layer -> its tensors as they are on disk. The target reads examples of about one length together."""
+    """Return by layer its tensors as they are on disk. The target reads examples of about one length together."""
     settings, numbers = store.settings, store.in_shard(shard)
     batches = Batches([store.example(i) for i in numbers], batch_tokens)
     begins = [0, *accumulate(batches.lengths)]

@@ -26,15 +26,14 @@ class TrainLog:
         """Keep the lines of an earlier session up to `step`, and its evaluations up to
         `evaluated_step`: later ones are repeated.
 
-        InputError when the file cannot be written, or has lines that are not of a training log.
-        """
+        Raise InputError when the file cannot be written, or has lines that are not of a training log."""
         self.path = folder / LOG_FILE
         earlier = read_log(folder) if step else []
         valid = [line for line in earlier if line["step"] <= (min(step, evaluated_step) if "heldout" in line else step)]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in valid))
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line. InputError when it cannot be written."""
+        """Append a line. Raise InputError when it cannot be written."""
         with write_errors(self.path), open(self.path, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(dict(line)) + "\n")
 
@@ -42,8 +41,7 @@ class TrainLog:
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of the log. A last line that is cut off is left out: a killed run may leave one.
 
-    InputError when the file cannot be read, or another line is not of a training log.
-    """
+    Raise InputError when the file cannot be read, or another line is not of a training log."""
     path = folder / LOG_FILE
     if not path.exists():
         return []

@@ -53,9 +53,7 @@ __all__ = ["TrainConfig", "TrainResult", "train"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The end of a run. The drafter's net then holds the weights that are in the folder: those of
-    `best_step`.
-    """
+    """The end of a run. The drafter's net then holds the weights of `best_step`, which are in the folder."""
 
     step: int
     steps: int
@@ -128,10 +126,10 @@ class Trainer:
     """A run in progress."""
 
     def __init__(self, setup: TrainSetup, output: TrainOutput, resume: bool, on_progress: OnProgress | None) -> None:
-        """Restores the saved state, if there is one, and shards the net over the processes."""
+        """Restore the saved state, if there is one, and shard the net over the processes."""
         self.setup, self.output = setup, output
         saved = output.load(resume)
-        self.state = TrainState() if saved is None else _restore(setup, output, saved)
+        self.state = TrainState() if saved is None else TrainState.from_dict(saved, output.state_file)
         self.loss_function: LossFunction = setup.group.shard(setup.drafter)
         self.optimizer = HeadOptimizer(setup.net, setup.config, setup.device)
         if saved is not None:
@@ -224,16 +222,11 @@ class Trainer:
 
     @contextmanager
     def _saved_state_in_errors(self) -> Iterator[None]:
-        """Errors of a step or an evaluation say which state is on disk."""
+        """Add to errors of a step or an evaluation which state is on disk."""
         try:
             yield
         except EyasError as error:
             raise type(error)(f"{error}; {self.output.saved_state}") from error
-
-
-def _restore(setup: TrainSetup, output: TrainOutput, saved: Mapping[str, Any]) -> TrainState:
-    """Return the saved state; its weights are loaded into the net."""
-    return TrainState.from_dict(saved, output.state_file)
 
 
 def _copied_weights(setup: TrainSetup) -> dict[str, Tensor]:

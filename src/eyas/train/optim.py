@@ -77,8 +77,8 @@ class HeadOptimizer:
         }
 
     def like(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors to read a state into: these, or shards where their parameters are sharded. LookupError for
-        other parameters."""
+        """Return tensors to read a state into: these, or shards where their parameters are sharded. Raise LookupError
+        for other parameters."""
         found = {}
         for key, value in whole.items():
             number, i, _ = key.split(".")

@@ -37,15 +37,14 @@ OnProgress = Callable[[Progress], None]
 
 
 def figures_text(figures: Mapping[str, float]) -> str:
-    """`loss 0.512  0-alpha 0.71`."""
+    """Return figures as text, such as `loss 0.512 0-alpha 0.71`."""
     return "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
 
 @contextmanager
 def bar(console: Console | None = None) -> Iterator[OnProgress]:
-    """A progress bar on stderr with steps, loss, held-out figures and speed; without a terminal, a
-    line every half minute.
-    """
+    """Show a progress bar on stderr with steps, loss, held-out figures and speed; without a terminal, a line every
+    half minute."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _line_printer(console)

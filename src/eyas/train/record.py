@@ -18,8 +18,8 @@ __all__ = ["write_record"]
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write training.json, with the command line and the versions of this run, and a model card.
-    InputError when it cannot be written.
+    """Write training.json, with the command line and the versions of this run, and a model card. Raise InputError when
+    it cannot be written.
 
     The model card reads these keys of `record`: method, target, head, trained_length, options,
     steps, step, best_step, tokens, seconds, processes, examples, heldout.
@@ -54,7 +54,7 @@ Everything about the run is in `training.json`, its losses in `log.jsonl`.
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """Properties of the head, as far as they are known."""
+    """Return the properties of the head, as far as they are known."""
     head, options, facts = record["head"], record["options"], dict[str, str]()
     if "draft_vocab_size" in head:
         facts["tokens that it can draft"] = f"{head['draft_vocab_size']:,} of {head['vocab_size']:,}"

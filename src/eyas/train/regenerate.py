@@ -104,9 +104,7 @@ class Skipped:
 
 
 def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
-    """Yield all lines that are not blank. InputError when a file cannot be read, or holds no
-    conversations.
-    """
+    """Yield all lines that are not blank. Raise InputError when a file cannot be read, or holds no conversations."""
     for path in map(as_file, paths):
         if not is_chat_file(path):
             raise InputError(
@@ -117,8 +115,8 @@ def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
 
 
 def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversation:
-    """Return the conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt":
-    "..."}. InputError when it cannot be used.
+    """Return the conversation of a line: {"messages": ...}, {"conversations": ...} or {"prompt": "..."}. Raise
+    InputError when it cannot be used.
 
     Assistant's messages before the first question stay, and messages of weight 0. A conversation that
     ends with a question gets a reply to it.

@@ -32,7 +32,7 @@ from eyas.train.store import FeatureStore
 
 __all__ = ["RemoteStore", "open_store"]
 
-MAX_HEADER_BYTES = 1 << 16  # of a shard's header: about a hundred bytes for each layer
+MAX_HEADER_BYTES = 1 << 16  # read of a shard's beginning; its header has about a hundred bytes for each layer
 
 Key = tuple[int, int]  # number of an example, layer
 

@@ -24,9 +24,8 @@ class Reporter:
     """
 
     def __init__(self, setup: TrainSetup, state: TrainState, folder: Path, on_progress: OnProgress | None) -> None:
-        """Opens log and trackers; lines of the log that were written after the state are removed,
-        as they will be written again.
-        """
+        """Open log and trackers; lines of the log that were written after the state are removed, as they will be
+        written again."""
         self.setup = setup
         self.state = state
         self.on_progress: OnProgress | None = None

@@ -46,7 +46,7 @@ class TrainSetup:
     total_steps: int
     head_dtype: torch.dtype  # dtype of the published head
     use_bf16: bool  # training steps run under bfloat16 autocast
-    identity: Mapping[str, str]  # what a saved state must have been made with; the keys are those of IDENTITY_NAMES
+    identity: Mapping[str, str]  # what a saved state must have been made with, by the keys of IDENTITY_NAMES
 
     @property
     def device(self) -> torch.device:

@@ -96,7 +96,7 @@ class TrainState:
         self.is_consistent = True
 
     def add_evaluation(self, figures: dict[str, float], best: BestHead | None, is_worse: bool) -> None:
-        """An evaluation at the current step. `best`: the best head so far, this one included."""
+        """Note an evaluation at the current step. `best`: the best head so far, this one included."""
         self.evaluated_step = self.step
         self.heldout = figures
         self.best = best
@@ -119,9 +119,8 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
-        """Return the state that `to_dict` described. InputError, which names the file, where values
-        have other types.
-        """
+        """Return the state that `to_dict` described. Raise InputError, which names the file, where values have other
+        types."""
         best = saved["best"]
         try:
             epoch, index = saved["position"]
@@ -195,7 +194,7 @@ def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Te
 
 @contextmanager
 def _alone_is_fine() -> Iterator[None]:
-    """Without torch's warning that there is one process, which it gives also where it has been told so."""
+    """Hide torch's warning that there is one process, which it gives also where it has been told so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -209,9 +208,8 @@ def saved_states(folder: Path) -> list[Path]:
 
 
 def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:
-    """Read the values of a state and compare its checksums, a part in each process. InputError when the state is
-    damaged, or is no state of a training.
-    """
+    """Read the values of a state and compare its checksums, a part in each process. Raise InputError when the state is
+    damaged, or is not a state of a training."""
     again = "delete it to start the training again"
     try:
         digest, content, _ = (path / VALUES_FILE).read_text(encoding="utf-8").split("\n")
@@ -225,7 +223,9 @@ def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:
         raise InputError(f"{path} is damaged (checksum of {all_damaged[0]}); {again}")
     for key, types in KEY_TYPES.items():
         if key not in saved:
-            raise InputError(f"{path} has no {key!r}, so it is no whole state of a training; delete it to start again")
+            raise InputError(
+                f"{path} has no {key!r}, so it is not a complete state of a training; delete it to start again"
+            )
         if not isinstance(saved[key], types) or isinstance(saved[key], bool):
             raise InputError(
                 f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start again"

@@ -170,9 +170,8 @@ class FeatureStore:
         return Example(self.tokens[span].tolist(), self.counted[span].bool().tolist())
 
     def features(self, number: int, layers: Sequence[int]) -> Tensor:
-        """Return [T, F]: these layers of an example, side by side. InputError when layers are missing or
-        bytes were changed.
-        """
+        """Return [T, F]: these layers of an example, side by side. Raise InputError when layers are missing or bytes
+        were changed."""
         self.check_layers(layers)
         return torch.cat([self._checked(number, k) for k in layers], -1)
 
@@ -239,8 +238,7 @@ class FeatureStore:
     def data(self) -> Data:
         """Return the examples whose shards are there, in the order of `data.read`.
 
-        InputError when a shard is there but not whole, or when there is none.
-        """
+        Raise InputError when a shard is there but not whole, or when there is none."""
         faults = {shard: fault for shard in range(len(self.manifest.shards)) if (fault := self.fault(shard))}
         broken = [fault for fault in faults.values() if fault != MISSING]
         if broken:
@@ -281,7 +279,7 @@ class FeatureStore:
         return problems
 
     def write_shard(self, shard: int, features: Mapping[int, Sequence[Tensor]]) -> None:
-        """Write a shard. OSError when it cannot be written; nothing is left of it then.
+        """Write a shard. Raise OSError when it cannot be written; nothing is left of it then.
 
         Args:
             features: layer -> its tensors, [N, width].
@@ -300,7 +298,7 @@ class FeatureStore:
         write_tensors(self.path(shard), {"crc32": torch.tensor(checksums), **dict(written)}, {"store": self.id})
 
     def finish(self) -> bool:
-        """If all shards are there, copy their checksums into the manifest and return True."""
+        """Copy the shards' checksums into the manifest and return True, if all shards are there."""
         if self.missing():
             return False
         if any(shard.sha256 is None for shard in self.manifest.shards):
@@ -337,7 +335,7 @@ class StoredExamples(Sequence[Example]):
         return self.store.example(self.numbers[index])
 
     def features(self, index: int, layers: Sequence[int]) -> Tensor:
-        """[T, F]: the target's hidden states of an example, these layers side by side."""
+        """Return the target's hidden states of an example, [T, F], these layers side by side."""
         return self.store.features(self.numbers[index], layers)
 
     def expect(self, indices: Iterable[int], layers: Sequence[int]) -> None:

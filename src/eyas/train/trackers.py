@@ -58,9 +58,8 @@ def _tensorboard(folder: Path, config: dict[str, Any], step: int) -> Tracker:
 
 
 def _wandb(folder: Path, config: dict[str, Any], step: int) -> Tracker:
-    """A resumed run continues the W&B run whose id is in the folder. W&B itself reads WANDB_MODE
-    and similar variables.
-    """
+    """Open a tracker of W&B. A resumed run continues the W&B run whose id is in the folder. W&B itself reads
+    WANDB_MODE and similar variables."""
     wandb = importlib.import_module("wandb")
     id_file = folder / "wandb.id"
     if not step or not id_file.exists():

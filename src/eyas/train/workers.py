@@ -65,7 +65,7 @@ class Workers:
             return subprocess.Popen([*self.command, *part], stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
 
     def run(self, on_tokens: Callable[[int], None]) -> None:
-        """Wait for all of them. EyasError when one failed.
+        """Wait for all of them. Raise EyasError when one failed.
 
         Args:
             on_tokens: called with the tokens of each shard that is made.
@@ -93,7 +93,7 @@ class Workers:
                 )
 
     def _stop(self) -> None:
-        """Ctrl-C reaches the workers too; end those that do not react. An unfinished shard leaves nothing."""
+        """End the workers that do not react to Ctrl-C, which reaches them too. An unfinished shard leaves nothing."""
         for process in self.processes:
             try:
                 process.wait(timeout=STOP_SECONDS)

@@ -67,10 +67,9 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
 def read_prompts(path: str | Path) -> tuple[list[Prompt], list[str]]:
     """Return the user's own prompts, and one line for each line that cannot be used.
 
-    A line: {"prompt": "..."}, {"messages": [...]}, {"turns": [...]} or {"prompt_ids": [...]}; with
-    any of them "id", "task" (else the file's name), "system", "max_new_tokens", "raw". InputError
-    when the file cannot be read or no line can be used.
-    """
+    A line: {"prompt": "..."}, {"messages": [...]}, {"turns": [...]} or {"prompt_ids": [...]}; with any of them "id",
+    "task" (else the file's name), "system", "max_new_tokens", "raw". Raise InputError when the file cannot be read or
+    no line can be used."""
     file = Path(path)
     if not file.is_file():
         raise InputError(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from eyas.core.params import is_whole
 from eyas.errors import InputError, near
 from eyas.text import template_keywords
 from eyas.text.chat_files import messages_of
@@ -137,9 +138,7 @@ def _continuation(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ids(record: Mapping[str, Any]) -> dict[str, Any]:
     ids = record["prompt_ids"]
-    if not (
-        isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-    ):
+    if not (isinstance(ids, list) and ids and all(is_whole(i) and i >= 0 for i in ids)):
         raise InputError('"prompt_ids" must be a list of token ids, whole numbers from 0')
     return {"prompt_ids": tuple(ids)}
 
@@ -185,7 +184,7 @@ def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
         settings["template"] = template
     most = record.get("max_new_tokens")
     if most is not None:
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        if not is_whole(most) or most < 1:
             raise InputError(f'"max_new_tokens" must be a whole number from 1, it is {most!r}')
         settings["max_new_tokens"] = most
     if "raw" in record:

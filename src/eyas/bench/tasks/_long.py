@@ -41,7 +41,7 @@ class Book(NamedTuple):
 
 
 def split_lengths(path: str) -> tuple[str, tuple[int, ...]]:
-    """ "PATH@1000+4000" -> ("PATH", (1000, 4000)). OptionError when a length is 0 or comes twice."""
+    """ "PATH@1000+4000" -> ("PATH", (1000, 4000)). Raise OptionError when a length is 0 or comes twice."""
     found = re.search(r"@(\d+(?:\+\d+)*)$", path)
     if not found:
         return path, LENGTHS_WORDS
@@ -102,7 +102,7 @@ def _book(file: Path) -> Book:
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is no text in UTF-8 (byte {error.start})") from error
+        raise InputError(f"{file} is not text in UTF-8 (byte {error.start})") from error
     words = [match.span() for match in re.finditer(r"\S+", text)]
     starts = [begin for begin, _ in words]
     paragraphs = [bisect_left(starts, match.end()) for match in re.finditer(r"\n[ \t]*\n\s*(?=\S)", text)]

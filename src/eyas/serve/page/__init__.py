@@ -34,7 +34,7 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re
 
 
 def one_file(data: Mapping[str, Any]) -> str:
-    """An HTML page that shows one answer.
+    """Return an HTML page that shows one answer.
 
     Args:
         data: prompt, target, method, tau, seconds, and the objects of `cycles.CycleWriter` as cycles.
@@ -47,8 +47,8 @@ def one_file(data: Mapping[str, Any]) -> str:
 
 
 def _modules(entry: str, done: set[str] | None = None) -> list[str]:
-    """A module and those that it imports, each after what it needs, as functions that return what
-    they export."""
+    """Return a module and those that it imports, each after what it needs, as functions that return what they
+    export."""
     done = set() if done is None else done
     done.add(entry)
     source = _read(f"{entry}.js")
@@ -67,5 +67,5 @@ def _hash(text: str) -> str:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """JSON for a script element: a text in it cannot end the element."""
+    """Return JSON for a script element: a text in it cannot end the element."""
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")

@@ -28,7 +28,7 @@ def index() -> Response:
 
 @router.get("/page/{name}")
 def file(name: str) -> Response:
-    """A module, style or picture of the page."""
+    """Return a module, style or picture of the page."""
     path = FOLDER / name
     if path.suffix not in MEDIA_TYPES or path.parent != FOLDER or not path.is_file():
         raise HTTPException(404, f"the page has no file {name!r}")

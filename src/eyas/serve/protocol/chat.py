@@ -84,4 +84,4 @@ class ChatBody(TemplateFields, GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    return_token_ids: bool | None = None  # of the answer, as in vLLM
+    return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does

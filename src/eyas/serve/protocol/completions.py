@@ -19,7 +19,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None  # of the answer, as in vLLM
+    return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
 
     @field_validator("prompt", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
-from eyas.core.params import Sampling
+from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
 from eyas.serve.errors import ApiError
 from eyas.serve.protocol.structure import STRUCTURE_FIELDS, structure_keywords
@@ -159,7 +159,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     timings_per_token: bool | None = None  # llama.cpp's: `timings` in the response and in every chunk
     # eyas' own
     speculation: bool | int | str | None = None  # False | "auto" | draft tokens at most | a method
-    cycles: bool | None = None  # with stream: every cycle, for the page
+    cycles: bool | None = None  # with stream: describe every cycle, for the page
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
 
     def check(self) -> None:
@@ -181,8 +181,8 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     @field_validator("speculation", mode="before")
     @classmethod
     def _check_speculation(cls, value: Any) -> Any:
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not isinstance(value, bool | str) and not (number and 1 <= value <= MOST_DRAFTED):
+        is_count = is_whole(value) and 1 <= value <= MOST_DRAFTED
+        if value is not None and not isinstance(value, bool | str) and not is_count:
             raise ValueError(
                 f'must be false, "auto", a number of draft tokens from 1 to {MOST_DRAFTED}, or the name of a method'
             )

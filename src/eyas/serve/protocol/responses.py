@@ -55,7 +55,7 @@ class ResponsesBody(GenerationBody):
     previous_response_id: str | None = None
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_tool_calls: int | None = None  # of tools of a server's own: there are none
+    max_tool_calls: int | None = None  # limits the server's own tools: there are none
     # the fields below are accepted only with values that change nothing
     conversation: None = None
     include: list[str] | None = None
@@ -76,8 +76,7 @@ class ResponsesBody(GenerationBody):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
-        """Return the same request as a chat, with these items as its conversation; the last of them are those of
-        `items()`.
+        """Return the same request as a chat, with these items as its conversation, which ends with `items()`.
 
         Raises:
             InputError: an item that cannot be read.
@@ -100,7 +99,7 @@ class ResponsesBody(GenerationBody):
         return ChatBody.model_construct(**{**fields, **own}).placed([*(["the instructions"] if head else []), *places])
 
     def response_form(self) -> dict[str, Any] | None:
-        """`text.format` as the `response_format` of a chat."""
+        """Return `text.format` as the `response_format` of a chat."""
         form = self.text.format if self.text else None
         if form is None or form.get("type") != "json_schema":
             return self.response_format if form is None else form
@@ -112,7 +111,7 @@ def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[
     row are one turn of the assistant's, whose place is that of its last item.
 
     Args:
-        before: items at the beginning that are those of earlier responses.
+        before: how many of the first items belong to earlier responses.
 
     Raises:
         InputError: an item that cannot be read.
@@ -148,8 +147,8 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
-    """An item as a message; {} for reasoning that is empty. Keys that a message does not have are
-    from earlier responses."""
+    """Return an item as a message; {} for reasoning that is empty. Keys that a message does not have are from earlier
+    responses."""
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"))}
@@ -172,7 +171,7 @@ def _content(content: Any) -> Any:
 
 
 def _part(part: Any) -> Any:
-    """A part of an item's content as one of a chat; others are refused where the chat is read."""
+    """Return a part of an item's content as one of a chat; others are refused where the chat is read."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in TEXTS:
         return {"type": "text", "text": part.get("text")}
@@ -180,7 +179,7 @@ def _part(part: Any) -> Any:
 
 
 def _nest(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """A tool in the form of chats."""
+    """Return a tool in the form of chats."""
     if tool.get("type") != "function":
         raise ApiError(
             400,

@@ -283,7 +283,7 @@ BAD = {
     "an impossible rate": (("--lr", -1), "lr must be 0 or more; got -1.0"),
     "an unknown schedule": (("--schedule", "linaer"), "--schedule"),
     "two lengths": (("--epochs", 2), "steps and epochs each say how long"),
-    "broken betas": (("--betas", "0.9;0.95"), "no list of numbers"),
+    "broken betas": (("--betas", "0.9;0.95"), "not a list of numbers"),
     "no data": (("--data", "./nowhere.jsonl"), "./nowhere.jsonl does not exist"),
     "an output that is a file": (("--output", "chat.jsonl"), "cannot write"),
     "no head to begin with": (

@@ -104,6 +104,8 @@ def test_heads_that_cannot_be_used(served: Running, llm: eyas.LLM, tmp_path: Pat
         (ADMIN, {}, 400, "path"),
         (ADMIN, {"path": "x", "name": "y"}, 400, "either"),
         (ADMIN, {"path": str(tmp_path / "missing")}, 400, "no such folder"),
+        (ADMIN, {"path": "~nobody-of-that-name/head"}, 400, "no such folder"),
+        (ADMIN, {"path": "a" * 5000}, 400, "no such folder"),
         (ADMIN, {"path": str(tmp_path / "empty")}, 409, "empty"),
         (ADMIN, {"path": eagle3}, 409, "multi-token"),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from pathlib import Path
+import os
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -63,9 +63,10 @@ def _source(heads: Heads, body: DraftBody) -> str:
     if (body.path is None) == (body.name is None):
         raise ApiError(400, 'give either "path", a folder of this machine, or "name", a hub id or "given"')
     if body.path is not None:
-        if not Path(body.path).expanduser().is_dir():
-            raise ApiError(400, f"{body.path}: there is no such folder on the server's machine", param="path")
-        return str(Path(body.path).expanduser())
+        folder = os.path.expanduser(body.path)  # unlike pathlib's, it takes any text
+        if not os.path.isdir(folder):
+            raise ApiError(400, f"{body.path[:200]}: there is no such folder on the server's machine", param="path")
+        return folder
     if body.name != GIVEN:
         return str(body.name)
     if heads.given is None:

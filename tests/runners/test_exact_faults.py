@@ -17,9 +17,10 @@ from eyas.kernels import _build
 from test_kernels import built_with, needs
 
 ISA = "x86-64-v3"
-VALUES = """for_shared_slots(values, [&](int64_t place, const float* const* value, int64_t count) {
-            add_values(scores_at, pairs, place, value, count, out);
-        });
+VALUES = """for_shared_slots<4 * LANES>(
+            values, [&](int64_t place, const float* const* value, int64_t count) {
+                add_values(scores_at, pairs, place, value, count, out);
+            });
 """
 DIVISION = """        for (int64_t n = 0; n < pairs; n++)
             for (int64_t d = 0; d < h; d++) out[n][d] /= totals[n];

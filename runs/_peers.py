@@ -378,8 +378,7 @@ def _pace(w: Workshop) -> list[Engine]:
         return []
 
     def one(dtype: str) -> Engine:
-        options = {"target": w.target(), "dtype": dtype, "cache": "DYNAMIC"}
-        start = partial(w.program, PACE, "with_pace.py", f"pace-{dtype}", **options)
+        start = partial(w.program, PACE, "with_pace.py", f"pace-{dtype}", target=w.target(), dtype=dtype)
         return Engine(f"AMD PACE, plain, {dtype}", "AMD PACE", start, exact=dtype == "float32")
 
     return [one(dtype) for dtype in ("float32", "bfloat16")]

@@ -1,5 +1,5 @@
 """AMD PACE, for runs/peers.py: with_pace.py '{"target": FOLDER, "threads": N, "dtype": "float32" or
-"bfloat16", "cache": a name of its KVCacheType}'.
+"bfloat16"}'.
 
 It needs a processor with AVX512_BF16. Its drafts are PARD's, which eyas reads and does not train, so that it decodes plainly here.
 """
@@ -34,10 +34,8 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     # its operators use the threads that are set when it is imported
     from pace.llm import LLMModel, SamplingConfig
-    from pace.llm.attention import KVCacheType
 
-    cache = KVCacheType[options["cache"]]
-    llm = LLMModel(options["target"], dtype=getattr(torch, options["dtype"]), kv_cache_type=cache, disable_tqdm=True)
+    llm = LLMModel(options["target"], dtype=getattr(torch, options["dtype"]), disable_tqdm=True)
 
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
         times = Times()

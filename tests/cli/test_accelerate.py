@@ -93,8 +93,8 @@ def test_large_features_are_not_asked_about(tmp_path: Path, small: None, monkeyp
 
 
 def test_every_evaluation_counts_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: an evaluation is left out of the forecast where the acceptance is that of the one before, or one of a saved
-    state counts again, as of a later step, when the run goes on. The run is killed at step 5; its state is of step 3."""
+    """Bug: the forecast ignores an evaluation with the same acceptance as the evaluation before it, or a resumed run
+    counts the evaluation in its saved state again, at a later step. The run is killed at step 5; its state is of step 3."""
     (tmp_path / "work").mkdir()
     sessions = [[(2, 3.0), (3, 3.0), (4, 3.0), (4, 2.0), (5, 2.0)], [(4, 3.0), (4, 2.0), (5, 2.0), (6, 2.0), (6, 1.0)]]
     Journal(tmp_path / "work", {}).write(

@@ -1,4 +1,4 @@
-"""What the tests that start Ray share: their marks."""
+"""The marks of the tests that start Ray."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ CASES = [
     ("dflash", "vllm"),
 ]
 BLOCKS = ("dflash",)  # DSpark needs vLLM's newer model runner, which its CPU build does not have
-SHORT = 180  # tokens: with its answer such a prompt is no longer than what the block heads were trained on
+SHORT = 180  # tokens of a prompt that fits, with its answer, the length that the block heads were trained on
 
 
 @pytest.fixture(scope="module")

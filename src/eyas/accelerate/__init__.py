@@ -1,4 +1,4 @@
-"""What `eyas accelerate` decides and forecasts; the commands that do the work are its steps.
+"""Decisions and forecasts of `eyas accelerate`, which does the work by other commands of eyas.
 
     prospect.py    looks at model and machine: speeds, plan, forecast
     trial.py       speeds of this machine: answering, reading, training

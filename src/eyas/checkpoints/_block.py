@@ -255,7 +255,7 @@ def attention_kinds(merged: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has layer_types {kinds!r}; heads whose {layers} layers have full or sliding attention are read"
         )
     settings = {key: merged[key] for key in LAYER_KEYS if merged.get(key) is not None}
-    if kinds is not None:  # the config may be that of a model with more layers
+    if kinds is not None:  # a copied config may list more layers than the head has
         settings["layer_types"] = kinds[:layers]
     try:
         resolved: Any = Qwen3Config(**settings)

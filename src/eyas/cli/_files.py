@@ -266,7 +266,7 @@ class Results:
 
 
 def _is_json(raw: bytes) -> bool:
-    """Return whether a line is whole; a part of an object is no JSON."""
+    """Return whether a line is complete JSON, which the beginning of an object is not."""
     try:
         parse_json(raw)
     except InputError:

@@ -303,7 +303,7 @@ class Run:
         head = train.HeadOptions(features=str(store), output=str(self.folder), method=self.prospect.method)
 
         def on_progress(now: Progress) -> None:
-            # figures are shown until there are others, and those of the saved state again in a run that goes on
+            # progress repeats the last evaluation, and a resumed run the one in its saved state: each counts once
             known = [(one["tau"], one.get("loss")) for one in self.journal["evaluations"]]
             figures = now.heldout.get("chain tau"), now.heldout.get("loss")
             if figures[0] is not None and figures not in known:

@@ -275,7 +275,7 @@ def _trainable_method(name: str) -> type[DraftMethod]:
 def _drafter(
     kind: type[DraftMethod], llm: LLM, init: str | None, options: Any, data: Data, config: TrainConfig
 ) -> DraftMethod:
-    """Return a new head, made for what the data needs, or the one that --init names."""
+    """Return the head of --init, or else a new one that fits the data."""
     from eyas import checkpoints
     from eyas.drafters._eagle import EagleMethod
     from eyas.train.vocab import count_tokens

@@ -92,7 +92,7 @@ class Method(small_model.Method):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
-        """Return the method as it always is: there are no weights to draw."""
+        """Return the method, which has no weights to initialise."""
         return cls.load(None, target, options)
 
     def describe(self) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _private_folder() -> Path:
 
 @contextmanager
 def _build_lock(folder: Path) -> Iterator[None]:
-    """Hold a lock that only one process has: the one that compiles."""
+    """Hold the lock of the process that compiles; others wait."""
     from filelock import FileLock, Timeout  # only who compiles pays for the import
 
     path = folder / "build.lock"

@@ -162,13 +162,13 @@ def _int4_panels(weight_OI: Tensor) -> Tensor:
     nibbles = (integer_OGg + 8).to(torch.uint8).view(panels, panel, groups, -1, 2, inputs)
     bytes_PGsOd = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
     scale_PGO = scale_OG1.view(panels, panel, groups).transpose(1, 2).bfloat16().contiguous()
-    return in_huge_pages(torch.cat([bytes_PGsOd.flatten(2), scale_PGO.view(torch.uint8)], dim=2).contiguous())
+    return in_huge_pages(torch.cat([bytes_PGsOd.flatten(2), scale_PGO.view(torch.uint8)], dim=2))
 
 
 def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
     """Return the weights as [O / P, I / together, P, together], without the last dimension where it would be 1."""
     panels = weight_OI.view(-1, 2 * lanes(), weight_OI.shape[1] // together, together).transpose(1, 2)
-    return in_huge_pages((panels.squeeze(-1) if together == 1 else panels).contiguous())
+    return in_huge_pages(panels.squeeze(-1) if together == 1 else panels)
 
 
 # --- the processor -------------------------------------------------------------------------------

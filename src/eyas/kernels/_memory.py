@@ -16,21 +16,21 @@ from torch import Tensor
 __all__ = ["in_huge_pages"]
 
 HUGE_PAGE = 2 << 20  # bytes, as on x86-64 and on ARM with pages of 4 KiB
-BLOCK = 16 * HUGE_PAGE  # that is taken from the system at a time, and shared by small matrices
-ALIGNMENT = 64  # of a matrix: a line of the cache
+BLOCK = 16 * HUGE_PAGE  # bytes taken from the system at a time; small matrices share them
+ALIGNMENT = 64  # each matrix begins at a cache line
 
 _lock = Lock()
 _free = torch.empty(0, dtype=torch.uint8)  # the rest of the last block
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Return a copy of a contiguous tensor whose memory asks for huge pages; where there are none, the tensor itself.
+    """Return a contiguous copy of a tensor in huge pages; where there are none, the tensor made contiguous.
 
     Memory goes back to the system when all tensors of its block are gone.
     """
     global _free
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return tensor
+        return tensor.contiguous()
     needed = tensor.numel() * tensor.element_size()
     # a block that is made in inference mode could not be written to outside of it
     with _lock, torch.inference_mode(False), torch.no_grad():
@@ -44,7 +44,7 @@ def _block(size: int) -> Tensor:
     """Return bytes that begin at a huge page, at least `size` of them."""
     size += -size % HUGE_PAGE
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # of a kernel without huge pages
+    with suppress(OSError):  # the kernel may be built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     block = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -block.data_ptr() % HUGE_PAGE

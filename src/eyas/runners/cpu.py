@@ -216,7 +216,7 @@ class CpuRunner:
         return kernels.linear(self.output, hidden.float(), self.layers.threads)
 
     def _logits(self, x_MD: Tensor, last_MD: Tensor, last_of: int | None) -> Tensor:
-        """Return logits [M, V], or those of the last token of each of `last_of` rows; write the hidden states after
+        """Return logits [M, V], or [R, V] of the last token of each of R = `last_of` rows; write the hidden states after
         the final norm to `last_MD`."""
         if last_of is None:
             logits_MV = kernels.head(x_MD, self.norm_D, self.eps, self.output, last_MD, self.layers.threads)

@@ -49,7 +49,7 @@ __all__ = ["as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 1  # version of the kept folders; those of another version are made again
+FORMAT = 1  # version of the kept folders; a folder of another version is made again
 PIECE = 2**20  # weights that one core computes at a time
 DEFAULT_LIMIT_GB = 20.0
 RECENT_SECONDS = 600.0  # a folder that was used so shortly before the newest one is not removed

@@ -35,8 +35,9 @@ def accept_interrupts() -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For `eyas` as a child: one thread, no network, no warnings of tokenizers about forks."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
+    """For `eyas` as a child: one thread, no network, no warnings of tokenizers about forks, and where it was when it crashed."""
+    ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, **ours, **more}
 
 
 class WorkLimit:

@@ -250,7 +250,7 @@ def test_two_machines_train_what_one_process_does(
             for _ in range(2)
         ]
         said = [processes.finish(one)[1] for one in agents]
-    assert [one.returncode for one in agents] == [0, 0], said
+    assert [one.returncode for one in agents] == [0, 0], "\n".join(said)
     alone = tuple(tmp_path / "alone" if part == tmp_path / "new" else part for part in whole)
     assert run(*alone).exit_code == 0
     records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("new", "alone")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -258,29 +259,36 @@ def node(numbers: Sequence[int]) -> Iterator[str]:
 
 @EMBEDDED
 def test_two_nodes_write_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against work that only the caller's node can do, and against processes of two nodes that train apart.
-    Two nodes of one core, which Ray simulates."""
+    """Guards against work that only the caller's node can do, processes of two nodes that train apart, and relative
+    paths that are looked for in a node's folder. Two nodes of one core, which Ray simulates."""
     from ray.cluster_utils import Cluster
 
+    tiny.model().save_pretrained(tmp_path / "target")
+    tiny.tokenizer().save_pretrained(tmp_path / "target")
+    shutil.copytree(tiny.HEADS["eagle3"], tmp_path / "head")
+    target = ["--target", "target"]
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # of the two nodes
     asked, chats = tmp_path / "asked.jsonl", written_chats(tmp_path / "chats.jsonl", 24)
     asked.write_text("".join(json.dumps({"id": i, "prompt": f"Tell me about {i}."}) + "\n" for i in range(4)))
-    short = ["--max-new-tokens", "6", "--tree.nodes", "6", "--tree.depth", "3", "--output"]
+    short = [*target, "--draft", "head", "--max-new-tokens", "6", "--tree.nodes", "6", "--tree.depth", "3", "--output"]
     commands = {
         "generate": ["generate", "--input", str(asked), *short],
         "regenerate": ["regenerate", "--data", str(asked), *short],
-        "features": features_command(chats),
-        "datastore": ["datastore", "build", "--data", str(chats), "--output"],
-        "train": brief_training(chats),
+        "features": [*features_command(chats)[:-1], *target, "--output"],
+        "datastore": ["datastore", "build", *target, "--data", str(chats), "--output"],
+        "train": [*brief_training(chats)[:-1], *target, "--output"],
     }
-    for name, command in commands.items():
-        assert run([*command, str(tmp_path / f"{name} one")]) == 0
+    with monkeypatch.context() as here:
+        here.chdir(tmp_path)
+        for name, command in commands.items():
+            assert run([*command, str(tmp_path / f"{name} one")]) == 0
     size = {"num_cpus": 1, "object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
         cluster.add_node(**size)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         assert len(set(worked(list(range(16)), lambda: node, Workers(2)))) == 2
+        monkeypatch.chdir(tmp_path)
         for name, command in commands.items():
             assert run([*command, str(tmp_path / f"{name} two"), "--workers", "2"]) == 0
     finally:

@@ -10,7 +10,7 @@ import io
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ from eyas.cli._data import check_source, training_data, training_options
 from eyas.cli._errors import Interrupted, UsageError, note
 from eyas.cli._load import check_exact, load_target, need_packages, quiet
 from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
-from eyas.cli._spread import cores_for, wants_gpu
+from eyas.cli._spread import Here, cores_for, wants_gpu
 from eyas.errors import EyasError, OptionError
 from eyas.locks import check_output_folder
 
@@ -106,11 +106,8 @@ class _Loop:
     training: dict[str, Any]
     model: TargetOptions
     options: dict[str, Any]
-    folder: str  # of the command, by which relative paths are meant
 
     def __call__(self, stop: Callable[[], bool]) -> None:
-        with suppress(OSError):  # another machine need not have it
-            os.chdir(self.folder)
         _train(self.head, self.training, self.model, self.options, stop)
 
 
@@ -133,7 +130,7 @@ def _train_with_workers(
     head = replace(head, output=folder, data=data, features=features)
     assert head.workers is not None
     share = Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
-    loop = _Loop(head, dict(training), model, dict(options), os.getcwd())
+    loop = Here(_Loop(head, dict(training), model, dict(options)))
     train_with(loop, share, Path(folder), head.min_workers)
     note(f"the head is in {head.output}")
 

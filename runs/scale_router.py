@@ -1,6 +1,6 @@
 """Which replica answers the next turn of a conversation? Three ways to choose, in the same load.
 
-    python runs/scale_router.py --output docs/results/scale_router.json --rounds 3
+    python runs/scale_router.py --output docs/results/scale_router.json
 
     two choices   Ray's default: the less busy of two replicas
     sessions      eyas' fleets: `ConsistentHashRouter`, by the name that `eyas.cluster.gate` gives a conversation
@@ -9,8 +9,8 @@
                   body of the request
 
 Two replicas of the embedded model on this machine. Clients hold one conversation after another, each with its own first
-message of some hundred words and several turns, streamed; "shared" conversations begin with a system message that all
-of them have. Figures: the time until the first text of a turn after the first one, the share of the prompt's tokens that
+message of some hundred words and several turns, streamed; then as many that begin with a system message which all of
+them share. Figures: the time until the first text of a turn after the first one, the share of the prompt's tokens that
 were not read again, and answers a second.
 """
 
@@ -136,6 +136,10 @@ class Load:
         chosen = random.Random(name)
         return " ".join(chosen.choice(WORDS) for _ in range(self.words))
 
+    async def all_clients(self, url: str) -> None:
+        """Hold all conversations."""
+        await asyncio.gather(*(self.client(url, number) for number in range(self.clients)))
+
     async def client(self, url: str, number: int) -> None:
         """Hold one conversation after the other."""
         async with httpx2.AsyncClient(timeout=600) as http:
@@ -166,21 +170,22 @@ class Load:
         return Turn(turn, first - began, usage["prompt_tokens"], cached, text)
 
 
-def measured(router: str, shared: bool, options: Any) -> dict[str, Any]:
-    """Return a line of the table."""
-    load = Load(options.clients, options.conversations, options.turns, options.words, options.tokens, shared)
-
-    async def all_clients(url: str) -> None:
-        await asyncio.gather(*(load.client(url, number) for number in range(load.clients)))
-
+def measured(router: str, options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a router."""
     with served(router, {"replicas": 2, "rows": options.rows, "tree": "fixed"}) as url:
-        began = time.monotonic()
-        asyncio.run(all_clients(url))
-        seconds = time.monotonic() - began
+        for shared in (False, True):
+            load = Load(options.clients, options.conversations, options.turns, options.words, options.tokens, shared)
+            began = time.monotonic()
+            asyncio.run(load.all_clients(url))
+            yield {"router": router, **figures(load, time.monotonic() - began)}
+
+
+def figures(load: Load, seconds: float) -> dict[str, Any]:
+    """Return the figures of a load that took so long."""
     later = [turn for turn in load.done if turn.number]
     return {
-        "router": router,
-        "conversations": "shared beginning" if shared else "of their own",
+        "beginnings": "shared" if load.shared else "of their own",
+        "conversations": load.clients * load.conversations,
         "first_seconds_median": round(median(turn.first_seconds for turn in later), 3),
         "first_seconds_mean": round(mean(turn.first_seconds for turn in later), 3),
         "cached_share": round(sum(t.cached_tokens for t in load.done) / sum(t.prompt_tokens for t in load.done), 3),
@@ -189,13 +194,15 @@ def measured(router: str, shared: bool, options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    made = parser(__doc__, clients=6, conversations=2, turns=4, words=200, tokens=32, rows=4, rounds=2)
+    note = ("", "a remark for the record")
+    made = parser(__doc__, clients=8, conversations=2, turns=3, words=150, tokens=24, rows=4, rounds=2, note=note)
     options, before, lines = made.parse_args(), machine(), list[dict[str, Any]]()
-    jobs = [(kind, router) for n in range(options.rounds) for kind in (False, True) for router in rotated(ROUTERS, n)]
-    for shared, router in track(jobs, transient=True):
-        lines.append(measured(router, shared, options))
-        print(lines[-1], flush=True)
-        write(options.output, {"lines": lines}, before, quiet=True)
+    jobs = [router for n in range(options.rounds) for router in rotated(ROUTERS, n)]
+    for router in track(jobs, transient=True):
+        for line in measured(router, options):
+            lines.append(line)
+            print(line, flush=True)
+            write(options.output, {"note": options.note, "lines": lines}, before, quiet=True)
 
 
 if __name__ == "__main__":

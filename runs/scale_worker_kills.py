@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -84,7 +85,8 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
 def killed(command: list[str], kills: int, seed: int, log: Path) -> tuple[int, float]:
     """Run a command and kill its workers; return how many were killed, and the seconds that the command took."""
     chance, done, start = random.Random(seed), 0, time.monotonic()
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+    environment = {**os.environ, "RAY_ADDRESS": "local"}  # without it the workers of `features` are not Ray's
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
         command_process = psutil.Process(process.pid)
         while process.poll() is None:
             time.sleep(chance.uniform(0.5, 4))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -23,6 +26,7 @@ from cluster import live
 from eyas import tiny
 from eyas.errors import EyasError, InputError, OptionError
 from eyas.locks import locked_output
+from processes import accept_interrupts, environment, finish, started, wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
@@ -86,6 +90,48 @@ def test_mistakes_are_one_line(at_once: bool, message: str) -> None:
     """Guards against pages of Ray's tracebacks where the user has made a mistake, and against endless restarts."""
     with pytest.raises(OptionError, match=message):
         list(worked([1], Refusing(at_once), Workers(1)))
+
+
+class Faulty:
+    """Has a fault of its own, when it is made or when it works; counts how often it is asked."""
+
+    def __init__(self, at_once: bool, calls: Path) -> None:
+        self.at_once, self.calls = at_once, calls
+
+    def __call__(self) -> Callable[[Sequence[Any]], Any]:
+        if self.at_once:
+            self.work([])
+        return self.work
+
+    def work(self, items: Sequence[Any]) -> Any:
+        with self.calls.open("a") as calls:
+            calls.write("x")
+        return len(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_faults_are_one_line_and_not_tried_again(at_once: bool, tmp_path: Path) -> None:
+    """Guards against pages of Ray's where eyas has a fault, and against a call that fails again and again."""
+    told = r"^a worker has failed with TypeError: object of type 'NoneType' has no len\(\) \(test_ray.py:\d+, the .*\)$"
+    with pytest.raises(EyasError, match=told):
+        list(worked([1], Faulty(at_once, tmp_path / "calls"), Workers(1)))
+    assert (tmp_path / "calls").read_text() == "x"
+
+
+class DyingMaker(Dying):
+    """Its process is killed twice while it is made."""
+
+    def __call__(self) -> Callable[[Sequence[int]], Iterator[tuple[int, int]]]:
+        list(self.squares([-1]))
+        list(self.squares([-2]))
+        return self.squares
+
+
+def test_workers_that_are_killed_while_they_load(tmp_path: Path) -> None:
+    """Guards against a command that ends because a worker is lost before it can work."""
+    outcomes = list(worked([3], DyingMaker(tmp_path, {-1, -2}), Workers(1)))
+    assert outcomes == [(3, 9)]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -258,29 +304,36 @@ def node(numbers: Sequence[int]) -> Iterator[str]:
 
 @EMBEDDED
 def test_two_nodes_write_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against work that only the caller's node can do, and against processes of two nodes that train apart.
-    Two nodes of one core, which Ray simulates."""
+    """Guards against work that only the caller's node can do, processes of two nodes that train apart, and relative
+    paths that are looked for in a node's folder. Two nodes of one core, which Ray simulates."""
     from ray.cluster_utils import Cluster
 
+    tiny.model().save_pretrained(tmp_path / "target")
+    tiny.tokenizer().save_pretrained(tmp_path / "target")
+    shutil.copytree(tiny.HEADS["eagle3"], tmp_path / "head")
+    target = ["--target", "target"]
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # of the two nodes
     asked, chats = tmp_path / "asked.jsonl", written_chats(tmp_path / "chats.jsonl", 24)
     asked.write_text("".join(json.dumps({"id": i, "prompt": f"Tell me about {i}."}) + "\n" for i in range(4)))
-    short = ["--max-new-tokens", "6", "--tree.nodes", "6", "--tree.depth", "3", "--output"]
+    short = [*target, "--draft", "head", "--max-new-tokens", "6", "--tree.nodes", "6", "--tree.depth", "3", "--output"]
     commands = {
         "generate": ["generate", "--input", str(asked), *short],
         "regenerate": ["regenerate", "--data", str(asked), *short],
-        "features": features_command(chats),
-        "datastore": ["datastore", "build", "--data", str(chats), "--output"],
-        "train": brief_training(chats),
+        "features": [*features_command(chats)[:-1], *target, "--output"],
+        "datastore": ["datastore", "build", *target, "--data", str(chats), "--output"],
+        "train": [*brief_training(chats)[:-1], *target, "--output"],
     }
-    for name, command in commands.items():
-        assert run([*command, str(tmp_path / f"{name} one")]) == 0
+    with monkeypatch.context() as here:
+        here.chdir(tmp_path)
+        for name, command in commands.items():
+            assert run([*command, str(tmp_path / f"{name} one")]) == 0
     size = {"num_cpus": 1, "object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
         cluster.add_node(**size)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         assert len(set(worked(list(range(16)), lambda: node, Workers(2)))) == 2
+        monkeypatch.chdir(tmp_path)
         for name, command in commands.items():
             assert run([*command, str(tmp_path / f"{name} two"), "--workers", "2"]) == 0
     finally:
@@ -318,7 +371,7 @@ class DyingLoop(train._Loop):
 
     number = signal.SIGKILL
 
-    def __call__(self, stop: Callable[[], bool]) -> None:
+    def __call__(self, stop: Callable[[], bool]) -> str | None:
         from eyas.train import loop
 
         step, mark = loop.train_step, Path(self.head.output).parent / "killed"
@@ -335,7 +388,7 @@ class DyingLoop(train._Loop):
             return step(setup, loss_function, optimizer, state)
 
         loop.train_step = deadly
-        super().__call__(stop)
+        return super().__call__(stop)
 
 
 @dataclass(frozen=True)
@@ -389,6 +442,30 @@ def test_a_lost_worker_leaves_the_loss_curve(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "disturbed" / ".ray").exists()
 
 
+@EMBEDDED
+def test_ctrl_c_saves_the_state(tmp_path: Path) -> None:
+    """Guards against a training that Ctrl-C ends without a word, and without the steps since its last state. All
+    processes of the session get the signal, as from a terminal."""
+    data, head = written_chats(tmp_path / "chats.jsonl", 24), tmp_path / "head"
+    parts = [*training_command(data, save_every=0), "--output", str(head)]
+    parts[parts.index("--steps") + 1] = "100000"
+    command, log = [sys.executable, "-m", "eyas", *parts], head / "log.jsonl"
+    options = {"env": environment(), "preexec_fn": accept_interrupts, "start_new_session": True}
+    with started(command, stderr=subprocess.PIPE, text=True, **options) as process:
+        wait_until(lambda: log.exists() and '"loss"' in log.read_text(), process)
+        os.killpg(process.pid, signal.SIGINT)
+        told = finish(process)[1]
+    assert process.returncode == 130, told
+    last = told.splitlines()[-1]
+    found = re.fullmatch(
+        rf"eyas: interrupted: step (\d+) of 100000 is saved in {re.escape(str(head))}; the same command goes on from there",
+        last,
+    )
+    assert found, told
+    assert next(folder.name for folder in head.glob("state-*")).startswith(f"state-{found[1]}-")
+    assert len(losses(head)) == int(found[1])
+
+
 @dataclass(frozen=True)
 class Mistaken:
     """A loop that one process ends with a mistake of the user's, while the other one waits for it."""
@@ -399,8 +476,11 @@ class Mistaken:
         import torch.distributed as dist
 
         if dist.get_rank() == self.rank:
-            raise InputError(f"process {self.rank} has no such file")
+            self.fail()
         dist.barrier()
+
+    def fail(self) -> None:
+        raise InputError(f"process {self.rank} has no such file")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -410,6 +490,25 @@ def test_a_mistake_of_one_process_ends_all(rank: int, tmp_path: Path) -> None:
     with pytest.raises(EyasError, match=f"process {rank} has no such file"):
         train_with(Mistaken(rank), Workers(2), tmp_path / "head", patience=1)
     assert not (tmp_path / "head" / ".ray").exists()
+
+
+@dataclass(frozen=True)
+class Broken(Mistaken):
+    """A loop that one process ends with a fault of ours; counts how often."""
+
+    calls: Path = Path()
+
+    def fail(self) -> None:
+        with self.calls.open("a") as calls:
+            calls.write("x")
+        len(None)  # type: ignore[arg-type]
+
+
+def test_a_fault_ends_a_training_at_once(tmp_path: Path) -> None:
+    """Guards against a training with a fault of ours that Ray begins a hundred times."""
+    with pytest.raises(EyasError, match="a worker has failed with TypeError: object of type 'NoneType' has no len"):
+        train_with(Broken(1, tmp_path / "calls"), Workers(2), tmp_path / "head", patience=1)
+    assert (tmp_path / "calls").read_text() == "x"
 
 
 def test_one_training_at_a_time(tmp_path: Path) -> None:

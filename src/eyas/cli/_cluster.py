@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from eyas.cli._errors import UsageError, note
 from eyas.cli._load import need_packages
 from eyas.cli._serving import ServeArguments, loaded_app
-from eyas.cli._spread import cores_for, wants_gpu
+from eyas.cli._spread import Here, cores_for, wants_gpu
 from eyas.errors import OptionError, near
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def serve_fleet(arguments: ServeArguments) -> None:
     with bound(server.host, server.port) as listening:  # Ray names no address that is taken
         port = listening.getsockname()[1]
     fleet = fleet_of(arguments)
-    with local_fleet(Maker(arguments), fleet, server.host, port):
+    with local_fleet(Here(Maker(arguments)), fleet, server.host, port):
         note(f"serving with {fleet.replicas} replicas on http://{server.host}:{port}")
         run_until_signal()
         note(f"shutting down: running answers may end within {server.drain:g} s")

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from eyas.cli._load import need_packages
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
+Given = TypeVar("Given")
+
+
+@dataclass(frozen=True)
+class Here(Generic[Given]):
+    """A function that is called in another process, in the folder of this one: relative paths are meant from there."""
+
+    function: Callable[..., Given]
+    folder: str = field(default_factory=os.getcwd)
+
+    def __call__(self, *arguments: object) -> Given:
+        with suppress(OSError):  # another machine need not have it
+            os.chdir(self.folder)
+        return self.function(*arguments)
 
 
 def wants_gpu(device: str) -> bool:
@@ -46,4 +62,4 @@ def spread(
     from eyas.cluster.data import Workers, worked
 
     share = Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(device)))
-    return worked(items, make, share)
+    return worked(items, Here(make), share)

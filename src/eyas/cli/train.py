@@ -10,7 +10,7 @@ import io
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts.types import PositiveFloat, PositiveInt
 
 from eyas.cli._data import check_source, training_data, training_options
-from eyas.cli._errors import Interrupted, UsageError, note
+from eyas.cli._errors import Interrupted, UsageError, interruptible, note
 from eyas.cli._load import check_exact, load_target, need_packages, quiet
 from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
-from eyas.cli._spread import cores_for, wants_gpu
+from eyas.cli._spread import Here, cores_for, wants_gpu
 from eyas.errors import EyasError, OptionError
 from eyas.locks import check_output_folder
 
@@ -106,12 +106,13 @@ class _Loop:
     training: dict[str, Any]
     model: TargetOptions
     options: dict[str, Any]
-    folder: str  # of the command, by which relative paths are meant
 
-    def __call__(self, stop: Callable[[], bool]) -> None:
-        with suppress(OSError):  # another machine need not have it
-            os.chdir(self.folder)
-        _train(self.head, self.training, self.model, self.options, stop)
+    def __call__(self, stop: Callable[[], bool]) -> str | None:
+        try:
+            _train(self.head, self.training, self.model, self.options, stop)
+        except Interrupted as stopped:
+            return str(stopped)
+        return None
 
 
 def _train_with_workers(
@@ -128,19 +129,15 @@ def _train_with_workers(
     from eyas.cluster.training import train_with
 
     folder = str(Path(head.output).expanduser().absolute())  # Ray's processes begin in other folders
-    data = tuple(map(_absolute, head.data))
-    features = head.features and _absolute(head.features)
-    head = replace(head, output=folder, data=data, features=features)
+    head = replace(head, output=folder)
     assert head.workers is not None
     share = Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
-    loop = _Loop(head, dict(training), model, dict(options), os.getcwd())
-    train_with(loop, share, Path(folder), head.min_workers)
+    loop = Here(_Loop(head, dict(training), model, dict(options)))
+    with interruptible(lambda: "the same command goes on from the state that was saved last"):
+        stopped = train_with(loop, share, Path(folder), head.min_workers)
+    if stopped is not None:
+        raise Interrupted(stopped)
     note(f"the head is in {head.output}")
-
-
-def _absolute(file: str) -> str:
-    """Return a path from the root; a URL as it is."""
-    return file if "://" in file else str(Path(file).expanduser().absolute())
 
 
 def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from typing import Any, TypeVar
 import ray
 import ray.data
 
-from eyas.errors import EyasError, OptionError
+from eyas.errors import EyasError, OptionError, one_line
 
-__all__ = ["Workers", "connected", "on_shared_cluster", "piece_size", "worked"]
+__all__ = ["Workers", "connected", "fault", "on_shared_cluster", "piece_size", "worked"]
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -29,6 +30,7 @@ ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster that runs already
 LOCAL = "local"  # Ray's own word: on this machine
 PIECES = 8  # the items are divided into at least so many pieces a worker
 MAX_ITEMS = 64  # most items of a piece
+LOSSES = 10  # workers that are lost one after the other before one is ready, until Ray gives up
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def worked(
         make: builds the function that works on items; it is called once in each worker.
 
     Raises:
-        EyasError: what `make` or its result has raised.
+        EyasError: what `make` or its result has raised. Ray does not try again, whatever the exception was; it does
+            where a process is lost.
     """
     if not items:
         return
@@ -62,6 +65,7 @@ def worked(
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.execution_options.preserve_order = True
+        context.max_consecutive_actor_init_deaths = LOSSES
         size = piece_size(len(items), workers.number)
         pieces = [{"items": pickle.dumps(items[i : i + size])} for i in range(0, len(items), size)]
         done = ray.data.from_items(pieces, override_num_blocks=len(pieces)).map_batches(
@@ -92,8 +96,8 @@ class _Worker:
         self.failed: EyasError | None = None
         try:
             self.work = make()
-        except EyasError as error:  # a mistake of the user's, to be told as one line
-            self.failed = OptionError(str(error))
+        except Exception as error:
+            self.failed = fault(error)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {"outcomes": [pickle.dumps(self._outcomes(piece)) for piece in batch["items"]]}
@@ -103,8 +107,19 @@ class _Worker:
             return self.failed
         try:
             return list(self.work(pickle.loads(piece)))
-        except EyasError as error:
-            return OptionError(str(error))
+        except Exception as error:
+            return fault(error)
+
+
+def fault(error: Exception) -> EyasError:
+    """Return what a worker's exception is told as, on one line. The traceback of a fault of ours is left in Ray's log
+    of the worker."""
+    if isinstance(error, EyasError):
+        return OptionError(str(error))
+    traceback.print_exception(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(place.filename)}:{place.lineno}, the traceback is in the worker's log of Ray's"
+    return EyasError(f"a worker has failed with {type(error).__name__}: {one_line(error, 300)} ({where})")
 
 
 def on_shared_cluster() -> bool:

@@ -112,25 +112,26 @@ class FleetApp:
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         asked = (scope.get("method"), scope.get("path"))
         if asked == ("GET", "/metrics"):
-            await self._metrics(send)
+            await self._metrics(scope, receive, send)
         elif asked == ("POST", "/v1/draft"):
             await self._new_head(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    async def _metrics(self, send: Any) -> None:
-        results = await self.tell("metrics")
-        pages = dict(result for result in results if not isinstance(result, BaseException))
-        await _respond(send, merged(pages).encode(), PROMETHEUS)
+    async def _metrics(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Let the server check the request; then the page of all replicas takes the place of its own."""
+        messages = await self._answered(scope, receive)
+        if messages[0]["status"] == 200:
+            results = await self.tell("metrics")
+            pages = dict(result for result in results if not isinstance(result, BaseException))
+            await _respond(send, merged(pages).encode(), PROMETHEUS)
+            return
+        for message in messages:
+            await send(message)
 
     async def _new_head(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Let the server check the request and take the head itself; then the other replicas take it."""
-        messages: list[Message] = []
-
-        async def keep(message: Message) -> None:
-            messages.append(message)
-
-        await self.app(scope, receive, keep)
+        messages = await self._answered(scope, receive)
         if messages[0]["status"] == 200:
             answer = json.loads(b"".join(message.get("body", b"") for message in messages[1:]))
             results = await self.tell("change_head", answer["head"])
@@ -143,6 +144,16 @@ class FleetApp:
                 return
         for message in messages:
             await send(message)
+
+    async def _answered(self, scope: Mapping[str, Any], receive: Any) -> list[Message]:
+        """Return the server's own answer."""
+        messages: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        await self.app(scope, receive, keep)
+        return messages
 
 
 async def _respond(send: Any, content: bytes, media_type: bytes, status: int = 200) -> None:

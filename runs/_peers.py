@@ -35,7 +35,11 @@ OWN = Path(sys.executable)
 INTEROP, OPENVINO, PACE = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "openvino", "pace"))
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' auto
-DRAFTING = f"EAGLE-3, {DRAFTS} drafts"
+DRAFTING, BLOCK = f"EAGLE-3, {DRAFTS} drafts", f"DFlash, {DRAFTS} drafts"
+SUFFIX = {
+    "num_speculative_tokens": 24,
+    "suffix_decoding_max_cached_requests": 0,
+}  # vLLM's default; it draws on no earlier answers
 TREE_DRAFTS, TREE = 7, {"branching_factor": 2, "tree_depth": 3}  # of OpenVINO GenAI
 Ask = Callable[..., dict[str, Any]]
 
@@ -78,6 +82,7 @@ class Workshop:
 
     Attributes:
         model: the name of a model of eyas that has an EAGLE-3 head: embedded, smollm2-q4_1.
+        dflash: the folder of a DFlash head of that model, which `eyas train --method dflash` makes: none comes with eyas.
     """
 
     folder: Path
@@ -85,6 +90,7 @@ class Workshop:
     llama_cpp: Path | None  # sources of llama.cpp
     llama_build: Path | None
     model: str = "embedded"
+    dflash: Path | None = None
     left_out: dict[str, str] = field(default_factory=dict)  # engine -> why
 
     @property
@@ -109,17 +115,23 @@ class Workshop:
 
     def head(self) -> Path:
         """Its EAGLE-3 head, in the form that all but OpenVINO read."""
-        return self._exported("eagle3", "sglang")
+        return self._exported(self.named.heads["eagle3"], "eagle3", "sglang")
 
     def openvino_head(self) -> Path:
         """The head in the form that optimum-intel converts."""
-        return self._exported("eagle3-openvino", "openvino")
+        return self._exported(self.named.heads["eagle3"], "eagle3-openvino", "openvino")
+
+    def dflash_head(self) -> Path:
+        """The DFlash head in the form that vLLM reads and optimum-intel converts."""
+        assert self.dflash
+        made = int((self.dflash / "config.json").stat().st_mtime)  # another head may lie in the same folder later
+        return self._exported(self.dflash, f"dflash-{made}", "openvino")
 
     @one_at_a_time
-    def _exported(self, name: str, form: str) -> Path:
+    def _exported(self, head: Path, name: str, form: str) -> Path:
         place = self.folder / name
         if not place.exists():
-            export(load(self.named.heads["eagle3"]), form, place, ExportTarget(str(self.target())))
+            export(load(head), form, place, ExportTarget(str(self.target())))
         return place
 
     @one_at_a_time
@@ -141,8 +153,8 @@ class Workshop:
         if not (place / "openvino_model.xml").exists():
             shutil.rmtree(place, ignore_errors=True)
             options = ["--model", model, "--weight-format", kind, "--task", "text-generation-with-past"]
-            # its own class for such heads asks for it
-            options += ["--trust-remote-code"] if model == self.openvino_head() else []
+            # its own classes for heads ask for it
+            options += [] if model == self.target() else ["--trust-remote-code"]
             self._run([OPENVINO.with_name("optimum-cli"), "export", "openvino", *options, place])
         return place
 
@@ -252,6 +264,8 @@ def _pass_seconds(completion: Callable[..., dict[str, Any]], n: int, context: in
 
 def engines(workshop: Workshop) -> list[Engine]:
     """All engines that are installed here; `workshop.left_out` says which are not."""
+    if not workshop.dflash:
+        workshop.left_out["DFlash"] = "no head of it was named: --dflash FOLDER"
     made = _eyas(workshop) + _transformers(workshop)
     made += _vllm(workshop) + _openvino(workshop) + _pace(workshop)
     return made + _llama(workshop) + _ik_llama(workshop) + _reference(workshop)
@@ -272,7 +286,9 @@ def _eyas(w: Workshop) -> list[Engine]:
         one("plain", method="vanilla"),
         one(DRAFTING, draft=head, tree=chain),
         one("EAGLE-3, auto", draft=head),
+        one("suffix decoding", method="suffix"),
         *([one(f"MTP, {DRAFTS} drafts", draft=mtp, tree=chain)] if mtp else []),
+        *([one(BLOCK, draft=w.dflash_head(), tree=chain)] if w.dflash else []),
         *(
             one(f"{what}, {kind}", False, **how, **options)
             for kind, options in rounded.items()
@@ -312,11 +328,18 @@ def _vllm(w: Workshop) -> list[Engine]:
         w.left_out["vLLM"] = "not installed: make interop"
         return []
 
-    def one(name: str, log: str, head: Path | None) -> Engine:
-        options = {"target": w.target(), "head": head, "method": "eagle3", "tokens": DRAFTS}
-        return Engine(f"vLLM, {name}", "vLLM", partial(w.program, INTEROP, "with_vllm.py", log, **options))
+    def one(name: str, method: str = "", **speculative: Any) -> Engine:
+        options = {"method": method, **speculative} if method else None
+        log = f"vllm-{method or 'plain'}"
+        start = partial(w.program, INTEROP, "with_vllm.py", log, target=w.target(), speculative=options)
+        return Engine(f"vLLM, {name}", "vLLM", start)
 
-    return [one("plain", "vllm", None), one(DRAFTING, "vllm-eagle3", w.head())]
+    made = [one("plain"), one(DRAFTING, "eagle3", model=w.head(), num_speculative_tokens=DRAFTS)]
+    made += [one(BLOCK, "dflash", model=w.dflash_head(), num_speculative_tokens=DRAFTS)] if w.dflash else []
+    if not any(INTEROP.parents[1].glob("lib/*/site-packages/arctic_inference")):
+        w.left_out["vLLM, suffix decoding"] = "arctic-inference is not installed: make interop"
+        return made
+    return [*made, one("suffix decoding", "suffix", **SUFFIX)]
 
 
 def _openvino(w: Workshop) -> list[Engine]:
@@ -324,12 +347,15 @@ def _openvino(w: Workshop) -> list[Engine]:
         w.left_out["OpenVINO GenAI"] = "not installed: make interop"
         return []
     tree = f"EAGLE-3, a tree of {TREE_DRAFTS} drafts"
-    shown = {"plain": "plain", "eagle3": DRAFTING, "tree": tree, "lookup": "prompt lookup"}
+    shown = {"plain": "plain", "eagle3": DRAFTING, "tree": tree, "dflash": BLOCK, "lookup": "prompt lookup"}
+    if not w.dflash:
+        del shown["dflash"]
 
     def one(kind: str, what: str) -> Engine:
         def start() -> Any:
             options: dict[str, Any] = {"lookup": True} if what == "lookup" else {}
             options |= {"head": w.openvino(w.openvino_head(), kind)} if what in ("eagle3", "tree") else {}
+            options |= {"head": w.openvino(w.dflash_head(), kind), "dflash": True} if what == "dflash" else {}
             options |= {"tree": TREE, "tokens": TREE_DRAFTS} if what == "tree" else {"tokens": DRAFTS}
             target = w.openvino(w.target(), kind)
             return w.program(OPENVINO, "with_openvino.py", f"openvino-{kind}-{what}", target=target, **options)
@@ -337,7 +363,7 @@ def _openvino(w: Workshop) -> list[Engine]:
         name = f"OpenVINO GenAI, {shown[what]}, {kind}"
         return Engine(name, "OpenVINO GenAI", start, exact=kind == "fp32", passes=what == "plain")
 
-    return [*(one("fp32", what) for what in shown), *(one("int8", what) for what in ("plain", "eagle3", "tree"))]
+    return [*(one("fp32", what) for what in shown), *(one("int8", what) for what in shown if what != "lookup")]
 
 
 def _llama(w: Workshop) -> list[Engine]:

@@ -147,10 +147,13 @@ def main() -> None:
     )
     made.add_argument("--llama-cpp", type=Path, default=sources, help="sources of llama.cpp")
     made.add_argument("--llama-build", type=Path, default=build, help="default: build in --llama-cpp")
+    made.add_argument(
+        "--dflash", type=Path, help="a DFlash head of the target, of eyas train: more rows for engines that read it"
+    )
     args = made.parse_args()
     build = args.llama_build or (args.llama_cpp and args.llama_cpp / "build")
     folder = Path("out/peers") if args.target == "embedded" else Path("out/peers") / args.target
-    workshop = Workshop(folder, args.threads, args.llama_cpp, build, args.target)
+    workshop = Workshop(folder, args.threads, args.llama_cpp, build, args.target, args.dflash)
     workshop.folder.mkdir(parents=True, exist_ok=True)
     before, known = machine(), engines(workshop)
     chosen = [one for one in known if not args.only or any(word in one.name for word in words(args.only))]

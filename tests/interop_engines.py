@@ -36,9 +36,11 @@ def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any
     return answer
 
 
-def ours(prompts: list[list[int]], head: Path, method: str, tokens: int, limit: int) -> tuple[list[list[int]], float]:
+def ours(
+    prompts: list[list[int]], head: Path, method: str, tokens: int, limit: int, cut: bool = False
+) -> tuple[list[list[int]], float]:
     """The ids of eyas' plain decoding, and 1 + accepted drafts / cycles of a chain of so many
-    tokens by a head of this method."""
+    tokens by a head of this method; `cut`: without the drafts that are accepted behind the limit."""
     plain = eyas.load(method="vanilla")
     if method == "eagle1":
         options: dict[str, Any] = {"method": "eagle1", "tree.choices": f"chain-{tokens}"}
@@ -48,6 +50,8 @@ def ours(prompts: list[list[int]], head: Path, method: str, tokens: int, limit: 
     expected, accepted, cycles = [], 0, 0
     for ids in prompts:
         expected.append(list(plain.generate(ids, raw=True, max_new_tokens=limit).token_ids))
-        stats = drafting.generate(ids, raw=True, max_new_tokens=limit).stats
-        accepted, cycles = accepted + sum(stats.accepted_lengths), cycles + stats.cycles
+        answer = drafting.generate(ids, raw=True, max_new_tokens=limit)
+        cycles += answer.stats.cycles
+        kept = len(answer.token_ids) - 1 - answer.stats.cycles
+        accepted += kept if cut else sum(answer.stats.accepted_lengths)
     return expected, 1 + accepted / cycles

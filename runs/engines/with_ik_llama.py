@@ -5,6 +5,7 @@ Tokens are read as ids, and the next one is the largest logit by NumPy: the bind
 Without flash attention, which the bindings' own class leaves out too on processors that it does not know: with it longer prompts abort.
 """
 
+import ctypes
 import json
 import sys
 import time
@@ -58,7 +59,11 @@ def main() -> None:
         context.kv_cache_clear()
         read([7] * tokens, 0)
 
-    talk({"ik-llama-cpp-python": version("ik-llama-cpp-python")}, {"answer": answer, "passes": passes})
+    api._lib.llama_print_system_info.restype = ctypes.c_char_p  # "AVX2 = 1 | AVX512 = 0 | ..."
+    told = (part.strip() for part in api._lib.llama_print_system_info().decode().split("|"))
+    instructions = ", ".join(part.removesuffix(" = 1") for part in told if part.endswith(" = 1"))
+    versions = {"ik-llama-cpp-python": version("ik-llama-cpp-python"), "compiled with": instructions}
+    talk(versions, {"answer": answer, "passes": passes})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head":
-FOLDER or null, "tokens": N, "tree": {"branching_factor": N, "tree_depth": N} or null}'."""
+FOLDER or null, "tokens": N, "tree": {"branching_factor": N, "tree_depth": N} or null, "dflash": whether
+the head is DFlash's}'."""
 
 import json
 import sys
@@ -20,6 +21,9 @@ def main() -> None:
     more: dict[str, Any] = {"prompt_lookup": True} if options.get("lookup") else {}
     if options.get("head"):
         more["draft_model"] = openvino_genai.draft_model(options["head"], "CPU", **settings)
+    if options.get("dflash"):  # refuses the pipeline's own settings: they keep the cache of earlier prompts
+        more["scheduler_config"] = scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, 2**30
     pipeline = openvino_genai.LLMPipeline(options["target"], "CPU", **settings, **more)
     limits = pipeline.get_generation_config()
     limits.do_sample = False

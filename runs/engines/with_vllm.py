@@ -1,5 +1,5 @@
-"""vLLM's CPU build, for runs/peers.py: with_vllm.py '{"target": FOLDER, "threads": N, "head":
-FOLDER or null, "method", "tokens": N}'."""
+"""vLLM's CPU build, for runs/peers.py: with_vllm.py '{"target": FOLDER, "threads": N, "speculative":
+what vLLM calls speculative_config, or null}'."""
 
 import json
 import os
@@ -25,7 +25,6 @@ def main() -> None:
     import torch  # behind the settings above
     import vllm
 
-    speculative = {"model": OPTIONS["head"], "method": OPTIONS["method"], "num_speculative_tokens": OPTIONS["tokens"]}
     llm = vllm.LLM(
         OPTIONS["target"],
         dtype="float32",
@@ -34,7 +33,7 @@ def main() -> None:
         max_model_len=1024,
         distributed_executor_backend="uni",
         disable_log_stats=False,
-        speculative_config=speculative if OPTIONS["head"] else None,
+        speculative_config=OPTIONS["speculative"],
     )
 
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:

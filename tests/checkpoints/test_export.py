@@ -150,6 +150,27 @@ def test_a_table_of_tokens_in_every_head_for_openvino(tmp_path: Path, target: Ta
         assert tensors["t2d"].nonzero().flatten().tolist() == found
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"from_anchor": True}, "slots that predict the next token"),
+        ({"windows": (7, 7), "causal": (True, True)}, "earlier slots only"),
+        ({"windows": (7, 7)}, "has windows"),
+        ({"embed_scale": 3.0}, "factors of embeddings"),
+        ({"logit_cap": 2.0}, "factors of embeddings or logits, or a cap"),
+        ({"feature_layers": (0, 2)}, "embeddings as one of its features"),
+    ],
+)
+def test_dflash_heads_that_openvino_computes_otherwise(
+    told: dict[str, Any], message: str, tmp_path: Path, target: Target
+) -> None:
+    """Guards against a head that optimum-intel converts without a word, and of which OpenVINO GenAI accepts little."""
+    head = head_of(target, "dflash", **{"head.layers": "1,2", "head.depth": 2})
+    through(head, "openvino", tmp_path / "plain", named(target))
+    with pytest.raises(CheckpointError, match=message):
+        through(changed(head, told), "openvino", tmp_path / "out", named(target))
+
+
 def changed(head: Weights, config: dict[str, Any] | None = None, **tensors: Tensor) -> Weights:
     return dataclasses.replace(head, config=head.config | (config or {}), tensors=head.tensors | tensors)
 

@@ -27,7 +27,7 @@ eyas generate --draft FOLDER "Why ..."  # every export is read by eyas as well
 """
 NOTES = (
     "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do); "
-    "vllm, sglang, speculators (DFlash, DFlash 2, DSpark); checkpoint (an MTP module, into a copy of its target); "
+    "vllm, sglang, speculators (DFlash, DFlash 2, DSpark), openvino (DFlash); checkpoint (an MTP module, into a copy of its target); "
     "gguf (EAGLE-3, DFlash, DFlash 2, DSpark; an MTP module, into a copy of its target's file).",
     "What an engine would compute in another way is refused, with the reason: see docs/export.md.",
 )

@@ -1,13 +1,14 @@
-"""Run by vLLM's Python: answers of vLLM with a draft head, and how many drafts it accepted.
+"""Run by vLLM's Python: answers of vLLM with drafts, and how many of them it accepted.
 
-Reads from stdin {"target", "head" or null, "method", "parallel", "tokens", "max_tokens", "prompts":
+Reads from stdin {"target", "speculative": what vLLM calls speculative_config, "max_tokens", "prompts":
 [[ids]]}; prints, as the last line, {"ids": [[ids]], "drafts", "accepted", "versions"}. All prompts
-are in one batch; greedy, in float32.
+are in one batch; greedy, in float32. The target needs no tokenizer.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -24,9 +25,7 @@ import vllm
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    speculative = {"model": asked["head"], "method": asked["method"], "num_speculative_tokens": asked["tokens"]}
-    if asked.get("parallel"):
-        speculative["parallel_drafting"] = True
+    plain = not (Path(asked["target"]) / "tokenizer_config.json").exists()
     llm = vllm.LLM(
         asked["target"],
         dtype="float32",
@@ -34,9 +33,10 @@ def main() -> None:
         max_model_len=1024,
         distributed_executor_backend="uni",
         disable_log_stats=False,
-        speculative_config=speculative if asked["head"] else None,
+        speculative_config=asked["speculative"],
+        skip_tokenizer_init=plain,
     )
-    limits = vllm.SamplingParams(temperature=0, max_tokens=asked["max_tokens"])
+    limits = vllm.SamplingParams(temperature=0, max_tokens=asked["max_tokens"], detokenize=not plain)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], limits, use_tqdm=False)
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     found = {

@@ -436,7 +436,8 @@ def smollm2() -> Iterator[str]:
         prompts. The EAGLE-3 head is the one in the package ([targets](targets.md) has its training). EYAS_KERNELS_ISA=x86-64-v3
         forces the kernels for AVX2 on the same machine. A Zen 3, which has no others, made 1.62 [1.45, 1.85] times plain decoding's
         41 tokens/s in float32, before weights were in huge pages ([log](log.md)). *suffix* verifies the whole of its tree here,
-        where commands choose its nodes by their costs (`--tree auto`). A rounded model is a target of its own, and its texts are compared with its own plain decoding.""")
+        where commands choose its nodes by their costs (`--tree auto`). A rounded model is a
+        target of its own, and its texts are compared with its own plain decoding.""")
     for name, title in SMOLLM2.items():
         yield f"### AVX2, forced: {title}, on an EPYC of 2022 (Zen 4)"
         yield from smollm2_tables(name)

@@ -6,8 +6,8 @@ fewer addresses, and fetches ahead across what would have been the end of a page
 
 from __future__ import annotations
 
-import ctypes
 import mmap
+from contextlib import suppress
 from threading import Lock
 
 import torch
@@ -43,9 +43,9 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 def _block(size: int) -> Tensor:
     """Return bytes that begin at a huge page, at least `size` of them."""
     size += -size % HUGE_PAGE
-    block = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # the kernel may be built without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    block = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -block.data_ptr() % HUGE_PAGE
-    block = block[begin : begin + size]
-    # Only advice: where the kernel was built without huge pages, it returns an error, and the pages stay small.
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return block
+    return block[begin : begin + size]

@@ -36,7 +36,7 @@ from eyas.cluster.options import APPLICATION, DEPLOYMENT  # noqa: E402
 
 pytestmark = [*live.MARKS, live.EMBEDDED]
 
-SECONDS = 300  # that a change may take on a busy machine
+SECONDS = 900  # that a change may take: on a busy machine Ray's processes, whose priority is low, get little time
 PROMPTS = ("Tell me a story.", "Tell me a story about a hat.", "What is the weather like?", "Can you help me?")
 OPTIONS = {"rows": 2, "replicas": 2, "tree.nodes": 6, "tree.depth": 3}
 COUNTED = re.compile(r'^vllm:spec_decode_num_(draft|accepted)_tokens_total\{replica="(\w+)".*\} (\S+)$', re.MULTILINE)

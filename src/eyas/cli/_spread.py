@@ -17,7 +17,7 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class Here(Generic[Given]):
-    """A function that is called in another process, in the folder of this one: relative paths are meant from there."""
+    """A function to call in another process, but in the folder of this one, from which relative paths are meant."""
 
     function: Callable[..., Given]
     folder: str = field(default_factory=os.getcwd)

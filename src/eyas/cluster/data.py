@@ -112,8 +112,8 @@ class _Worker:
 
 
 def fault(error: Exception) -> EyasError:
-    """Return what a worker's exception is told as, on one line. The traceback of a fault of ours is left in Ray's log
-    of the worker."""
+    """Return the error to report for a worker's exception, on one line. The traceback of a fault of ours goes to Ray's
+    log of the worker."""
     if isinstance(error, EyasError):
         return OptionError(str(error))
     traceback.print_exception(error)

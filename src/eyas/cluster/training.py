@@ -37,7 +37,7 @@ FAULTY = "faults"  # a folder in it, with the mistakes of processes
 FAILURES = 100  # lost processes, until the training is given up
 FINAL = "final"  # beside the mistakes of processes: the run is over
 STOP = "stop"  # in Ray's folder: the command is to end
-# Python's errors that the same call has again. A lost process is a RuntimeError or an OSError in the others.
+# Errors that the same call would raise again. Where one process is lost, the others raise a RuntimeError or an OSError.
 FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, NameError,
           NotImplementedError, RecursionError, TypeError, ValueError)  # fmt: skip
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -56,8 +56,8 @@ class Notice:
         self.is_training = self.is_given = False
 
     def take(self) -> None:
-        """Take SIGTERM from now on; called in the first thread. A second one, or one without a training, does what the
-        first one did before."""
+        """Take SIGTERM from now on; call this in the first thread. A second SIGTERM, or one outside of a training, does
+        what SIGTERM did before."""
         before = signal.getsignal(signal.SIGTERM)
 
         def note(number: int, frame: Any) -> None:
@@ -141,7 +141,7 @@ def train_with(
 
 @contextmanager
 def _first_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` at the first Ctrl-C or SIGTERM. A second one does what the first one did before."""
+    """Call `ask` at the first Ctrl-C or SIGTERM. A second one does what it did before this block."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     asked = False
 

@@ -37,9 +37,9 @@ OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' auto
 DRAFTING, BLOCK = f"EAGLE-3, {DRAFTS} drafts", f"DFlash, {DRAFTS} drafts"
 SUFFIX = {
-    "num_speculative_tokens": 24,
-    "suffix_decoding_max_cached_requests": 0,
-}  # vLLM's default; it draws on no earlier answers
+    "num_speculative_tokens": 24,  # vLLM's default
+    "suffix_decoding_max_cached_requests": 0,  # it draws on no earlier answers, as eyas' `suffix`
+}
 TREE_DRAFTS, TREE = 7, {"branching_factor": 2, "tree_depth": 3}  # of OpenVINO GenAI
 Ask = Callable[..., dict[str, Any]]
 

@@ -41,10 +41,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class WorkLimit:
-    """Fails when a process and its children have computed for too long, or stand still."""
+    """Fails when a process and its children compute for too long from now on, or stand still."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.seconds, self.since = pid, 0.0, time.monotonic()
+        self.before = _cpu_seconds(pid)
         self.next_check = self.since
 
     def check(self) -> None:
@@ -53,7 +54,7 @@ class WorkLimit:
         if now < self.next_check:
             return
         self.next_check = now + 1.0
-        seconds = _cpu_seconds(self.pid)
+        seconds = _cpu_seconds(self.pid) - self.before
         assert seconds < CPU_SECONDS, f"process {self.pid} has computed for {seconds:.0f} s"
         if seconds != self.seconds:
             self.seconds, self.since = seconds, now

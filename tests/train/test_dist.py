@@ -141,6 +141,13 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     assert real.stopped_run("eagle1", tmp_path)["outcome"].step == 6
 
 
+def test_a_process_that_dies_behind_the_first_state(tmp_path: Path) -> None:
+    """The state is on disk, whoever was told: the other process names it, and a process alone goes on from there."""
+    with pytest.raises(RuntimeError, match=r"another process of this run has ended; the state of step 1 stays in "):
+        together(real.dying_run_behind_state, tmp_path)
+    assert real.stopped_run("eagle1", tmp_path)["outcome"].step == 6
+
+
 def test_processes_that_cannot_share_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before anyone waits for anyone."""
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -22,7 +22,16 @@ from eyas.train.log import read_log
 from eyas.train.optim import HeadOptimizer
 from eyas.train.record import write_record
 from eyas.train.setup import TrainSetup
-from eyas.train.state import BestHead, TrainState, load_tensors, load_values, save_state, saved_states, whole_tensors
+from eyas.train.state import (
+    BestHead,
+    TrainState,
+    load_tensors,
+    load_values,
+    save_state,
+    saved_states,
+    step_of,
+    whole_tensors,
+)
 
 __all__ = ["TrainOutput"]
 
@@ -41,11 +50,11 @@ class TrainOutput:
 
     @property
     def saved_state(self) -> str:
-        """For messages: which state is on disk."""
+        """For messages: which state is on disk. The folder is read, as a process may have ended after the state was
+        complete and before the others knew."""
+        found = saved_states(self.folder)
         return (
-            f"the state of step {self.saved_step} stays in {self.folder}"
-            if self.saved_step >= 0
-            else "no state had been saved yet"
+            f"the state of step {step_of(found[-1])} stays in {self.folder}" if found else "no state had been saved yet"
         )
 
     def load(self, resume: bool) -> dict[str, Any] | None:

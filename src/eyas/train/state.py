@@ -30,7 +30,16 @@ from eyas.errors import InputError
 from eyas.files import parse_json, sha256_of_file, sync_folder, write_errors, write_text
 from eyas.train.dist import SingleProcess
 
-__all__ = ["BestHead", "TrainState", "load_tensors", "load_values", "save_state", "saved_states", "whole_tensors"]
+__all__ = [
+    "BestHead",
+    "TrainState",
+    "load_tensors",
+    "load_values",
+    "save_state",
+    "saved_states",
+    "step_of",
+    "whole_tensors",
+]
 
 STATE, STATE_NAME = "state-", re.compile(r"state-(\d+)-(\d+)")
 VALUES_FILE = "values.json"
@@ -205,6 +214,11 @@ def saved_states(folder: Path) -> list[Path]:
     archive of one, are none."""
     found = [(match, path) for path in folder.glob(f"{STATE}*-*") if (match := STATE_NAME.fullmatch(path.name))]
     return [path for match, path in sorted(found, key=lambda one: (int(one[0][1]), int(one[0][2])))]
+
+
+def step_of(path: Path) -> int:
+    """Return the step of one of the `saved_states`."""
+    return int(path.name.split("-")[1])
 
 
 def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The speculators library's own EAGLE-3 class computes our logits, in every setting that an export has."""
+"""The speculators library's own EAGLE-3, P-EAGLE and MTP classes compute our logits, in every setting that an export has."""
 
 from __future__ import annotations
 
@@ -43,35 +43,10 @@ def test_logits(
 
     No false alarms: equal arithmetic in another order differs by 1e-4 of logits whose deviation is 2.
     """
-    target = llm.target
-    made = {"embedded": exported("eagle3", "speculators")}
-    for name, options in SETTINGS.items():
-        made[name] = tmp_path / name.replace(" ", "-")
-        exports.export(make("eagle3", target, **options).weights(), "speculators", made[name], known)
-    residual = make("eagle3", target).weights()
-    residual.config["norm_before_residual"] = True
-    made["norm_before_residual"] = tmp_path / "residual"
-    exports.export(residual, "speculators", made["norm_before_residual"], known)
-    made["Qwen3's layers"] = tmp_path / "qwen3"
-    exports.export(
-        with_head_norms(make("eagle3", target, **{"head.depth": 2}).weights()),
-        "speculators",
-        made["Qwen3's layers"],
-        known,
-    )
-
-    tokens_N = torch.tensor(llm.ids("I want to book a table for two in San Jose tonight."))
-    methods = {name: find("eagle3").load(checkpoints.load(place), target) for name, place in made.items()}
-    features = {name: target.encode(tokens_N[None], method.feature_layers)[0] for name, method in methods.items()}
-    inputs = {"tokens": tokens_N, **{f"features.{i}": value.contiguous() for i, value in enumerate(features.values())}}
-    save_file(inputs, tmp_path / "inputs.safetensors")
-    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
-    program = [interop, PROGRAMS / "speculators_logits.py", STEPS, tmp_path / "inputs.safetensors", *made.values()]
-    done = processes.run(program, env=outside)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    methods, features, tokens_N = run_on("eagle3", interop, llm, known, exported("eagle3", "speculators"), tmp_path)
     for name, method in methods.items():
-        theirs_INV = load_file(made[name] / "logits.safetensors")["logits"]
-        ours_INV = logits(method, target, tokens_N, features[name])
+        theirs_INV = load_file(tmp_path / name / "logits.safetensors")["logits"]
+        ours_INV = logits(method, llm.target, tokens_N, features[name])
         for step in range(STEPS):
             known_slots = len(tokens_N) - 1 - step  # behind them the next token is not known
             torch.testing.assert_close(
@@ -80,6 +55,57 @@ def test_logits(
         print(
             f"{name}: largest difference {(theirs_INV - ours_INV)[:, :-STEPS].abs().max():.1e}, deviation {ours_INV.std():.1f}"
         )
+
+
+def test_logits_of_parallel_heads(
+    interop: Path, llm: eyas.LLM, known: checkpoints.ExportTarget, exported: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """Guards what stands in a mask's place, its position, and what it attends to, besides what `test_logits` guards."""
+    methods, features, tokens_N = run_on("peagle", interop, llm, known, exported("peagle", "speculators"), tmp_path)
+    for name, method in methods.items():
+        theirs = load_file(tmp_path / name / "logits.safetensors")
+        rows_N, documents = torch.arange(len(tokens_N)), Documents((len(tokens_N),))
+        with torch.no_grad():
+            mask_D = llm.target.embed(torch.tensor([method.mask_token]))[0]
+            embed = embeddings_of(llm.target, tokens_N)
+            hidden = method.net.in_parallel(features[name], embed, mask_D, rows_N, documents, STEPS)
+            ours_INV = torch.stack([method.head(hidden_ND) for hidden_ND in hidden])
+        # behind the last slot the next token is not known; the class also draws masks before the text, at slot -1
+        known_M = (theirs["slots"] >= 0) & (theirs["slots"] < len(tokens_N) - 1)
+        assert all((theirs["depths"][known_M] == depth).sum() > len(tokens_N) / 2 for depth in range(STEPS))
+        ours_MV = ours_INV[theirs["depths"][known_M], theirs["slots"][known_M]]
+        theirs_MV = theirs["logits"][known_M]
+        torch.testing.assert_close(theirs_MV, ours_MV, rtol=1e-3, atol=1e-3, msg=name)
+        print(f"{name}: largest difference {(theirs_MV - ours_MV).abs().max():.1e}, deviation {ours_MV.std():.1f}")
+
+
+def run_on(
+    kind: str, interop: Path, llm: eyas.LLM, known: checkpoints.ExportTarget, embedded: Path, folder: Path
+) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+    """Export heads in every setting and let the library's class read a text with them; its logits stand in `folder`/NAME.
+
+    Returns:
+        Our methods by name, the features [N, F] that each reads, and the text [N].
+    """
+    target = llm.target
+    made = {"embedded": checkpoints.load(embedded)}
+    made |= {name: make(kind, target, **options).weights() for name, options in SETTINGS.items()}
+    residual = make(kind, target).weights()
+    made["norm_before_residual"] = replace(residual, config={**residual.config, "norm_before_residual": True})
+    made["Qwen3's layers"] = with_head_norms(make(kind, target, **{"head.depth": 2}).weights())
+    for name, weights in made.items():
+        exports.export(weights, "speculators", folder / name, known)
+    tokens_N = torch.tensor(llm.ids("I want to book a table for two in San Jose tonight."))
+    methods = {name: find(kind).load(checkpoints.load(folder / name), target) for name in made}
+    features = {name: target.encode(tokens_N[None], method.feature_layers)[0] for name, method in methods.items()}
+    inputs = {"tokens": tokens_N, **{f"features.{i}": value.contiguous() for i, value in enumerate(features.values())}}
+    save_file(inputs, folder / "inputs.safetensors")
+    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
+    program = PROGRAMS / {"eagle3": "speculators_logits.py", "peagle": "peagle_logits.py"}[kind]
+    heads = [folder / name for name in made]
+    done = processes.run([interop, program, STEPS, folder / "inputs.safetensors", *heads], env=outside)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return methods, features, tokens_N
 
 
 def with_head_norms(head: checkpoints.Weights) -> checkpoints.Weights:
@@ -118,11 +144,14 @@ def test_logits_of_mtp_modules(interop: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs_NV, ours_NV, rtol=1e-3, atol=1e-3)
 
 
+def embeddings_of(target: Any, tokens_N: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the function from slots [M] to embeddings [M, D]."""
+    return lambda slots_M: target.embed(tokens_N[slots_M.clamp(max=len(tokens_N) - 1)])
+
+
 def logits(method: Any, target: Any, tokens_N: Tensor, features_NF: Tensor) -> Tensor:
     """Our logits [steps, N, V']."""
     rows_N, documents = torch.arange(len(tokens_N)), Documents((len(tokens_N),))
     with torch.no_grad():
-        hidden = method.net.training_time_test(
-            features_NF, lambda i: target.embed(tokens_N[i.clamp(max=len(tokens_N) - 1)]), rows_N, documents, STEPS
-        )
+        hidden = method.net.training_time_test(features_NF, embeddings_of(target, tokens_N), rows_N, documents, STEPS)
         return torch.stack([method.head(hidden_ND) for hidden_ND in hidden])

@@ -38,8 +38,9 @@ import numpy as np
 from eyas.adaptive import cost
 from eyas.adaptive.bandit import MIN_NOISE, Arm, Bandit
 from eyas.adaptive.cost import Costs
-from eyas.adaptive.goodput import Acceptance, Array, Plan, best
+from eyas.adaptive.goodput import PRIOR_CHANCE, Acceptance, Array, Plan, best
 from eyas.adaptive.nodes import NodeChoice, PassSeconds
+from eyas.adaptive.records import first_chance
 from eyas.core.dormant import Decision
 from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.requests import Step
@@ -137,6 +138,7 @@ class AdaptiveController:
         chooses_nodes: whether the method drafts from the text alone, as `Drafter.chooses_nodes`.
         fallback: a method that `chooses_nodes`, which drafts while this one does not; None: nothing does.
         skips_padding: as `Runner.skips_padding`.
+        chance: the share of first draft tokens that is assumed to be accepted, until trees have been drafted.
     """
 
     def __init__(
@@ -147,13 +149,14 @@ class AdaptiveController:
         chooses_nodes: bool = False,
         fallback: Drafter | None = None,
         skips_padding: bool = True,
+        chance: float = PRIOR_CHANCE,
     ) -> None:
         self.max_tree = max_tree
         self.samples_children = samples_children
         self.chooses_nodes = chooses_nodes
         self.fallback = fallback
         self.skips_padding = skips_padding
-        self.acceptance = None if max_tree is None else Acceptance(max_tree)
+        self.acceptance = None if max_tree is None else Acceptance(max_tree, chance)
         self._load_costs = costs
         self._seconds: dict[int, Array] = {}
         self._states: dict[int, BatchState] = {}
@@ -367,4 +370,5 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
         drafter.chooses_nodes,
         other,
         target.runner.skips_padding,
+        first_chance(drafter) or PRIOR_CHANCE,
     )

@@ -33,7 +33,7 @@ import numpy as np
 from eyas.core.drafter import TreeSize
 from eyas.speedup import sizes
 
-__all__ = ["Acceptance", "Array", "Plan", "best"]
+__all__ = ["PRIOR_CHANCE", "Acceptance", "Array", "Plan", "best"]
 
 MEMORY = 64  # number of trees in an average; the weight of earlier ones decays exponentially
 PRIOR = 3  # weight of the assumed tree, in trees
@@ -83,11 +83,10 @@ class Acceptance:
 
     Args:
         limit: the largest tree.
-        chances: of the assumed tree: the chance of each child of a node to be the accepted one, best
-            child first; None: the same for every method.
+        chance: of the assumed tree: the chance of the first child of a node to be the accepted one.
     """
 
-    def __init__(self, limit: TreeSize, chances: Sequence[float] | None = None) -> None:
+    def __init__(self, limit: TreeSize, chance: float = PRIOR_CHANCE) -> None:
         self.limit, self.all_sizes = limit, sizes(limit)
         self.place = {size: s for s, size in enumerate(self.all_sizes)}  # index of each size in `all_sizes`
         self.branches, self.nodes = (sorted({getattr(s, name) for s in self.all_sizes}) for name in ("branch", "nodes"))
@@ -97,7 +96,8 @@ class Acceptance:
         # trees that an average is made of, MEMORY at most
         self._count_ADG = np.zeros((len(self.branches), limit.depth, len(self.nodes)))
         self._mean_ADGE = np.zeros((*self._count_ADG.shape, limit.depth))  # average of predicted[d]
-        self._add(*_assumed_tree(limit, chances or _usual_chances(limit.branch)), limit)
+        ratio = min(PRIOR_RATIO, 1 - chance)
+        self._add(*_assumed_tree(limit, [chance * ratio**rank for rank in range(limit.branch)]), limit)
         self._assumed_ADGE = self._mean_ADGE.copy()
         self._count_ADG[:], self._mean_ADGE[:] = 0.0, 0.0
         self._accepted_S: Array | None = None  # the estimates; None: a tree was added since they were computed
@@ -246,10 +246,6 @@ def _drafted_with(
                 level_drafted.append(n)
         expanded = set(sorted(level_drafted, key=values.__getitem__, reverse=True)[:branch])
     return drafted
-
-
-def _usual_chances(branch: int) -> list[float]:
-    return [PRIOR_CHANCE * PRIOR_RATIO**rank for rank in range(branch)]
 
 
 def _assumed_tree(limit: TreeSize, chances: Sequence[float]) -> tuple[list[int], list[float]]:

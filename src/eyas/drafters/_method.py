@@ -54,8 +54,8 @@ class DraftMethod(Drafter):
         trainable: whether `loss` is implemented.
         train_feature_layers: as `feature_layers`, for `loss`, which may read more.
         trained_length: tokens of the longest sequence that the net was trained on, if known.
-        target_fingerprint: fingerprint of the target that the net was trained for, if its
-            checkpoint has one.
+        target_fingerprint: fingerprint of the target that the net was trained for, if its checkpoint has one.
+        source: the folder or hub id that its weights come from; None: it has none.
         gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None:
             the method has no such option.
     """
@@ -66,6 +66,7 @@ class DraftMethod(Drafter):
     trainable: ClassVar[bool] = False
     trained_length: int | None = None
     target_fingerprint: str | None = None
+    source: str | Path | None = None
     gradient_checkpointing: bool | None = None
 
     @property
@@ -74,13 +75,13 @@ class DraftMethod(Drafter):
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """Load the method from `--draft`: the folder or hub id of a head, unless the method
-        overrides this; None without `--draft`.
+        """Load the method from `--draft`, the folder or hub id of a head (None: without one), unless it overrides this.
 
         Raise CheckpointError if there is no such head, or if it does not fit the target.
         """
         weights = None if source is None else checkpoints.load(source)
         drafter = cls.load(weights if cls.needs_weights else None, target, options)
+        drafter.source = source
         drafter.target_fingerprint = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
         return drafter
 
@@ -91,8 +92,7 @@ class DraftMethod(Drafter):
 
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> DraftMethod:
-        """Make the method with random weights: for tests, and as a baseline whose drafts are
-        useless."""
+        """Make the method with random weights: for tests, and as a baseline whose drafts are useless."""
         return cls(target, options)
 
     @classmethod

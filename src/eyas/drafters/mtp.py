@@ -101,6 +101,7 @@ class Method(DynamicEagle):
         if source is not None and _is_trained_head(source):
             weights = checkpoints.load(source)
             head = cls.load(weights, target, options)
+            head.source = source
             head.target_fingerprint = weights.config["eyas"].get("target_fingerprint")
             return head
         return cls(target, options, load_net(target, source or _own_checkpoint(target)))

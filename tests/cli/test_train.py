@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -238,9 +237,7 @@ def test_two_machines_train_what_one_process_does(
     """Guards against machines that train apart: two of torchrun's agents, which have only an address in common, end
     with the losses and the head of one process, up to the rounding of sums."""
     whole = (*command, "--accumulation", 2, "--device", "cpu", "--log-every", 1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.unused_port()
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
     with ExitStack() as running:
         agents = [

@@ -151,13 +151,13 @@ def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world
     """Killed as soon as some shards are there: each of them is whole, and the same command makes
     the rest.
 
-    It is told to write 60 shards; a false alarm needs a machine that writes the rest before this
+    It is told to write 180 shards; a false alarm needs a machine that writes the rest before this
     process is woken by the third."""
     large = [
         str(world / "llama") if a == "llama" else str(a) for a in (*command, "--shard-mib", 0.02, "--max-length", 40)
     ]
     text = (tmp_path / "chat.jsonl").read_text()
-    (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(4)))
+    (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(12)))
     with processes.started(
         [sys.executable, "-m", "eyas", *large], True, stderr=subprocess.PIPE, env=processes.environment()
     ) as process:

@@ -286,8 +286,8 @@ def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...],
 def test_processes_of_one_folder_do_not_refuse_each_other(
     run: Run, command: tuple[object, ...], tmp_path: Path
 ) -> None:
-    """Bug: each worker, and each part, locked the whole folder for a moment when it began, so one of them ended where two
-    did so at once. A part that another process makes is refused."""
+    """Bug: each worker, and each part, locked the whole folder for a moment when it began, so one of them ended where
+    two did so at once. A part that another process makes is refused."""
     assert run(*command, "--part", "1/4").exit_code == 0
     store = tmp_path / "store"
     missing = FeatureStore(store).missing()

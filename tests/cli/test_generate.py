@@ -378,7 +378,8 @@ def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
     """
     _build.outcome.cache_clear()  # what was found before this session's cache folder was set
     kernels.available()  # compiled now, as that would be announced
-    given, output = write(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(200)]), tmp_path / "out.jsonl"
+    given = write(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(200)])
+    output = tmp_path / "out.jsonl"
     options = (
         "--target",
         world / "llama",

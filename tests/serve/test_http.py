@@ -18,6 +18,7 @@ from eyas.serve.settings import Settings
 from serving import PROMPTS, Running, running, tooled_llm
 
 BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+PLAIN = {"content-type": "text/plain"}
 SECONDS = 120  # that a response may take on a busy machine
 
 
@@ -238,12 +239,7 @@ def test_other_paths_and_methods(server: Running) -> None:
         (get(f"{server.v1}/nothing"), 404),
         (get(f"{server.v1}/completions"), 405),
         (httpx2.post(f"{server.v1}/completions", data={"prompt": "x"}, timeout=SECONDS), 415),
-        (
-            httpx2.post(
-                f"{server.v1}/completions", content=b"{}", headers={"content-type": "text/plain"}, timeout=SECONDS
-            ),
-            415,
-        ),
+        (httpx2.post(f"{server.v1}/completions", content=b"{}", headers=PLAIN, timeout=SECONDS), 415),
     ):
         assert response.status_code == status
         assert response.json()["error"]["message"]
@@ -460,12 +456,11 @@ def test_keys(llm: eyas.LLM) -> None:
 def test_other_origins(llm: eyas.LLM, server: Running) -> None:
     """A browser lets pages of other origins read nothing unless the server names them."""
     asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in httpx2.options(f"{server.v1}/models", headers=asks, timeout=SECONDS).headers
+    allowed = httpx2.options(f"{server.v1}/models", headers=asks, timeout=SECONDS).headers
+    assert "access-control-allow-origin" not in allowed
     with running(llm, origins=("http://page.example",), rows=1) as open_server:
-        assert (
-            httpx2.options(f"{open_server.v1}/models", headers=asks, timeout=SECONDS).headers["access-control-allow-origin"]
-            == "http://page.example"
-        )
+        allowed = httpx2.options(f"{open_server.v1}/models", headers=asks, timeout=SECONDS).headers
+        assert allowed["access-control-allow-origin"] == "http://page.example"
         other = get(f"{open_server.v1}/models", headers={"origin": "http://other.example"})
         assert "access-control-allow-origin" not in other.headers
 

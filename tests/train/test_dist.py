@@ -151,10 +151,8 @@ def test_a_process_that_dies_behind_the_first_state(tmp_path: Path) -> None:
 
 def test_a_folder_that_another_run_has(tmp_path: Path) -> None:
     """Bug: the first process tells why in a line, and each other one a page about a connection."""
-    with (
-        locked_output(tmp_path),
-        pytest.raises(RuntimeError, match=r"is being written by (?s:.*)EyasError: another process of this run has ended; no state "),
-    ):
+    told = r"is being written by (?s:.*)EyasError: another process of this run has ended; no state had been saved yet"
+    with locked_output(tmp_path), pytest.raises(RuntimeError, match=told):
         together(real.head_run, "eagle1", tmp_path)
 
 

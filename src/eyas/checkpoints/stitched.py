@@ -41,7 +41,8 @@ QWEN = {
 QWEN_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 NUMBERED_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite")
 INDEX = "model.safetensors.index.json"
-# Names of the target's files in the copy: transformers takes the first one for the whole model, the second is the module's.
+# The target's files that have another name in the copy: transformers takes a model.safetensors for the whole model, and
+# the other name is the module's.
 RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors", EXPORT_FILE: "model-mtp.safetensors"}
 
 

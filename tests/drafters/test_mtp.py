@@ -330,7 +330,7 @@ def test_a_module_is_stitched_in_again(family: str, tmp_path: Path) -> None:
     """Bug: into a target that was made by such an export, the module of the first one is written, without a word. Other
     tensors in a file of that name are kept."""
     target, _ = with_module(family, tmp_path / "target")
-    save_file({"other": torch.ones(2)}, tmp_path / "target" / "mtp.safetensors")
+    save_file({"other": torch.ones(2)}, tmp_path / "target" / "mtp.safetensors", {"format": "pt"})
     for seed, source, place in ((6, "target", "first"), (7, "first", "second")):
         head = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=seed)
         known = checkpoints.ExportTarget(str(tmp_path / source))

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -38,6 +39,16 @@ def environment(**more: str) -> dict[str, str]:
     """For `eyas` as a child: one thread, no network, no warnings of tokenizers about forks, and where it was when it crashed."""
     ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
     return {**os.environ, **ours, **more}
+
+
+def unused_port() -> int:
+    """A port of the loopback for a program that takes it later. It is not one of those (32768 to 60999) that the system
+    gives in the meantime to whoever asks for any port."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a hundred ports are taken")
 
 
 class WorkLimit:

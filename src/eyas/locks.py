@@ -98,21 +98,24 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def check_output_folder(folder: str | Path) -> None:
+def check_output_folder(folder: str | Path, part: str = "") -> None:
     """Refuse a folder that cannot be written into, before anything slow is done. Nothing stays.
 
-    Raises InputError when another process holds its lock (`locked_output`), when the path is no
-    folder, or when it cannot be made. The work itself makes it and takes the lock again.
+    Args:
+        part: the part of the folder that the work locks, as for `locked_output`.
+
+    Raises InputError when another process holds the lock, when the path is no folder, or when it
+    cannot be made. The work itself makes it and takes the lock again.
     """
     folder = Path(folder)
     if folder.is_dir():
-        with locked_output(folder):
+        with locked_output(folder, part):
             return
     if folder.exists():
         raise InputError(f"cannot write into {folder}: it is a file; name a folder")
     missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
     with write_errors(folder):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # another process may do the same
     for path in missing:
         with suppress(OSError):  # another process uses it by now
             path.rmdir()

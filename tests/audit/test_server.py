@@ -147,7 +147,7 @@ def test_an_end_token_that_is_left_out_is_put_back(server: Server) -> None:
 
 def test_several_at_a_time(server: Server) -> None:
     """Guards the order of the answers, and that requests overlap."""
-    barrier = threading.Barrier(3, timeout=60)
+    barrier = threading.Barrier(3, timeout=600)
 
     def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if body["max_tokens"] == 1:

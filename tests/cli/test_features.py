@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 import processes
 from eyas.cli import features
+from eyas.locks import locked_output
 from eyas.train import alpha
 from eyas.train.data import read
 from eyas.train.store import FeatureStore
@@ -151,13 +152,13 @@ def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world
     """Killed as soon as some shards are there: each of them is whole, and the same command makes
     the rest.
 
-    It is told to write 60 shards; a false alarm needs a machine that writes the rest before this
+    It is told to write 180 shards; a false alarm needs a machine that writes the rest before this
     process is woken by the third."""
     large = [
         str(world / "llama") if a == "llama" else str(a) for a in (*command, "--shard-mib", 0.02, "--max-length", 40)
     ]
     text = (tmp_path / "chat.jsonl").read_text()
-    (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(4)))
+    (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(12)))
     with processes.started(
         [sys.executable, "-m", "eyas", *large], True, stderr=subprocess.PIPE, env=processes.environment()
     ) as process:
@@ -279,6 +280,27 @@ def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...],
     before = FeatureStore(tmp_path / "store").missing()
     assert run(*command, "--only", before[0], "--of", os.getppid() + 1).exit_code == 130
     assert FeatureStore(tmp_path / "store").missing() == before
+
+
+@pytest.mark.slow
+def test_processes_of_one_folder_do_not_refuse_each_other(
+    run: Run, command: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: each worker, and each part, locked the whole folder for a moment when it began, so one of them ended where
+    two did so at once. A part that another process makes is refused."""
+    assert run(*command, "--part", "1/4").exit_code == 0
+    store = tmp_path / "store"
+    missing = FeatureStore(store).missing()
+    with locked_output(store):
+        worker = run(*command, "--only", missing[0], "--of", os.getppid())
+        assert worker.exit_code == 0, worker.output
+        other = run(*command, "--part", "3/4")
+        assert other.exit_code == 0, other.output
+    assert len(FeatureStore(store).missing()) < len(missing) - 1
+    with locked_output(store, "4-4"):
+        refused = run(*command, "--part", "4/4")
+    assert refused.exit_code == 2
+    assert f"{store} is being written by process {os.getpid()} on " in refused.stderr
 
 
 @pytest.mark.slow

@@ -129,8 +129,8 @@ def test_what_is_there_is_not_done_again(run: Run, command: tuple[object, ...], 
 
 @pytest.mark.exhaustive
 def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """A false alarm needs a machine that answers 150 questions before this process is woken by the third."""
-    write(tmp_path / "chat.jsonl", [talk(f"number {i}", "x") for i in range(150)])
+    """A false alarm needs a machine that answers 1,000 questions before this process is woken by the third."""
+    write(tmp_path / "chat.jsonl", [talk(f"number {i}", "x") for i in range(1000)])
     arguments = [str(world / "llama") if a == "llama" else str(a) for a in (*command, "--rows", 2)]
     output = tmp_path / "own.jsonl"
     with processes.started(
@@ -139,7 +139,7 @@ def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world:
         processes.wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3, process)
         process.send_signal(signal.SIGKILL)
     there = output.read_bytes().count(b"\n")
-    assert 3 <= there < 150
+    assert 3 <= there < 1000
     assert run(*command, "--limit", there + 2).exit_code == 0
     keys = [line["key"] for line in lines(output)]
     assert there <= len(keys) <= there + 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,6 +177,31 @@ def test_interrupted_and_resumed_is_the_same_head(
     assert all(bool((again[name] == value).all()) for name, value in whole.items())
 
 
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [
+        (2, "eyas: interrupted: step 2 of 6 is saved in {}; the same command goes on from there"),
+        (0, "eyas: interrupted: no step is saved; the same command begins again"),
+    ],
+)
+def test_a_step_that_ctrl_c_has_cut_off_is_not_told(
+    every: int, said: str, run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a second Ctrl-C within an update of the weights, which is not saved, was told as the step that is."""
+    update, calls = torch.optim.AdamW.step, []
+
+    def step(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return update(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    result = run(*without(command, "--save-every"), "--save-every", every)
+    assert result.exit_code == 130, (result.output, result.exception)
+    assert result.stderr.splitlines()[-1] == said.format(tmp_path / "new")
+
+
 @pytest.mark.exhaustive
 def test_two_processes_one_is_killed_and_one_goes_on(
     run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
@@ -238,9 +262,7 @@ def test_two_machines_train_what_one_process_does(
     """Guards against machines that train apart: two of torchrun's agents, which have only an address in common, end
     with the losses and the head of one process, up to the rounding of sums."""
     whole = (*command, "--accumulation", 2, "--device", "cpu", "--log-every", 1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.unused_port()
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
     with ExitStack() as running:
         agents = [

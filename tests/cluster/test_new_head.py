@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import threading
 import time
 import warnings
@@ -22,7 +21,7 @@ import eyas
 from cluster import live
 from eyas import checkpoints, drafters
 from eyas.core.options import build_options
-from processes import WorkLimit
+from processes import WorkLimit, unused_port
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 
@@ -70,9 +69,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A fleet of two replicas with the embedded model's own head."""
     for name, value in VARIABLES.items():
         monkeypatch.setitem(os.environ, name, value)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})

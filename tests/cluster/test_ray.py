@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from cluster import live
 from eyas import tiny
 from eyas.errors import EyasError, InputError, OptionError
 from eyas.locks import locked_output
-from processes import accept_interrupts, environment, finish, started, wait_until
+from processes import accept_interrupts, environment, finish, started, unused_port, wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
@@ -181,15 +180,9 @@ def test_a_server_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with (
         pytest.raises(EyasError, match=r"^there is no such model$"),
-        fleet.local_fleet(Unloadable(), Fleet(), "127.0.0.1", free_port()),
+        fleet.local_fleet(Unloadable(), Fleet(), "127.0.0.1", unused_port()),
     ):
         pass
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_pieces() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 import warnings
@@ -14,6 +13,7 @@ import httpx2
 import pytest
 
 from cluster import live
+from processes import unused_port
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
 
@@ -40,9 +40,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     options = deployment_options(Fleet(replicas=1, max_replicas=2, rows=ROWS))
     options["autoscaling_config"] |= QUICK
     make = Maker(arguments_of({"rows": ROWS, "tree.nodes": 6, "tree.depth": 3}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})

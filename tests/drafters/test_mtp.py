@@ -4,6 +4,7 @@ eyas trains learns what it reads while drafting, and comes back from its folder.
 
 from __future__ import annotations
 
+import json
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -321,6 +322,24 @@ def test_a_module_is_stitched_into_its_target(family: str, tmp_path: Path) -> No
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(again(ids).logits, target.model(ids).logits)
     assert not all(torch.equal(a, b) for a, b in zip(old.net.state_dict().values(), stitched.values(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
+def test_a_module_is_stitched_in_again(family: str, tmp_path: Path) -> None:
+    """Bug: into a target that was made by such an export, the module of the first one is written, without a word. Other
+    tensors in a file of that name are kept."""
+    target, _ = with_module(family, tmp_path / "target")
+    save_file({"other": torch.ones(2)}, tmp_path / "target" / "mtp.safetensors", {"format": "pt"})
+    for seed, source, place in ((6, "target", "first"), (7, "first", "second")):
+        head = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=seed)
+        known = checkpoints.ExportTarget(str(tmp_path / source))
+        exports.export(head.weights(), "checkpoint", tmp_path / place, known)
+        stitched = load_net(target, tmp_path / place).state_dict()
+        for name, weight in head.net.state_dict().items():
+            torch.testing.assert_close(stitched[name], weight)
+        index = json.loads((tmp_path / place / "model.safetensors.index.json").read_text())["weight_map"]
+        assert index["other"] == "model-mtp.safetensors"
 
 
 @pytest.mark.slow

@@ -376,7 +376,7 @@ def test_threads_take_turns(model: PreTrainedModel) -> None:
             prompts[row], max_new_tokens=24, do_sample=False, pad_token_id=PAD, custom_generate=custom
         )
 
-    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    streamer = TextIteratorStreamer(tokenizer, timeout=600)
     asked = {"inputs": prompts[0], "max_new_tokens": 8, "streamer": streamer, "custom_generate": custom}
     threads = [
         *(threading.Thread(target=answer, args=(row,)) for row in range(3)),

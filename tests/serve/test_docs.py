@@ -35,7 +35,7 @@ def test_the_first_request_by_curl(embedded: Running, page: str) -> None:
     assert match is not None
     path, header, body = match.groups()
     headers = dict([header.split(": ")])
-    answer = httpx2.post(embedded.url + path, content=body.encode(), headers=headers, timeout=60)
+    answer = httpx2.post(embedded.url + path, content=body.encode(), headers=headers, timeout=120)
     assert answer.json()["choices"][0]["message"]["content"]
 
 
@@ -57,9 +57,9 @@ def test_metrics_of_the_pages(embedded: Running) -> None:
     httpx2.post(
         f"{embedded.v1}/completions",
         json={"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0},
-        timeout=60,
+        timeout=120,
     )
-    shown = httpx2.get(f"{embedded.url}/metrics").text
+    shown = httpx2.get(f"{embedded.url}/metrics", timeout=120).text
     known = {re.split(r"[{ ]", line)[0] for line in shown.splitlines() if line and line[0] != "#"}
     known |= {name.removesuffix("_count") for name in known}
     dashboard = json.loads((ROOT / "docs" / "grafana_dashboard.json").read_text())

@@ -303,7 +303,7 @@ def test_a_second_signal(llm: eyas.LLM) -> None:
         while not server.service.engine.load[0]:
             time.sleep(0.005)
         server.server.handle_exit(signal.SIGTERM, None)
-        assert httpx2.get(f"{server.url}/health").status_code == 503
+        assert httpx2.get(f"{server.url}/health", timeout=120).status_code == 503
         assert not asked.done()
         server.server.handle_exit(signal.SIGINT, None)
         assert asked.result().status_code == 503

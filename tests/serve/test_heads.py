@@ -62,7 +62,7 @@ def answers(server: Running, swap: Any = None, **more: Any) -> list[str]:
     for thread in threads:
         thread.start()
     if swap is not None:
-        assert all(event.wait(60) for event in begun)
+        assert all(event.wait(600) for event in begun)
         swap()
     for thread in threads:
         thread.join()
@@ -138,10 +138,8 @@ def test_a_server_learns_while_it_serves(llm: eyas.LLM, tmp_path: Path) -> None:
         assert stats(server)["tokens"] == stats(server)["steps"] == 0
         during = answers(server)
         server.wait_until_idle()
-        deadline = time.monotonic() + 60
-        while stats(server)["steps"] < 4 and time.monotonic() < deadline:
+        while stats(server)["steps"] < 4:
             time.sleep(0.05)
-        assert stats(server)["steps"] >= 4
         assert before == during == answers(server)
         learning.learner.kept = 1  # what a longer test would come to
     assert (tmp_path / "saved" / "config.json").exists()
@@ -149,7 +147,7 @@ def test_a_server_learns_while_it_serves(llm: eyas.LLM, tmp_path: Path) -> None:
 
 
 def stats(server: Running) -> dict[str, Any]:
-    learnt: dict[str, Any] = httpx2.get(f"{server.url}/stats", timeout=60).json()["learnt"]
+    learnt: dict[str, Any] = httpx2.get(f"{server.url}/stats", timeout=120).json()["learnt"]
     return learnt
 
 

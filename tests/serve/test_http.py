@@ -18,10 +18,16 @@ from eyas.serve.settings import Settings
 from serving import PROMPTS, Running, running, tooled_llm
 
 BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+PLAIN = {"content-type": "text/plain"}
+SECONDS = 120  # that a response may take on a busy machine
 
 
 def post(server: Running, path: str, body: Any, **options: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, json=body, timeout=120, **options)
+    return httpx2.post(server.url + path, json=body, timeout=SECONDS, **options)
+
+
+def get(url: str, **options: Any) -> httpx2.Response:
+    return httpx2.get(url, timeout=SECONDS, **options)
 
 
 def events(response: httpx2.Response) -> list[Any]:
@@ -116,7 +122,7 @@ def test_figures_of_speculation(server: Running) -> None:
 def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int, words: str) -> None:
     """Each gets one line in OpenAI's form."""
     response = httpx2.post(
-        f"{server.v1}/completions", content=content, headers={"content-type": "application/json"}, timeout=120
+        f"{server.v1}/completions", content=content, headers={"content-type": "application/json"}, timeout=SECONDS
     )
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -128,7 +134,7 @@ def test_bodies_that_cannot_be_used(server: Running, content: bytes, status: int
 def test_a_text_about_nan(server: Running) -> None:
     """Bug: the word is taken for the number."""
     body = {"prompt": "NaN, Infinity", "metadata": {"NaN": "-Infinity"}, "max_tokens": 1}
-    assert httpx2.post(f"{server.v1}/completions", json=body, timeout=120).status_code == 200
+    assert httpx2.post(f"{server.v1}/completions", json=body, timeout=SECONDS).status_code == 200
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -217,7 +223,7 @@ def test_probes_and_wrong_base_urls(server: Running) -> None:
     """HEAD is answered like GET, without a body; a path that lacks /v1 or has it twice gets a 404
     that says what to change."""
     for path in ("/", "/health", "/v1/models"):
-        response = httpx2.head(server.url + path)
+        response = httpx2.head(server.url + path, timeout=SECONDS)
         assert (response.status_code, response.content) == (200, b"")
     for path, words in (("/chat/completions", "must end in /v1"), ("/models", "must end in /v1"), ("/api/chat", "Ollama"),
                         ("/v1/v1/chat/completions", "leave it out"), ("/nothing", "there is no /nothing")):  # fmt: skip
@@ -230,10 +236,10 @@ def test_other_paths_and_methods(server: Running) -> None:
     """A path that is not there and a method that is not taken get OpenAI's form too; a form of a
     web page is no JSON."""
     for response, status in (
-        (httpx2.get(f"{server.v1}/nothing"), 404),
-        (httpx2.get(f"{server.v1}/completions"), 405),
-        (httpx2.post(f"{server.v1}/completions", data={"prompt": "x"}), 415),
-        (httpx2.post(f"{server.v1}/completions", content=b"{}", headers={"content-type": "text/plain"}), 415),
+        (get(f"{server.v1}/nothing"), 404),
+        (get(f"{server.v1}/completions"), 405),
+        (httpx2.post(f"{server.v1}/completions", data={"prompt": "x"}, timeout=SECONDS), 415),
+        (httpx2.post(f"{server.v1}/completions", content=b"{}", headers=PLAIN, timeout=SECONDS), 415),
     ):
         assert response.status_code == status
         assert response.json()["error"]["message"]
@@ -256,7 +262,7 @@ def test_tokens_there_and_back(server: Running, llm: eyas.LLM) -> None:
     chat = post(server, "/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}).json()
     assert tuple(chat["tokens"]) == llm.ids("Hi")
     assert post(server, "/tokenize", {}).status_code == 400
-    info = httpx2.get(f"{server.url}/tokenizer_info").json()
+    info = get(f"{server.url}/tokenizer_info").json()
     assert info["chat_template"] == llm.tokenizer.chat_template
     assert info["eos_token"] == llm.tokenizer.eos_token
 
@@ -294,9 +300,9 @@ def test_a_template_without_tools(server: Running, choice: Any) -> None:
 
 def test_small_endpoints(server: Running) -> None:
     """The endpoints for probes and for the page."""
-    assert httpx2.get(f"{server.url}/health").status_code == 200
-    assert httpx2.get(f"{server.url}/version").json() == {"version": eyas.__version__}
-    stats = httpx2.get(f"{server.url}/stats").json()
+    assert get(f"{server.url}/health").status_code == 200
+    assert get(f"{server.url}/version").json() == {"version": eyas.__version__}
+    stats = get(f"{server.url}/stats").json()
     assert stats["rows"] == 4
     assert "vanilla" in stats["methods"]
 
@@ -318,7 +324,7 @@ def test_the_page_of_the_interface(llm: eyas.LLM) -> None:
 def counters(server: Running) -> dict[str, float]:
     """Prometheus' samples by name with labels; of a fleet, their sums."""
     sums: dict[str, float] = {}
-    for line in httpx2.get(f"{server.url}/metrics").text.splitlines():
+    for line in get(f"{server.url}/metrics").text.splitlines():
         if not line.startswith("#"):
             name, _, value = re.sub(r'replica="\w+",', "", line).rpartition(" ")
             sums[name] = sums.get(name, 0) + float(value)
@@ -435,14 +441,14 @@ def test_keys(llm: eyas.LLM) -> None:
             ({"authorization": "Bearer first"}, 200),
             ({"authorization": "bearer second"}, 200),
         ):
-            response = httpx2.get(url, headers=headers)
+            response = get(url, headers=headers)
             assert response.status_code == status, headers
             if status == 401:
                 assert response.json()["error"]["code"] == "invalid_api_key"
         assert post(server, "/v1/completions", BODY).status_code == 401
         assert post(server, "/tokenize", {"prompt": "x"}).status_code == 401
-        assert httpx2.get(f"{server.url}/stats").status_code == 401
-        assert httpx2.get(f"{server.url}/health").status_code == 200
+        assert get(f"{server.url}/stats").status_code == 401
+        assert get(f"{server.url}/health").status_code == 200
         assert server.client(api_key="first").models.list().data[0].id == "tiny"
 
 
@@ -450,13 +456,12 @@ def test_keys(llm: eyas.LLM) -> None:
 def test_other_origins(llm: eyas.LLM, server: Running) -> None:
     """A browser lets pages of other origins read nothing unless the server names them."""
     asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in httpx2.options(f"{server.v1}/models", headers=asks).headers
+    allowed = httpx2.options(f"{server.v1}/models", headers=asks, timeout=SECONDS).headers
+    assert "access-control-allow-origin" not in allowed
     with running(llm, origins=("http://page.example",), rows=1) as open_server:
-        assert (
-            httpx2.options(f"{open_server.v1}/models", headers=asks).headers["access-control-allow-origin"]
-            == "http://page.example"
-        )
-        other = httpx2.get(f"{open_server.v1}/models", headers={"origin": "http://other.example"})
+        allowed = httpx2.options(f"{open_server.v1}/models", headers=asks, timeout=SECONDS).headers
+        assert allowed["access-control-allow-origin"] == "http://page.example"
+        other = get(f"{open_server.v1}/models", headers={"origin": "http://other.example"})
         assert "access-control-allow-origin" not in other.headers
 
 
@@ -465,10 +470,10 @@ def test_large_bodies(llm: eyas.LLM) -> None:
     """A body beyond the limit is refused, announced or not."""
     with running(llm, rows=1, max_body_bytes=1000) as server:
         large = json.dumps({"prompt": "x" * 1000}).encode()
-        headers = {"content-type": "application/json"}
-        assert httpx2.post(f"{server.v1}/completions", content=large, headers=headers).status_code == 413
+        sent: dict[str, Any] = {"headers": {"content-type": "application/json"}, "timeout": SECONDS}
+        assert httpx2.post(f"{server.v1}/completions", content=large, **sent).status_code == 413
         parts = (large[i : i + 100] for i in range(0, len(large), 100))  # sent in chunks, without a length
-        assert httpx2.post(f"{server.v1}/completions", content=parts, headers=headers).status_code == 413
+        assert httpx2.post(f"{server.v1}/completions", content=parts, **sent).status_code == 413
         assert post(server, "/v1/completions", BODY).status_code == 200
 
 

@@ -134,7 +134,7 @@ def test_stop(open_page: Open, address: str, script: Script, how: str) -> None:
     else:
         page.keyboard.press("Escape")
     page.locator(".figures").get_by_text("stopped").wait_for()
-    assert script.hung_up.wait(30)
+    assert script.hung_up.wait(600)
     assert page.locator(".answer").text_content().startswith("What time do you want? word")
     script.endless = False
     ask(page, "Go on")
@@ -161,7 +161,7 @@ def test_deleting_stops_the_answer(open_page: Open, address: str, script: Script
     page.keyboard.press("Enter")
     page.get_by_text("word word").wait_for()
     manage(page, "Delete this conversation")
-    assert script.hung_up.wait(30)
+    assert script.hung_up.wait(600)
     script.endless = False
     page.locator("#send:visible").wait_for()
     ask(page, "Hello")

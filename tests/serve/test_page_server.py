@@ -37,11 +37,12 @@ def test_chat_of_the_embedded_model(open_page: Callable[..., Any], server: Runni
 
 
 def test_live_view_of_the_embedded_model(open_page: Callable[..., Any], server: Running) -> None:
-    """The figures of a request that has just been served."""
+    """The figures of a request that has just been served: those of the last ten seconds are shown, so the page is
+    open before."""
+    page = open_page(f"{server.url}/#live")
+    page.get_by_text("of 4 rows, 0 waiting").wait_for()
     server.client().chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=24
     )
-    page = open_page(f"{server.url}/#live")
-    page.get_by_text("of 4 rows, 0 waiting").wait_for()
     page.get_by_text("depth 1").wait_for()
     assert "by the method's options" in page.locator("#live-view").inner_text()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eyas import checkpoints
 from eyas.errors import OptionError
+from eyas.locks import locked_output
 from eyas.train import dist
 from eyas.train.config import TrainConfig
 from train import real
@@ -146,6 +147,13 @@ def test_a_process_that_dies_behind_the_first_state(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"another process of this run has ended; the state of step 1 stays in "):
         together(real.dying_run_behind_state, tmp_path)
     assert real.stopped_run("eagle1", tmp_path)["outcome"].step == 6
+
+
+def test_a_folder_that_another_run_has(tmp_path: Path) -> None:
+    """Bug: the first process tells why in a line, and each other one a page about a connection."""
+    told = r"is being written by (?s:.*)EyasError: another process of this run has ended; no state had been saved yet"
+    with locked_output(tmp_path), pytest.raises(RuntimeError, match=told):
+        together(real.head_run, "eagle1", tmp_path)
 
 
 def test_processes_that_cannot_share_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

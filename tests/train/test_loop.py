@@ -26,6 +26,7 @@ from eyas.drafters.vanilla import Method as Vanilla
 from eyas.errors import EyasError, FitError, InputError, OptionError
 from eyas.targets.fingerprints import fingerprint
 from eyas.train import loop, setup
+from eyas.train import state as state_files
 from eyas.train.config import TrainConfig
 from eyas.train.data import Batches
 from eyas.train.loop import TrainResult, train
@@ -334,7 +335,10 @@ def test_killed_ten_times_at_random_moments(tmp_path: Path, undisturbed: Path) -
 
     def changed(name: str) -> int:
         path = saved_states(tmp_path)[-1] if name == "state" and saved_states(tmp_path) else tmp_path / name
-        return path.stat().st_mtime_ns if path.exists() else 0
+        try:
+            return path.stat().st_mtime_ns
+        except FileNotFoundError:  # not there yet; or it was the newest state a moment ago
+            return 0
 
     def has_changed(name: str, before: int) -> Callable[[], bool]:
         return lambda: changed(name) != before
@@ -487,6 +491,27 @@ def test_an_interrupt_inside_the_update_keeps_the_last_whole_state(
         assert run(tmp_path, save_every=3).interrupted
     assert state(tmp_path)["step"] == 6
     run(tmp_path, save_every=3)
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_an_interrupt_when_the_state_is_complete(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a state that had its name already was saved once more, and the second one could not get that name."""
+    sync, calls = state_files.sync_folder, []
+
+    def interrupted(folder: Path) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        sync(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_files, "sync_folder", interrupted)
+        assert run(tmp_path).interrupted
+    assert [path.name for path in tmp_path.glob("*state-*")] == ["state-4-3"]
+    run(tmp_path)
     assert_same_run(tmp_path, undisturbed)
 
 

@@ -41,6 +41,9 @@ QWEN = {
 QWEN_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 NUMBERED_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite")
 INDEX = "model.safetensors.index.json"
+# The target's files that have another name in the copy: transformers takes a model.safetensors for the whole model, and
+# the other name is the module's.
+RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors", EXPORT_FILE: "model-mtp.safetensors"}
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
@@ -72,18 +75,20 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 def finish(folder: Path, target: ExportTarget) -> None:
     """Put the target's files beside the module's, with an index of all tensors."""
     source, weight_map, size = _folder(target), dict[str, str](), 0
+    ours = set(_tensors(folder / EXPORT_FILE))
     for file in sorted(source.iterdir()):
         if file.name in ("config.json", INDEX) or file.name.startswith(".") or not file.is_file():
             continue
-        # transformers takes a file of this name for the whole model
-        name = "model-00001-of-00001.safetensors" if file.name == "model.safetensors" else file.name
+        if file.suffix == ".safetensors" and ours.issuperset(_tensors(file)):
+            continue  # a module that was stitched in before
+        name = RENAMED.get(file.name, file.name)
         _link(file, folder / name)
         if file.suffix == ".safetensors":
             weight_map |= dict.fromkeys(_tensors(file), name)
             size += file.stat().st_size
     if not weight_map:
         raise CheckpointError(f"{source} has no weights in safetensors, into which a module could be stitched")
-    weight_map |= dict.fromkeys(_tensors(folder / EXPORT_FILE), EXPORT_FILE)
+    weight_map |= dict.fromkeys(ours, EXPORT_FILE)
     index = {"metadata": {"total_size": size + (folder / EXPORT_FILE).stat().st_size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

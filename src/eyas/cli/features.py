@@ -105,10 +105,12 @@ def command(
         raise UsageError("option --data is missing")
     check_files(job.data)
     first, step = _part(job.part)
-    check_output_folder(folder)
+    part = f"{first + 1}-{step}"
+    if not job.only:  # workers begin at once: their locks would refuse each other
+        check_output_folder(folder, part)
     llm = load_target(model, devices[0])
     store = FeatureStore(folder) if job.only else _plan(llm, folder, job, options, (first, step))
-    with nullcontext() if job.only else locked_output(folder, part=f"{first + 1}-{step}"):
+    with nullcontext() if job.only else locked_output(folder, part):
         shards = [int(i) for i in job.only.split(",")] if job.only else range(first, len(store.manifest.shards), step)
         todo = sorted(set(store.missing()) & set(shards))
         count = min(job.workers or len(devices), max(1, len(todo)))

@@ -289,11 +289,13 @@ def _drafter(
 
 def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> None:
     from eyas.train.progress import figures_text
+    from eyas.train.state import saved_states, step_of
 
     if outcome.interrupted:
-        raise Interrupted(
-            f"step {outcome.step} of {outcome.steps} is saved in {folder}; the same command goes on from there"
-        )
+        if not (saved := saved_states(Path(folder).expanduser())):
+            raise Interrupted("no step is saved; the same command begins again")
+        step = step_of(saved[-1])  # an earlier one than the outcome's, where Ctrl-C has cut a step off
+        raise Interrupted(f"step {step} of {outcome.steps} is saved in {folder}; the same command goes on from there")
     figures = f": held-out {figures_text(outcome.heldout)}" if outcome.heldout else ""
     stopped = outcome.step < outcome.steps
     early = f" (ended early: {config.patience} evaluations without a better one)" if stopped else ""

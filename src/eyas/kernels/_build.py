@@ -192,8 +192,8 @@ def _build(compiler: str, target_flags: tuple[str, ...], path: Path) -> None:
     log.info("the CPU kernels are compiled for this machine, once: some seconds (EYAS_KERNELS=off goes without)")
     problems = []
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
-        built = Path(folder) / path.name
-        for flags in ((*FLAGS, OPENMP), FLAGS):
+        for number, flags in enumerate(((*FLAGS, OPENMP), FLAGS)):
+            built = Path(folder) / f"{number}-{path.name}"  # the system knows a library that it has loaded by its name
             problem = _compile([*command, *target_flags, *flags, str(MAIN), "-o", str(built)]) or _fault_of(built)
             if not problem:
                 with write_atomically(path) as stream:

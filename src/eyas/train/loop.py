@@ -41,11 +41,11 @@ from eyas.train.data import Example
 from eyas.train.dist import LossFunction, join, world_size
 from eyas.train.evaluation import MoreFigures, evaluate_heldout
 from eyas.train.optim import HeadOptimizer
-from eyas.train.output import TrainOutput
+from eyas.train.output import TrainOutput, kept_state
 from eyas.train.progress import OnProgress
 from eyas.train.reporter import Reporter
 from eyas.train.setup import TrainSetup, set_up
-from eyas.train.state import BestHead, TrainState
+from eyas.train.state import BestHead, TrainState, saved_states
 from eyas.train.step import train_step
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
@@ -107,18 +107,19 @@ def train(
     config.check_processes(world_size())
     group = join(drafter.target.device, config.parallel)
     with locked_folder(folder) if group.is_first else nullcontext():
-        group.broadcast(None)  # the other processes wait for the folder
-        setup = set_up(drafter, examples, heldout, config, group)
-        output = TrainOutput(setup, folder, about or {})
         try:
+            group.broadcast(None)  # the other processes wait for the folder
+            setup = set_up(drafter, examples, heldout, config, group)
+            output = TrainOutput(setup, folder, about or {})
             with frozen(drafter.target), flushed_denormals():
                 trainer = Trainer(setup, output, resume, progress)
                 return trainer.run(evaluate, stop)
         except RuntimeError as error:
             if not group.is_connection_error(error):
                 raise
+            goes_on = "goes on from there" if saved_states(folder) else "begins again"
             raise EyasError(
-                f"another process of this run has ended; {output.saved_state}; the same command goes on from there"
+                f"another process of this run has ended; {kept_state(folder)}; the same command {goes_on}"
             ) from error
 
 
@@ -226,7 +227,7 @@ class Trainer:
         try:
             yield
         except EyasError as error:
-            raise type(error)(f"{error}; {self.output.saved_state}") from error
+            raise type(error)(f"{error}; {kept_state(self.output.folder)}") from error
 
 
 def _copied_weights(setup: TrainSetup) -> dict[str, Tensor]:

@@ -33,7 +33,14 @@ from eyas.train.state import (
     whole_tensors,
 )
 
-__all__ = ["TrainOutput"]
+__all__ = ["TrainOutput", "kept_state"]
+
+
+def kept_state(folder: Path) -> str:
+    """Return which state is on disk, for messages. The folder is read, as a process may have ended after the state was
+    complete and before the others knew."""
+    found = saved_states(folder)
+    return f"the state of step {step_of(found[-1])} stays in {folder}" if found else "no state had been saved yet"
 
 
 class TrainOutput:
@@ -47,15 +54,6 @@ class TrainOutput:
         self.saved_step = -1  # step and last evaluation of the state on disk
         self.saved_evaluation = 0
         self.state_file = folder
-
-    @property
-    def saved_state(self) -> str:
-        """For messages: which state is on disk. The folder is read, as a process may have ended after the state was
-        complete and before the others knew."""
-        found = saved_states(self.folder)
-        return (
-            f"the state of step {step_of(found[-1])} stays in {self.folder}" if found else "no state had been saved yet"
-        )
 
     def load(self, resume: bool) -> dict[str, Any] | None:
         """Return the saved state, checked against this run's settings; None when there is none.

@@ -193,8 +193,11 @@ def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Te
             content = json.dumps({**values, "files": digests})
             digest = hashlib.sha256(content.encode()).hexdigest()
             write_text(temporary / VALUES_FILE, f"{digest}\n{content}\n")
-            former = saved_states(folder)
-            temporary.rename(path)
+            former = [one for one in saved_states(folder) if one != path]
+            if path.exists():  # a second Ctrl-C came when it had been saved, and it is saved again
+                shutil.rmtree(temporary)
+            else:
+                temporary.rename(path)
             sync_folder(folder)
             for one in former:
                 shutil.rmtree(one)

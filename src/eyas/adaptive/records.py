@@ -21,7 +21,7 @@ def first_chance(drafter: Drafter) -> float | None:
         return None
     try:
         record = parse_json((Path(source).expanduser() / "training.json").read_bytes())
-        chance = record["heldout"]["0-alpha"]  # type: ignore[index]
-        return min(MOST, max(LEAST, float(chance)))  # type: ignore[arg-type]
+        chance = record["heldout"]["0-alpha"]
+        return min(MOST, max(LEAST, float(chance)))
     except (OSError, InputError, LookupError, TypeError, ValueError):
         return None

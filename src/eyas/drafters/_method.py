@@ -80,7 +80,7 @@ class DraftMethod(Drafter):
         Raise CheckpointError if there is no such head, or if it does not fit the target.
         """
         weights = None if source is None else checkpoints.load(source)
-        drafter = cls.load(weights if cls.needs_weights else None, target, options)
+        drafter = cls.load(weights if cls.needs_weights or cls.head_format else None, target, options)
         drafter.source = source
         drafter.target_fingerprint = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
         return drafter

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
@@ -99,11 +98,7 @@ class Method(DynamicEagle):
 
         Raise CheckpointError if there is none."""
         if source is not None and _is_trained_head(source):
-            weights = checkpoints.load(source)
-            head = cls.load(weights, target, options)
-            head.source = source
-            head.target_fingerprint = weights.config["eyas"].get("target_fingerprint")
-            return head
+            return super().from_pretrained(source, target, options)
         return cls(target, options, load_net(target, source or _own_checkpoint(target)))
 
     @classmethod

@@ -37,8 +37,8 @@ def test_chat_of_the_embedded_model(open_page: Callable[..., Any], server: Runni
 
 
 def test_live_view_of_the_embedded_model(open_page: Callable[..., Any], server: Running) -> None:
-    """The figures of a request that has just been served: those of the last ten seconds are shown, so the page is
-    open before."""
+    """The page shows the figures of a request. It shows those of the last ten seconds, so it is opened before the
+    request is sent."""
     page = open_page(f"{server.url}/#live")
     page.get_by_text("of 4 rows, 0 waiting").wait_for()
     server.client().chat.completions.create(

@@ -370,5 +370,5 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
         drafter.chooses_nodes,
         other,
         target.runner.skips_padding,
-        first_chance(drafter) or PRIOR_CHANCE,
+        first_chance(drafter),
     )

@@ -48,7 +48,7 @@ class TuneOptions:
 def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -> None:
     """Measure the cost of trees on this machine and show the fastest one."""
     from eyas.adaptive.cost import cost_key, cost_path, load_costs
-    from eyas.adaptive.goodput import PRIOR_CHANCE, Acceptance, Plan
+    from eyas.adaptive.goodput import Acceptance, Plan
     from eyas.adaptive.records import first_chance
     from eyas.speedup import sizes
 
@@ -60,7 +60,7 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
             f"{llm.method} has no dynamic trees: there is nothing to tune; name another --method, like eagle3"
         )
     costs, known = load_costs(llm.drafter, job.force)
-    guess = Acceptance(limit, first_chance(llm.drafter) or PRIOR_CHANCE)
+    guess = Acceptance(limit, first_chance(llm.drafter))
     plans = [Plan(s, guess(s), costs.cycle(s)) for s in sizes(limit)]
     chosen, place = max(plans, key=lambda plan: plan.rate), str(cost_path(cost_key(llm.drafter)))
     if job.as_json:

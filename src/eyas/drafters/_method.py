@@ -55,7 +55,7 @@ class DraftMethod(Drafter):
         train_feature_layers: as `feature_layers`, for `loss`, which may read more.
         trained_length: tokens of the longest sequence that the net was trained on, if known.
         target_fingerprint: fingerprint of the target that the net was trained for, if its checkpoint has one.
-        source: the folder or hub id that its weights come from; None: it has none.
+        source: the folder or hub id that the weights were loaded from, if they were.
         gradient_checkpointing: whether `loss` recomputes activations in the backward pass; None:
             the method has no such option.
     """
@@ -75,7 +75,7 @@ class DraftMethod(Drafter):
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
-        """Load the method from `--draft`, the folder or hub id of a head (None: without one), unless it overrides this.
+        """Load the method from `--draft`: the folder or hub id of a head, or None. Some methods override this.
 
         Raise CheckpointError if there is no such head, or if it does not fit the target.
         """

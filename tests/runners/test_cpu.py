@@ -189,7 +189,7 @@ RULES: list[dict[str, object]] = [
 @pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["eagle2", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["eagle2", "eagle3", "mtp", "eagle3 of three layers"])
 def test_trees_grown_at_once_are_those_grown_level_by_level(
     name: str, rule: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,11 +202,13 @@ def test_trees_grown_at_once_are_those_grown_level_by_level(
 
     monkeypatch.setattr(cpu_ops, "with_cpu_kernels", lambda net, form, threads: make_quick(net, kernels.EXACT))
     monkeypatch.setattr(cpu_ops.CpuOps, "draft_lm_head", property(lambda ops: ops.packed))
-    kind, target = drafters.find(name), with_cpu_kernels("llama")
-    head = {"head.layers": "0,1,2"} if name == "eagle3" else {}
+    method, _, several = name.partition(" of ")
+    kind, target = drafters.find(method), with_cpu_kernels("llama")
+    head: dict[str, object] = {"head.layers": "0,1,2"} if method == "eagle3" else {}
+    head |= {"head.depth": 3, "head.norm_output": True} if several else {}
     requests = [Request(tuple(ids(n, n)), 16, law) for n, law in zip((23, 5, 40), LAWS[:2] + LAWS[:1], strict=True)]
     shapes = ((14, 4, 3), (6, 3, 4), (40, 3, 3), (5, 4, 1))
-    first = RULES.index(rule) + ("eagle2", "eagle3", "mtp").index(name)
+    first = RULES.index(rule) + len(name)
     for nodes, depth, branch in (shapes[first % 4], shapes[(first + 2) % 4]):  # each shape with every method and rule
         tree = {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch, **rule}
         found = []

@@ -117,10 +117,7 @@ class EagleMethod(DraftMethod):
 
     @cached_property
     def fused_tree_builder(self) -> FusedTreeBuilder | None:
-        """Grows a whole dynamic tree in one call; None if the target's runner cannot, as with nets
-        of several layers."""
-        if self.layers > 1:
-            return None
+        """Grows a whole dynamic tree in one call; None if the target's runner cannot."""
         fused_tree_builder: FusedTreeBuilder | None = self.target.runner.ops.fused_tree_builder(
             self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v
         )

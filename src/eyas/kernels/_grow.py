@@ -21,7 +21,7 @@ __all__ = ["Grown", "Net", "Pending", "TreeOptions", "grow"]
 
 @dataclass(frozen=True)
 class Net:
-    """An EAGLE net without its layer. Norms in float32."""
+    """An EAGLE net without its layers. Norms in float32."""
 
     head: Matrix
     embeddings_VD: Tensor
@@ -141,9 +141,9 @@ class Pending:
 
 
 def grow(
-    net: Net, layer: Layers, tree_options: TreeOptions, forward: Pass, pending: Pending, root_tokens_R: Tensor
+    net: Net, layers: Layers, tree_options: TreeOptions, forward: Pass, pending: Pending, root_tokens_R: Tensor
 ) -> Grown:
-    """Draft EAGLE-2's tree with a one-layer net, which first reads what is pending.
+    """Draft EAGLE-2's tree with a net, which first reads what is pending.
 
     Args:
         forward: of the rows before that; its positions and masks are not read.
@@ -155,13 +155,14 @@ def grow(
     N = 1 + min(tree_options.nodes - 1, drafted if tree_options.rerank else tree_options.depth * K)
     grown = Grown.empty(R, N, drafted)
     out = _records.Grown(*(address(getattr(grown, field.name)) for field in fields(grown)))
-    with layer.lock:
+    with layers.lock:
         largest = replace(forward, position_RQ=forward.position_RQ.expand(R, max(P, K)))
-        record, cache, kept = layer._prepare(largest)
+        record, cache, kept = layers._prepare(largest)
         library().eyas_grow(
             byref(net.record),
-            layer._records,
-            *map(byref, (layer._shape, record, cache, tree_options.record)),
+            layers._records,
+            c_int64(len(layers.layers)),
+            *map(byref, (layers._shape, record, cache, tree_options.record)),
             c_void_p(address(pending.features_RPF)),
             c_void_p(address(pending.tokens_RP)),
             c_int64(P),

@@ -110,12 +110,13 @@ class DraftKVCache(KVCache):
         """bool: the slots that the new nodes attend to."""
         return slot_mask(self._length_R, self._visible_RNT, self.width)[:, None]
 
-    def cpu_kernel_view(self, number: int = 0) -> CacheContents | None:
-        """Return the tensors of one layer for kernels, which store keys and values themselves; None with a
-        window, which they do not support."""
+    def cpu_kernel_view(self, number: int = 0, layers: int = 1) -> CacheContents | None:
+        """Return the tensors of one layer, or of several from it on, for kernels, which store keys and values
+        themselves; None with a window, which they do not support."""
         if self.window is not None:
             return None
-        return CacheContents(self._length_R, self._visible_RNT, self.tensor[2 * number : 2 * number + 2], self._rows)
+        store = self.tensor[2 * number : 2 * (number + layers)]
+        return CacheContents(self._length_R, self._visible_RNT, store, self._rows)
 
     def gpu_kernel_view(self, number: int = 0) -> DraftSlots:
         """Return the tensors of one layer for the GPU kernels."""

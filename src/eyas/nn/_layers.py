@@ -64,7 +64,7 @@ class CacheContents(NamedTuple):
 
     length_R: Tensor  # int64; slots in use before the next nodes
     visible_RNT: Tensor  # bool; which of the T nodes after them each next node attends to
-    store: Tensor  # [2, B, K, slots, h]: keys, values
+    store: Tensor  # [2 x layers, B, K, slots, h]: keys, values
     rows: Sequence[int]  # the R rows, in the store
 
 

@@ -8,6 +8,7 @@ other cases `grow_dynamic` grows the tree level by level.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ def tree_builder_of(
         ids_v: int64; the target's ids of the draft vocabulary, if it is smaller than the target's.
         lm_head: returns the target's, packed; called if the net has none of its own.
     """
-    fused = getattr(getattr(net, "layer", None), "fused", None)
+    every = [getattr(net, "layer", None), *getattr(net, "later_layers", ())]
+    fused = getattr(every[0], "fused", None)
     if fused is None:
         return None
     table = getattr(target.family.embedding, "weight", None) if own_table is None else own_table
@@ -51,7 +53,11 @@ def tree_builder_of(
     if table is None or not unscaled or table.dtype != torch.float32 or table.shape[1] != D:
         return None
     packed = _packed_net(net, table.detach(), ids_v, lm_head)
-    return None if packed is None or packed.head.inputs != D else CpuTreeBuilder(fused, packed)
+    if packed is None or packed.head.inputs != D:
+        return None
+    later = [replace(layer.fused.layer.layers[0], norm=layer.input_norm.weight.detach()) for layer in every[1:]]
+    layers = kernels.Layers(fused.shape, [*fused.layer.layers, *later], fused.layer.threads) if later else fused.layer
+    return CpuTreeBuilder(fused, layers, packed)
 
 
 def _packed_net(
@@ -107,8 +113,8 @@ def _one_node_mask(rows: int) -> Tensor:
 class CpuTreeBuilder:
     """Grows the dynamic trees of one net: a `drafters._grow.FusedTreeBuilder`."""
 
-    def __init__(self, layer: CpuLayer, net: kernels.Net) -> None:
-        self.layer, self.net = layer, net
+    def __init__(self, layer: CpuLayer, layers: kernels.Layers, net: kernels.Net) -> None:
+        self.layer, self.layers, self.net = layer, layers, net
 
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
@@ -151,12 +157,10 @@ class CpuTreeBuilder:
         position_R1 = length_R[:, None]
         cache.prepare(rows, lambda: position_R1, width)
         cache.set_mask(length_R, _one_node_mask(len(rows)))
-        contents = cache.cpu_kernel_view()
+        contents = cache.cpu_kernel_view(layers=len(self.layers.layers))
         assert contents is not None, "the kernels do not support a window"
         attention_pass = self.layer.attention_pass(contents, position_R1, width)
-        grown = kernels.grow(
-            self.net, self.layer.layer, tree_options, attention_pass, pending, active(cycle_input.tokens_B)
-        )
+        grown = kernels.grow(self.net, self.layers, tree_options, attention_pass, pending, active(cycle_input.tokens_B))
         grown = grown if row_R is None else grown.spread(row_R, cycle_input.tokens_B)
         drafted_tree = Tree(grown.parents_BN, grown.acceptable_BN, grown.depth_BN, grown.mask_BNN, tree.depth)
         drafted = FullDraft(grown.drafted_parents_BX, grown.drafted_value_BX) if tree.rerank else None

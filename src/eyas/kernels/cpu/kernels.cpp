@@ -56,10 +56,7 @@ void eyas_layers(const Layer* layers, int64_t count, const Shape* s, const Pass*
                     for (int64_t m = 0; m < M; m++)
                         std::memcpy(taps + m * tap_stride + i * D, x + m * D, D * sizeof(float));
                 }
-            KVCache here = *slots;
-            here.keys += l * here.layer;
-            here.values += l * here.layer;
-            decoder_layer(layers[l], *s, *p, here, nullptr, x, thread);
+            decoder_layer(layers[l], *s, *p, slots->of_layer(l), nullptr, x, thread);
         }
     }
 }
@@ -172,8 +169,8 @@ void eyas_commit(float* store, int64_t E, int64_t B, int64_t K, int64_t slots, i
 // base: the committed lengths before that, and the tables of cosines and sines; its queries, nodes,
 // positions and masks are set here for each pass, in its work space, which is large enough for B x
 // max(P, branch) nodes.
-void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* base,
-               const KVCache* slots, const Plan* plan, const float* pending,
+void eyas_grow(const Net* net, const Layer* layers, int64_t layer_count, const Shape* s,
+               const Pass* base, const KVCache* slots, const Plan* plan, const float* pending,
                const int64_t* accepted, int64_t P, const int64_t* counts, const int64_t* roots,
                const Grown* out) {
     const int64_t B = base->rows, D = s->hidden,
@@ -210,7 +207,9 @@ void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* b
         }
         net_inputs(*net, *s, next_token.data(), hidden, B * P, pair.data(), input.data(),
                    next.data());
-        decoder_layer(*layer, *s, p, *slots, input.data(), next.data(), thread_number());
+        for (int64_t l = 0; l < layer_count; l++)
+            decoder_layer(layers[l], *s, p, slots->of_layer(l), l ? nullptr : input.data(),
+                          next.data(), thread_number());
         if (net->carries_normed)
             rms_norms(next.data(), D, net->norm, B * P, D, s->eps, next.data(), D);
     }
@@ -247,7 +246,9 @@ void eyas_grow(const Net* net, const Layer* layer, const Shape* s, const Pass* b
             if (level) {
                 net_inputs(*net, *s, tokens.data(), state.data(), M, pair.data(), input.data(),
                            next.data());
-                decoder_layer(*layer, *s, p, *slots, input.data(), next.data(), thread);
+                for (int64_t l = 0; l < layer_count; l++)
+                    decoder_layer(layers[l], *s, p, slots->of_layer(l), l ? nullptr : input.data(),
+                                  next.data(), thread);
                 if (net->carries_normed)
                     rms_norms(next.data(), D, net->norm, M, D, s->eps, next.data(), D);
             }

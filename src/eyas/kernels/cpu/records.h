@@ -37,6 +37,12 @@ struct KVCache {
     float *keys, *values;       // of layer 0; [layer, row, K, slot, h]
     const int64_t* row;         // [R]: where each row of the pass begins, in floats
     int64_t layer, head, slot;  // strides in floats
+
+    KVCache of_layer(int64_t number) const {
+        KVCache other = *this;
+        other.keys += number * layer, other.values += number * layer;
+        return other;
+    }
 };
 
 struct Pass {

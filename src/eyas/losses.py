@@ -251,7 +251,7 @@ class _LossThroughDraftHead(torch.autograd.Function):
                 grad_nv = grad_nv.mul_((weight_K[rows_n] * is_counted_n)[:, None]).to(logits_nv.dtype)
                 if isinstance(head, Tensor):
                     grad_hidden_nD = grad_nv @ head
-                    grad_head_vD += grad_nv.T @ hidden_nD
+                    grad_head_vD.addmm_(grad_nv.T.to(dtype), hidden_nD.to(dtype))
                 else:
                     (grad_hidden_nD,) = torch.autograd.grad(graph_nv, hidden_nD, grad_nv)
                 grad_hidden_KD[rows_n] = grad_hidden_nD.to(grad_hidden_KD.dtype)

@@ -226,23 +226,23 @@ class CpuRunner:
         return kernels.linear(self.output, last_MD.view(last_of, -1, last_MD.shape[1])[:, -1], self.layers.threads)
 
     def _attention_pass(self, inputs: ForwardInput) -> Pass:
-        if inputs.width > len(self._cosine):
-            self._extend(inputs.width)
+        cosine, sine = self.tables(inputs.width)
         visible_RQT = near_RQT = inputs.visible_RQT.contiguous()
         if (window := self.target.family.window) is not None:
             distance_RQT = inputs.depth_RT[:, -visible_RQT.shape[1] :, None] - inputs.depth_RT[:, None]
             near_RQT = (visible_RQT & (distance_RQT < window)).contiguous()
         return Pass(
-            inputs.length_R.contiguous(), inputs.position_RQ.contiguous(), visible_RQT, near_RQT, self._cosine, self._sine,
+            inputs.length_R.contiguous(), inputs.position_RQ.contiguous(), visible_RQT, near_RQT, cosine, sine,
             inputs.cache.tensor, inputs.rows, inputs.counts if sum(inputs.counts) < inputs.tokens_RQ.numel() else (),
         )  # fmt: skip
 
-    def _extend(self, positions: int) -> None:
-        """Compute cosines and sines of more positions with the model's own rotary module."""
-        count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
-        every_1P = torch.arange(count)[None]
-        cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
-        self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [P, h] of at least this many positions, by the model's own rotary module."""
+        if positions > len(self._cosine):
+            count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
+            cosine, sine = self._rotary(torch.empty(1, 1, 1), torch.arange(count)[None])
+            self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+        return self._cosine, self._sine
 
     def check(self) -> None:
         """Compare logits and features over a prompt and a small tree with the model's own forward; raise UnsuitedError

@@ -301,6 +301,10 @@ def _split(examples: Examples, draws: Sequence[float], share: float) -> tuple[Ex
     return train, heldout
 
 
+FeatureReader = Callable[[Tensor, Documents, Sequence[int]], Tensor]
+"""Packed tokens [N], their documents and feature layers -> features [N, F]."""
+
+
 class Batches:
     """Batches of at most `batch_tokens` tokens, padding included, of examples of about one length.
 
@@ -308,11 +312,14 @@ class Batches:
     is two numbers: epoch and index of the batch.
     """
 
-    def __init__(self, examples: Sequence[Example], batch_tokens: int, seed: int = 0) -> None:
-        """Raise OptionError if an example does not fit into a batch."""
+    def __init__(
+        self, examples: Sequence[Example], batch_tokens: int, seed: int = 0, read: FeatureReader | None = None
+    ) -> None:
+        """Raise OptionError if an example does not fit into a batch. `read`: reads features; None: the target does."""
         self.examples = examples
         self.batch_tokens = batch_tokens
         self.seed = seed
+        self.read = read
         self.lengths = [len(example.ids) for example in examples]
         self._plan_of = lru_cache(maxsize=2)(self.plan)  # two: a step looks ahead into the next epoch
         if self.lengths and max(self.lengths) > batch_tokens:

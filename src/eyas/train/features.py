@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -29,7 +30,7 @@ from eyas.train._scales import stored
 from eyas.train.data import Batches
 from eyas.train.store import DTYPES, FeatureStore, StoredExamples
 
-__all__ = ["batch_of", "fetch_ahead", "layers_for_training", "write_features"]
+__all__ = ["batch_of", "encode", "fetch_ahead", "layers_for_training", "write_features"]
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -43,7 +44,7 @@ def batch_of(batches: Batches, indices: Sequence[int], drafter: DraftMethod) -> 
         stored_NF = torch.cat([examples.features(i, drafter.train_feature_layers) for i in indices])
         features_NF = stored_NF.to(target.device).to(target.dtype)  # moved first: on disk the dtype is the smaller one
     else:
-        features_NF = _encode(target, tokens_N, documents, drafter.train_feature_layers)
+        features_NF = (batches.read or partial(encode, target))(tokens_N, documents, drafter.train_feature_layers)
     return Batch(tokens_N.to(target.device), features_NF, counted_N.to(target.device), documents)
 
 
@@ -53,7 +54,7 @@ def fetch_ahead(batches: Batches, coming: Iterable[Sequence[int]], drafter: Draf
         batches.examples.expect([i for batch in coming for i in batch], drafter.train_feature_layers)
 
 
-def _encode(target: Target, tokens_N: Tensor, documents: Documents, layers: Sequence[int]) -> Tensor:
+def encode(target: Target, tokens_N: Tensor, documents: Documents, layers: Sequence[int]) -> Tensor:
     """Return [N, F]: the target's hidden states. It reads the examples padded to the longest; padding is
     left out of the result.
     """
@@ -132,7 +133,7 @@ def _shard_features(
     for batch in batches.plan(None):
         tokens_N, _, documents = batches.load(batch)
         try:
-            exact_NF = _encode(target, tokens_N, documents, settings.layers)
+            exact_NF = encode(target, tokens_N, documents, settings.layers)
         except torch.OutOfMemoryError as error:
             raise FitError(
                 f"out of memory with a batch of {len(tokens_N)} tokens; lower --batch-tokens (now {batch_tokens})"

@@ -35,9 +35,9 @@ from torch import Tensor
 from eyas.drafters import DraftMethod
 from eyas.errors import EyasError
 from eyas.locks import locked_folder
-from eyas.train._process import InterruptHandler, flushed_denormals, frozen
+from eyas.train._process import InterruptHandler, flushed_denormals, frozen, kept_memory
 from eyas.train.config import TrainConfig
-from eyas.train.data import Example
+from eyas.train.data import Example, FeatureReader
 from eyas.train.dist import LossFunction, join, world_size
 from eyas.train.evaluation import MoreFigures, evaluate_heldout
 from eyas.train.optim import HeadOptimizer
@@ -76,6 +76,7 @@ def train(
     progress: OnProgress | None = None,
     about: Mapping[str, Any] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    read: FeatureReader | None = None,
 ) -> TrainResult:
     """Train a drafter's net and leave the best head in `folder`.
 
@@ -94,6 +95,7 @@ def train(
         progress: called after every step.
         about: further entries of training.json, like the hash of the data files.
         stop: called before every step; where it says True in one process, the run ends as by Ctrl-C.
+        read: reads the features of training steps; None: the target's own forward does.
 
     Raises:
         OptionError: the method cannot be trained, or the folder holds a run with other options.
@@ -109,9 +111,9 @@ def train(
     with locked_folder(folder) if group.is_first else nullcontext():
         try:
             group.broadcast(None)  # the other processes wait for the folder
-            setup = set_up(drafter, examples, heldout, config, group)
+            setup = set_up(drafter, examples, heldout, config, group, read)
             output = TrainOutput(setup, folder, about or {})
-            with frozen(drafter.target), flushed_denormals():
+            with frozen(drafter.target), flushed_denormals(), kept_memory():
                 trainer = Trainer(setup, output, resume, progress)
                 return trainer.run(evaluate, stop)
         except RuntimeError as error:
@@ -140,7 +142,7 @@ class Trainer:
             self.reporter.note(f"resumed at step {self.state.step} of {setup.total_steps}")
         if setup.config.precision == "bf16" and not setup.use_bf16:
             self.reporter.note(
-                f"this {setup.device.type} has no bfloat16 instructions that torch can use: training in float32"
+                f"torch multiplies no faster in bfloat16 than in float32 on this {setup.device.type}: training in float32"
             )
 
     @property

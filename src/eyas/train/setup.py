@@ -18,7 +18,7 @@ from eyas.targets.fingerprints import fingerprint
 from eyas.train._identity import examples_hash, untrained_hash
 from eyas.train._process import has_bf16
 from eyas.train.config import TrainConfig
-from eyas.train.data import Batches, Example
+from eyas.train.data import Batches, Example, FeatureReader
 from eyas.train.dist import SingleProcess
 
 __all__ = ["HALF_DTYPES", "TrainSetup", "set_up"]
@@ -69,6 +69,7 @@ def set_up(
     heldout: Sequence[Example],
     config: TrainConfig,
     group: SingleProcess,
+    read: FeatureReader | None = None,
 ) -> TrainSetup:
     """Check that these can be trained together, and put the drafter's net into float32.
 
@@ -88,7 +89,7 @@ def set_up(
         drafter.gradient_checkpointing = config.checkpointing
     elif config.checkpointing:
         raise OptionError(f"checkpointing: the method {method} keeps too little to work it out again; leave it out")
-    batches = Batches(examples, config.batch_tokens, config.seed)
+    batches = Batches(examples, config.batch_tokens, config.seed, read)
     longest, context = max(batches.lengths), drafter.target.context
     if longest > context:
         raise InputError(f"an example has {longest} tokens, the target's context {context}: cut the examples there")

@@ -33,17 +33,25 @@ from eyas.files import CHECKSUMS, sha256_of_folder, write_atomically, write_text
 SOURCES = ("dolly_qa", "dolly_3k", "rasbt_instruction_1100", "gsm8k", "gpteacher_codegen", "gpteacher_roleplay")
 MAX_CHARACTERS = 2500  # of a question
 SEED = 34
+TEMPLATES = "own_templates"  # prompts made from templates: broad in topic, narrow in wording
+TEMPLATES_KEPT = 0.4  # the share of them that is asked
+RESERVED = 2_000  # prompts at the end of the order, for evaluation: no answer to them is learnt from
 
 
 def questions(args: argparse.Namespace) -> None:
     """Write questions of one turn, in an order that stays the same: --limit of them, the first
     --skip left out, without those that are answered in --answers."""
     lines = [(number, chat) for number, chat in _read(args.chats) if _is_question(chat)]
-    random.Random(SEED).shuffle(lines)
-    chosen = lines[args.skip : args.skip + args.limit if args.limit else None]
+    chance = random.Random(SEED)
+    chance.shuffle(lines)
+    lines = [
+        (number, chat) for number, chat in lines if chat["source"] != TEMPLATES or chance.random() < TEMPLATES_KEPT
+    ]
+    lines = lines[-RESERVED:] if args.reserved else lines[:-RESERVED]
+    chosen = lines[args.skip :][: args.limit or None]
     answered = _answers(args.answers)
     records = [
-        {"source": f"{chat['source']}:{number}", "messages": chat["conversations"][:2]}
+        {"source": f"{chat['source']}:{number}", "messages": chat["conversations"][:1]}
         for number, chat in chosen
         if number not in answered
     ]
@@ -123,7 +131,8 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _is_question(chat: dict[str, Any]) -> bool:
     turns = chat["conversations"]
-    return chat["source"] in SOURCES and len(turns) >= 2 and len(turns[0]["content"]) < MAX_CHARACTERS
+    is_asked = len(turns) == 1 or chat["source"] in SOURCES
+    return is_asked and turns[0]["role"] == "user" and len(turns[0]["content"]) < MAX_CHARACTERS
 
 
 def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
@@ -138,6 +147,7 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, help="what regenerate wrote, or what pack wrote; of ship: the head")
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--limit", type=int, default=0, help="0: all")
+    parser.add_argument("--reserved", action="store_true", help="of the prompts that are kept for evaluation")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     if args.chats is None and args.stage != "ship":

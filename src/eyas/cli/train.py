@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eyas.api import LLM
     from eyas.drafters import DraftMethod
     from eyas.train.config import TrainConfig
-    from eyas.train.data import Data
+    from eyas.train.data import Data, FeatureReader
     from eyas.train.loop import TrainResult
     from eyas.train.progress import OnProgress, Progress
 
@@ -214,6 +214,8 @@ def train_head(
     """
     from eyas.train import alpha, progress
     from eyas.train.loop import train
+    from eyas.train.start import fit_start
+    from eyas.train.state import saved_states
     from eyas.train.store import StoredExamples
 
     kind = _trainable_method(head.method)
@@ -221,6 +223,11 @@ def train_head(
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, head.data, head.features, config, int(head.features_cache * 2**30))
     drafter = _drafter(kind, llm, head.init, options, data, config)
+    folder = Path(head.output).expanduser()
+    if head.init is None and (head.restart or not saved_states(folder)):
+        fit = fit_start(drafter, data.train, config.batch_tokens, config.seed)
+        if fit:
+            note(fit)
     if isinstance(data.train, StoredExamples):
         data.train.store.check_layers(drafter.train_feature_layers)
     with progress.bar() as show, quiet(verbose):
@@ -240,6 +247,7 @@ def train_head(
             progress=report,
             about=about,
             stop=stop,
+            read=_reader(llm, config, data),
         )
     _report(outcome, head.output, config)
     return outcome
@@ -285,6 +293,19 @@ def _drafter(
         note(f"{init} was trained with a window of {drafter.trained_window}; here it sees whole examples and has none")
         drafter.trained_window = None
     return drafter
+
+
+def _reader(llm: LLM, config: TrainConfig, data: Data) -> FeatureReader | None:
+    """Return the kernels that read features, where rounding is allowed and they suit the target."""
+    from eyas.runners.reading import feature_reader
+    from eyas.train.store import StoredExamples
+
+    if config.precision == "float32" or isinstance(data.train, StoredExamples) or llm.target.device.type != "cpu":
+        return None
+    if (read := feature_reader(llm.target)) is None:
+        return None
+    note("features are read by kernels, with weights in int8 and activations in int16 (--precision float32: exactly)")
+    return lambda tokens_N, documents, layers: read(tokens_N, documents.lengths, layers)
 
 
 def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> None:

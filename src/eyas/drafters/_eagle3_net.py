@@ -79,13 +79,18 @@ class Net(nn.Module):
         self.norm = RMSNorm(D, shape.rms_eps)
         self.head = nn.Linear(D, architecture.draft_vocab_size, bias=False) if architecture.draft_vocab_size else None
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fc_input(self, features: Tensor) -> Tensor:
+        """Return the input of fc: the features [..., F], with the norms that are before it."""
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         if self.input_norm is not None:
             features = self.input_norm(features)
-        fused: Tensor = self.fc(features)
+        return features
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the hidden [..., D] of the target's features [..., F]."""
+        fused: Tensor = self.fc(self.fc_input(features))
         return fused
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:

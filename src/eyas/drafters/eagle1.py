@@ -47,6 +47,7 @@ from eyas.drafters._nets import (
     target_sizes,
 )
 from eyas.drafters._options import check_choice
+from eyas.drafters._start import before_others, least_squares, told
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
@@ -264,6 +265,22 @@ class Method(EagleMethod):
         return {**description, **super().describe()}
 
     # --- training
+
+    @property
+    def start_layers(self) -> tuple[int, ...]:
+        return self.feature_layers if self.net.inputs == "shifted" else ()
+
+    @torch.no_grad()
+    def fit_start(self, batch: Batch) -> str:
+        """See `_start.py`: fc gives the next feature, to which the layer adds nothing yet."""
+        now_M = before_others(batch.documents, batch.tokens_N.device)
+        features_MD, goal_MD = batch.features_NF[now_M].float(), batch.features_NF[now_M + 1].float()
+        inputs_MX = torch.cat([self.embed(batch.tokens_N[now_M + 1]).float(), features_MD], dim=1)
+        map_DX = least_squares(inputs_MX, goal_MD)
+        self.net.fc.weight.copy_(map_DX)
+        for added in (self.net.layer.attention.o, self.net.layer.mlp.down):
+            added.weight.zero_()
+        return told(inputs_MX @ map_DX.T, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the

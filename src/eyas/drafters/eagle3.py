@@ -51,6 +51,7 @@ from eyas.drafters._nets import (
 )
 from eyas.drafters._options import check_weight, check_whole
 from eyas.drafters._self_training import Predictions, SelfTraining
+from eyas.drafters._start import attend_to_itself, before_others, copy_layer, least_squares, own_attention, told
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_losses, smooth_l1
 from eyas.nn import Documents, LayerShape
@@ -87,10 +88,12 @@ class NewHead:
     norm_output: Annotated[bool, NEW_HEADS] = False
     """Pass the normed hidden to the next step (EAGLE-3.1)."""
     depth: Annotated[int, NEW_HEADS] = 1
-    """Decoder layers of the net; those after the first read hidden states only."""
+    """Decoder layers of the net; those after the first read hidden states only, and begin as the target's last ones."""
+    kv_heads: Annotated[int | None, NEW_HEADS] = None
+    """Heads of keys and values of the net's layers; none: as many as the target's layers have."""
 
     def __post_init__(self) -> None:
-        check_whole("head", 1, depth=self.depth)
+        check_whole("head", 1, depth=self.depth, **({} if self.kv_heads is None else {"kv_heads": self.kv_heads}))
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise OptionError(f"head.draft_vocab must be 1 or more, got {self.draft_vocab}")
 
@@ -212,15 +215,15 @@ class Method(DynamicEagle):
     def init_for_training(
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
-        """Return a head that first predicts what the target's lm_head does from the highest fused
-        feature.
+        """Return a head whose training begins: norm and head are copies of the target's, and the layers add nothing
+        yet. `fit_start` fits the rest.
 
-        fc passes that feature on, the decoder layers add nothing yet, norm and head are copies of
-        the target's. The draft vocabulary has the most frequent tokens of `counts_V`.
+        The draft vocabulary has the most frequent tokens of `counts_V`.
         """
         options = options or cls.Options()
         ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
-        method = cls._new(target, options, seed, ids_v)
+        heads = {} if options.head.kv_heads is None else {"num_kv_heads": options.head.kv_heads}
+        method = cls._new(target, options, seed, ids_v, **heads)
         net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)
         with torch.no_grad():
             net.fc.weight.zero_()
@@ -233,6 +236,44 @@ class Method(DynamicEagle):
                 rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
                 net.head.weight.copy_(rows_vD * target.family.logit_scale)  # a softcap is left out
         return method
+
+    @property
+    def start_layers(self) -> tuple[int, ...]:
+        """See `_start.FitsStart`: the fused ones, the input of the first copied layer, the final norm."""
+        L = self.target.num_layers
+        return (*self.feature_layers, L - len(self.net.later_layers), L)
+
+    @torch.no_grad()
+    def fit_start(self, batch: Batch) -> str:
+        """See `_start.py`. A net that has no head of its own, or another width than the target, keeps its weights."""
+        net, D, L = self.net, self.target.hidden_size, self.target.num_layers
+        if net.head is None or self.shape.hidden_size != D:
+            return ""
+        features_NF, state_ND, final_ND = torch.split(
+            batch.features_NF.float(), [len(self.feature_layers) * D, D, D], dim=1
+        )
+        copied = [
+            copy_layer(layer, layer.input_norm, theirs)
+            for layer, theirs in zip(
+                net.later_layers, self.target.family.layers[L - len(net.later_layers) :], strict=True
+            )
+        ]
+        scale_D = final_scale(self.target).float()
+        before_norm_ND = final_ND / scale_D
+        goal_ND = state_ND if copied and all(copied) else before_norm_ND
+        read_ND = final_ND if net.architecture.norm_output else before_norm_ND
+        net.fc.weight.copy_(least_squares(net.fc_input(features_NF), read_ND))
+        now_M = before_others(batch.documents, batch.tokens_N.device)
+        inputs_MX, residual_MD = net.join(
+            net.fuse(features_NF[now_M]), self.embed(batch.tokens_N[now_M + 1]).to(features_NF.dtype)
+        )
+        change_MD = goal_ND[now_M + 1] - residual_MD
+        attend_to_itself(net.layer.attention, least_squares(inputs_MX, change_MD), inputs_MX)
+        out_MD = residual_MD + own_attention(net.layer.attention, inputs_MX)
+        net.layer.mlp.down.weight.zero_()
+        if goal_ND is before_norm_ND:  # predictions have less variance than their goal: so the head is less sure
+            net.norm.weight.copy_(scale_D * out_MD.square().mean().sqrt())
+        return told(out_MD, goal_ND[now_M + 1])
 
     def weights(self) -> Weights:
         architecture = self.net.architecture

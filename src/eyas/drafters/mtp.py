@@ -39,6 +39,7 @@ from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
 from eyas.drafters._self_training import Predictions, SelfTraining
+from eyas.drafters._start import before_others, least_squares, told
 from eyas.errors import CheckpointError, ModelError
 from eyas.losses import FrozenHead, draft_losses
 
@@ -79,6 +80,7 @@ class Method(DynamicEagle):
     summary = "MTP: the multi-token-prediction module in the target's own checkpoint, dynamic tree by confidence"
     head_format = "mtp"
     needs_weights = False
+    is_new = False  # a module whose first weights mean nothing yet
     net: Net
 
     def __init__(self, target: Target, options: Any, net: Net) -> None:
@@ -130,7 +132,9 @@ class Method(DynamicEagle):
         except CheckpointError:
             net, start = new_net(target, seed), "a new module: the target's checkpoint has none"
         log.info("mtp: training begins with %s", start)
-        return cls(target, options, net)
+        method = cls(target, options, net)
+        method.is_new = start.startswith("a new")
+        return method
 
     def weights(self) -> Weights:
         config = {
@@ -166,6 +170,21 @@ class Method(DynamicEagle):
         return Method(self.target, Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1)), self.net)
 
     # --- training
+
+    @property
+    def start_layers(self) -> tuple[int, ...]:
+        return (self.target.num_layers - 1, self.target.num_layers) if self.is_new else ()
+
+    @torch.no_grad()
+    def fit_start(self, batch: Batch) -> str:
+        """See `_start.py`: eh_proj gives the input of the target's last layer, of which the module has a copy."""
+        state_ND, final_ND = batch.features_NF.float().chunk(2, dim=1)
+        now_M = before_others(batch.documents, batch.tokens_N.device)
+        inputs_MX = self.net.joined(final_ND[now_M], self.embed(batch.tokens_N[now_M + 1]).float())
+        goal_MD = state_ND[now_M + 1] if self.net.copy_last_layer(self.target) else final_ND[now_M + 1]
+        map_DX = least_squares(inputs_MX, goal_MD)
+        self.net.module.eh_proj.weight.copy_(map_DX)
+        return told(inputs_MX @ map_DX.T, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Return the objective, by default the cross-entropy with the target's distribution, summed over

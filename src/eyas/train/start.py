@@ -1,0 +1,37 @@
+"""The first weights of a new head, fitted to a sample of the training data. This module knows no method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from eyas.drafters import Batch, DraftMethod
+from eyas.drafters._start import FitsStart, sample_tokens
+from eyas.nn import Documents
+from eyas.train.data import Batches, Example
+from eyas.train.features import encode
+
+__all__ = ["fit_start"]
+
+
+def fit_start(drafter: DraftMethod, examples: Sequence[Example], batch_tokens: int, seed: int) -> str:
+    """Fit a new head's first weights; return the result in words, "" for a method that has no such fit.
+
+    It reads the first examples of the first epoch, so that a resumed run or another process finds the same ones.
+    """
+    if not isinstance(drafter, FitsStart) or not (layers := drafter.start_layers):
+        return ""
+    wanted, tokens = sample_tokens(len(layers) * drafter.target.hidden_size), 0
+    batches, chosen = Batches(examples, batch_tokens, seed), list[Sequence[int]]()
+    for batch in batches.plan(0):
+        chosen.append(batch)
+        tokens += batches.tokens(batch)
+        if tokens >= wanted:
+            break
+    parts = list(map(batches.load, chosen))
+    features_NF = torch.cat([encode(drafter.target, ids_N, documents, layers) for ids_N, _, documents in parts])
+    ids_N = torch.cat([ids_N for ids_N, _, _ in parts]).to(features_NF.device)
+    counted_N = torch.cat([counted_N for _, counted_N, _ in parts]).to(features_NF.device)
+    documents = Documents(tuple(length for _, _, documents in parts for length in documents.lengths))
+    return drafter.fit_start(Batch(ids_N, features_NF, counted_N, documents))

@@ -1,0 +1,124 @@
+"""The first weights of draft nets, fitted by least squares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zoo
+from eyas import drafters
+from eyas.core.options import build_options
+from eyas.core.target import Target
+from eyas.drafters import Batch, DraftMethod
+from eyas.drafters._eagle3_net import LaterLayer
+from eyas.drafters._start import FitsStart, attend_to_itself, copy_layer, least_squares, own_attention
+from eyas.nn import Attention, Documents, LayerShape
+
+SHAPE = LayerShape(32, 48, 4, 4, 8)
+LENGTHS = (90, 120, 60)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_least_squares_finds_the_map() -> None:
+    """Guards the orientation of the matrix, and the ridge, which may change a map by its own size only."""
+    true_YX, inputs_MX = torch.randn(7, 20, generator=generator(0)), torch.randn(4000, 20, generator=generator(1))
+    found_YX = least_squares(inputs_MX, inputs_MX @ true_YX.T)
+    torch.testing.assert_close(found_YX, true_YX, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_to_itself_is_the_map(kv_heads: int) -> None:
+    """Guards the factors and the groups of heads: with as many values as outputs the whole map, with half of them the
+    best map of half the rank."""
+    shape = LayerShape(32, 48, 4, kv_heads, 8)
+    attention, inputs_MX = Attention(shape, 64), torch.randn(600, 64, generator=generator(2))
+    map_YX = torch.randn(32, 64, generator=generator(3))
+    attend_to_itself(attention, map_YX, inputs_MX)
+    outputs_MY = inputs_MX @ map_YX.T
+    found_MY = own_attention(attention, inputs_MX).detach()
+    error = (found_MY - outputs_MY).square().sum() / outputs_MY.square().sum()
+    smallest_first = torch.linalg.eigvalsh(outputs_MY.T @ outputs_MY)
+    lost = smallest_first[: 32 - kv_heads * 8].sum() / smallest_first.sum()
+    assert float(error) == pytest.approx(float(lost), abs=1e-3)
+
+
+def test_slots_attend_to_themselves() -> None:
+    """Guards queries and keys: among 100 slots with inputs of their own, attention gives nearly what each slot alone
+    would get."""
+    documents = Documents((100,))
+    attention, x_ND = Attention(LayerShape(64, 96, 2, 2, 32), 64), torch.randn(100, 64, generator=generator(4))
+    torch.manual_seed(0)
+    attend_to_itself(attention, torch.randn(64, 64, generator=generator(5)), x_ND)
+    position_N = documents.position_N()
+    keys = attention.rotated_key_value(x_ND, position_N)
+    with torch.no_grad():
+        found = attention.attend_packed(x_ND, position_N, documents.query_rows(torch.arange(100)), keys)
+        alone = own_attention(attention, x_ND)
+    assert (found - alone).norm() < 0.2 * alone.norm()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_copied_layer_computes_the_targets(kv_heads: int) -> None:
+    """Guards which norm is which, and keys and values that are repeated for more heads."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+    target = Target(zoo.tiny("llama", **sizes, num_key_value_heads=2))
+    config = target.model.config
+    shape = LayerShape(64, 96, 4, kv_heads, 16, config.rms_norm_eps, config.rope_parameters["rope_theta"])
+    layer = LaterLayer(shape)
+    assert copy_layer(layer, layer.input_norm, target.family.layers[-1])
+    L, tokens = target.num_layers, torch.randint(3, zoo.VOCAB, (1, 30), generator=generator(6))
+    before_ND, after_ND = target.encode(tokens, (L - 1, L))[0].chunk(2, dim=1)
+    documents, rows = Documents((30,)), torch.arange(30)
+    x_ND, position_N = layer.input_norm(before_ND), documents.position_N()
+    keys = layer.attention.rotated_key_value(x_ND, position_N)
+    with torch.no_grad():
+        attended = layer.attention.attend_packed(x_ND, position_N, documents.query_rows(rows), keys)
+        found = target.family.base.norm(layer.finish(before_ND, attended))  # type: ignore[operator]
+    torch.testing.assert_close(found, after_ND, rtol=1e-4, atol=1e-4)
+
+
+def test_other_layers_are_not_copied() -> None:
+    layer = LaterLayer(SHAPE)
+    assert not copy_layer(layer, layer.input_norm, Target(zoo.FAMILIES["gemma2"]()).family.layers[-1])
+    assert not copy_layer(layer, layer.input_norm, Target(zoo.FAMILIES["llama"]()).family.layers[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("eagle1", {}),
+        ("mtp", {}),
+        ("eagle3", {"head.layers": "0,1,3"}),
+        ("eagle3", {"head.layers": "0,1,3", "head.depth": 2, "head.norm_output": True, "head.fc_norm": True}),
+        ("peagle", {"head.layers": "0,1,3"}),
+    ],
+)
+def test_the_first_loss_is_lower(name: str, options: dict[str, object]) -> None:
+    """Guards the place of goals and inputs: fitted to other texts, the first loss is below the unfitted one's. With the
+    goal a token off, it is not: the random target's next state hardly follows from the last one."""
+    target, kind = Target(zoo.tiny("llama", num_hidden_layers=4)), drafters.find(name)
+    drafter = kind.init_for_training(target, build_options(kind.Options, options), 1)
+    before = loss_of(drafter, 1)
+    assert isinstance(drafter, FitsStart)
+    told = drafter.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
+    assert "explain" in told
+    assert loss_of(drafter, 1) < before
+
+
+def batch_of(drafter: DraftMethod, layers: tuple[int, ...], seed: int, times: int = 1) -> Batch:
+    """Random texts whose tokens all count."""
+    lengths = LENGTHS * times
+    tokens = torch.randint(3, zoo.VOCAB, (sum(lengths),), generator=generator(seed))
+    features = torch.cat([drafter.target.encode(part[None], layers)[0] for part in tokens.split(lengths)])
+    return Batch(tokens, features, torch.ones(len(tokens), dtype=torch.bool), Documents(lengths))
+
+
+@torch.no_grad()
+def loss_of(drafter: DraftMethod, seed: int) -> float:
+    assert drafter.net is not None
+    drafter.net.eval()
+    return float(drafter.loss(batch_of(drafter, drafter.train_feature_layers, seed)).total)

@@ -277,7 +277,8 @@ class Method(EagleMethod):
         features_MD, goal_MD = batch.features_NF[now_M].float(), batch.features_NF[now_M + 1].float()
         inputs_MX = torch.cat([self.embed(batch.tokens_N[now_M + 1]).float(), features_MD], dim=1)
         map_DX = least_squares(inputs_MX, goal_MD)
-        self.net.fc.weight.copy_(map_DX)
+        projection: Any = self.net.fc
+        projection.weight.copy_(map_DX)
         for added in (self.net.layer.attention.o, self.net.layer.mlp.down):
             added.weight.zero_()
         return told(inputs_MX @ map_DX.T, goal_MD)

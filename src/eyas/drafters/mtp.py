@@ -183,7 +183,8 @@ class Method(DynamicEagle):
         inputs_MX = self.net.joined(final_ND[now_M], self.embed(batch.tokens_N[now_M + 1]).float())
         goal_MD = state_ND[now_M + 1] if self.net.copy_last_layer(self.target) else final_ND[now_M + 1]
         map_DX = least_squares(inputs_MX, goal_MD)
-        self.net.module.eh_proj.weight.copy_(map_DX)
+        module: Any = self.net.module
+        module.eh_proj.weight.copy_(map_DX)
         return told(inputs_MX @ map_DX.T, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:

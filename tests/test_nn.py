@@ -8,12 +8,11 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import processes
 from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
 from eyas.nn import _packed as module
-from eyas.nn._packed import flex_packed_attention
+from eyas.nn._flash import flash_attention
 from eyas.runners._fp8 import Fp8Linear, fp8
 from fp8_support import needs_fp8
 
@@ -55,36 +54,31 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.quick("3")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("steps", [0, 3])
-def test_flex_attention_says_the_same(steps: int) -> None:
-    """The way that CUDA takes, its forward (FlexAttention has no backward on a CPU), uncompiled."""
+def test_flash_attention_says_the_same(steps: int) -> None:
+    """Guards the way that CUDA takes, by the twins of its kernels on a CPU: places of tokens and rows, grouped heads, the
+    denominator with the later keys, and every gradient, in float64."""
     generator, documents = torch.Generator().manual_seed(1), Documents((5, 1, 7))
-    queries = documents.query_rows(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
-    q, k, v = (torch.randn(*shape, generator=generator) for shape in ((9, 4, 16), (13, 2, 16), (13, 2, 16)))
-    later = tuple(torch.randn(steps, 9, 2, 16, generator=generator) for _ in range(2)) if steps else None
-    with torch.no_grad():
-        mine = flex_packed_attention(q, k, v, queries, later, flex_attention)
-        torch.testing.assert_close(mine, packed_attention(q, k, v, queries, later), atol=1e-5, rtol=1e-4)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    rows = documents.query_rows(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
+    q, k, v = draw(9, 4, 16), draw(13, 2, 16), draw(13, 2, 16)
+    later = (draw(steps, 9, 2, 16), draw(steps, 9, 2, 16))
+    assert rows.padded is not None
+    mine, expected = flash_attention(q, k, v, later, rows.padded), packed_attention(q, k, v, rows, later)
+    torch.testing.assert_close(mine, expected)
+    outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
+    for one, other in zip(
+        torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(expected, inputs, outer), strict=True
+    ):
+        torch.testing.assert_close(one, other)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what torch's tracer does itself
-def test_a_compiled_mask_is_the_same() -> None:
-    """Guards that CUDA's way to the mask can be traced, for batches of other sizes too (here
-    without making kernels of it)."""
-    create = torch.compile(create_block_mask, dynamic=True, backend="eager")
-    for lengths, step in (((100, 300, 57), 2), ((500, 20), 3)):
-        queries = Documents(lengths).query_rows(torch.arange(0, sum(lengths), step))
-        mask = queries.mask_by(create)
-        assert torch.equal(mask.to_dense(), queries.mask.to_dense())
-        blocks = (
-            (one, other)
-            for one, other in zip(mask.as_tuple(), queries.mask.as_tuple(), strict=True)
-            if isinstance(one, Tensor)
-        )
-        assert all(torch.equal(one, other) for one, other in blocks)
+def test_a_token_that_is_several_queries_is_left_to_blocks() -> None:
+    """Guards the training of block heads, whose anchors are read by every slot of their block."""
+    assert Documents((5,)).query_rows(torch.tensor([1, 1, 3])).padded is None
 
 
 def test_documents() -> None:

@@ -19,17 +19,17 @@ head size, I later steps, b rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-__all__ = ["Documents", "QueryRows", "flex_packed_attention", "packed_attention"]
+from eyas.nn._flash import PaddedRows, flash_attention
+
+__all__ = ["Documents", "QueryRows", "packed_attention"]
 
 BLOCK = 128  # query rows at a time
 
@@ -58,9 +58,22 @@ class Documents:
         return torch.arange(self.tokens, device=device) - self.begin_N(device)
 
     def query_rows(self, rows_M: Tensor) -> QueryRows:
-        """Split these tokens, int64 and ascending, into blocks of queries within one document each."""
+        """Return these tokens, int64 and ascending, as queries of attention within their documents."""
+        return QueryRows(rows_M, self.lengths)
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """The query rows of a packed sequence; the same for all steps."""
+
+    rows_M: Tensor
+    lengths: tuple[int, ...]  # of the documents
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Blocks of queries within one document each: (first query, end, first key, end)."""
         blocks, first, bound = [], 0, 0
-        rows = rows_M.tolist()
+        rows = self.rows_M.tolist()
         for length in self.lengths:
             begin, bound = bound, bound + length
             while first < len(rows) and rows[first] < bound:
@@ -69,31 +82,12 @@ class Documents:
                     last += 1
                 blocks.append((first, last, begin, rows[last - 1] + 1))
                 first = last
-        return QueryRows(rows_M, self.begin_N(rows_M.device)[rows_M], self.tokens, tuple(blocks))
-
-
-@dataclass(frozen=True)
-class QueryRows:
-    """The query rows of a packed sequence; the same for all steps."""
-
-    rows_M: Tensor
-    begin_M: Tensor  # the first token of the row's document
-    tokens: int  # N
-    blocks: tuple[tuple[int, int, int, int], ...]  # (first query, end, first key, end)
+        return tuple(blocks)
 
     @cached_property
-    def mask(self) -> BlockMask:
-        """The mask for FlexAttention. On CUDA its creation is compiled, so that no M x N mask
-        exists: 4 GiB at 64k tokens."""
-        return self.mask_by(_compiled(create_block_mask) if self.rows_M.is_cuda else create_block_mask)
-
-    def mask_by(self, create: Callable[..., BlockMask]) -> BlockMask:
-        rows_M, begin_M = self.rows_M, self.begin_M
-
-        def visible(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-            return (n <= rows_M[m]) & (n >= begin_M[m])
-
-        return create(visible, None, None, len(rows_M), self.tokens, device=rows_M.device)
+    def padded(self) -> PaddedRows | None:
+        """The rows for flash attention; None where a token is several queries, as in the training of block heads."""
+        return None if bool((self.rows_M.diff() == 0).any()) else PaddedRows.of(self.lengths, self.rows_M)
 
 
 def packed_attention(
@@ -106,49 +100,19 @@ def packed_attention(
     """Return the attention [M, H, h] of the query rows, causal within documents, and to the keys of later steps at the
     same row.
 
-    FlexAttention computes it on CUDA; it has no backward on a CPU, where `_Packed` does.
+    On CUDA torch's flash kernels compute it in half precision; elsewhere `_Packed` does.
 
     Args:
         q_MHh, key_NKh, value_NKh: rotated; H is a multiple of K.
         later_IMKh: keys and values of the steps 1..I at the query rows.
     """
-    if q_MHh.is_cuda:
-        return flex_packed_attention(q_MHh, key_NKh, value_NKh, queries, later_IMKh, _compiled(flex_attention))
     if later_IMKh is None:
         empty = q_MHh.new_zeros(0, q_MHh.shape[0], *key_NKh.shape[1:])
         later_IMKh = (empty, empty)
+    if q_MHh.is_cuda and q_MHh.dtype in (torch.float16, torch.bfloat16) and queries.padded is not None:
+        return flash_attention(q_MHh, key_NKh, value_NKh, later_IMKh, queries.padded)
     out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, queries.rows_M, queries.blocks)  # type: ignore[no-untyped-call]
     return out
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
-
-
-def flex_packed_attention(
-    q_MHh: Tensor,
-    key_NKh: Tensor,
-    value_NKh: Tensor,
-    queries: QueryRows,
-    later_IMKh: tuple[Tensor, Tensor] | None,
-    flex: Callable[..., Any],
-) -> Tensor:
-    """Return the same by FlexAttention: its output over the step-0 keys and the later values, weighted by
-    their shares of the softmax."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_MHh, key_NKh, value_NKh))
-    out_1HMh, aux = flex(
-        q, k, v, block_mask=queries.mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
-    )
-    out_MHh, lse_MKg = out_1HMh[0].transpose(0, 1), aux.lse[0].T.unflatten(1, (key_NKh.shape[1], -1))
-    if later_IMKh is None:
-        return out_MHh  # type: ignore[no-any-return]
-    keys_IMKh, values_IMKh = later_IMKh
-    later_IMKg = _later_scores(q_MHh, keys_IMKh)
-    whole_MKg = torch.logaddexp(lse_MKg, later_IMKg.logsumexp(0))
-    first = out_MHh.unflatten(1, lse_MKg.shape[1:]) * (lse_MKg - whole_MKg).exp()[..., None]
-    mixed = first + ((later_IMKg - whole_MKg).exp()[..., None] * values_IMKh[:, :, :, None]).sum(0)
-    return mixed.flatten(1, 2).to(q_MHh.dtype)  # type: ignore[no-any-return]
 
 
 def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, int, int, int]) -> Tensor:

@@ -29,6 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,6 +89,12 @@ class Examples(Sequence[Example]):
             raise IndexError(index)
         begin, end = self._ends[index % len(self)], self._ends[index % len(self) + 1]
         return Example(self._ids[begin:end].tolist(), [bool(c) for c in self._counted[begin:end]])
+
+    def tensors(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return an example's ids, int64 [T], and whether they count, bool [T]; without lists, in a tenth of the time."""
+        begin, end = self._ends[index], self._ends[index + 1]
+        ids_T, counted_T = np.array(self._ids[begin:end], np.int64), np.array(self._counted[begin:end], np.bool_)
+        return torch.from_numpy(ids_T), torch.from_numpy(counted_T)
 
 
 @dataclass
@@ -374,8 +381,13 @@ class Batches:
         """Return (tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of
         an example never count.
         """
-        rows = [self.examples[i] for i in batch]
-        tokens_N = torch.cat([torch.tensor(row.ids) for row in rows])
-        counted_N = torch.cat([torch.tensor(row.counted) for row in rows])
-        is_countable_N = torch.cat([torch.arange(len(row.ids)) >= FIRST_COUNTABLE for row in rows])
-        return tokens_N, counted_N & is_countable_N, Documents(tuple(len(row.ids) for row in rows))
+        rows = [_tensors(self.examples, i) for i in batch]
+        tokens_N, counted_N = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        documents = Documents(tuple(self.lengths[i] for i in batch))
+        return tokens_N, counted_N & (documents.position_N() >= FIRST_COUNTABLE), documents
+
+
+def _tensors(examples: Sequence[Example], index: int) -> tuple[Tensor, Tensor]:
+    if isinstance(examples, Examples):
+        return examples.tensors(index)
+    return torch.tensor(examples[index].ids), torch.tensor(examples[index].counted)

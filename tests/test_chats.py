@@ -225,19 +225,18 @@ NONE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('
 
 def test_templates_that_leave_the_systems_texts_out() -> None:
     """Guards words that were lost without a word: templates that read a system's text at the beginning alone, and skip
-    others, or know no system at all (Gemma 2's)."""
+    others, or know no system at all (Gemma 2's). What a template makes of the first message is its own choice."""
     assert written(QUIET, SYSTEM, USER, LATE, USER) == "<Be kind.>[user] Hi.\n\n Be brief. \n\nHi."
-    assert (
-        written(QUIET.replace("<{{ m.content | trim }}>", ""), SYSTEM, USER, SAID)
-        == "[user] Be kind.\n\nHi.[assistant] Yes."
-    )
+    assert written(QUIET.replace("<{{ m.content | trim }}>", ""), SYSTEM, USER, LATE) == "[user] Hi.\n\n Be brief."
+    assert written(QUIET, SYSTEM, LATE, USER) == "<Be kind.\n\n Be brief.>[user] Hi."
     assert (
         written(NONE, SYSTEM, USER, SAID, LATE, USER)
         == "[user] Be kind.\n\nHi.[assistant] Yes.[user]  Be brief. \n\nHi."
     )
     assert written(NONE, SYSTEM, SAID) == "[user] Be kind.[assistant] Yes."
     hidden = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content | length }}{% endif %}{% endfor %}"
-    assert written(hidden, SYSTEM, USER) == "3"  # no form shows it: the template's own text stays
+    assert written(hidden, SYSTEM, USER) == "3"
+    assert written(hidden, USER, LATE) == "3"  # no form shows it: the template's own text stays
     with pytest.raises(InputError, match=r"roles must alternate \(message 2\)"):
         written(NONE, USER, USER)
 

@@ -118,11 +118,11 @@ def write_chat(
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """Return what the template writes. Where it refuses the chat, or leaves a text of the system's out without a word,
-    it gets other forms of it (`_forms.py`)."""
+    """Return what the template writes. Where it refuses the chat, or leaves a text of the system's after the first
+    message out without a word, it gets other forms of it (`_forms.py`)."""
     from eyas.text._forms import SYSTEM, other_forms
 
-    said = [message["content"].strip() for message in chat if message["role"] in SYSTEM]
+    said = [message["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
     refusals, found = [], []
     for form in chain([chat], other_forms(chat)):
         try:

@@ -71,8 +71,10 @@ def _no_system(chat: Chat) -> Chat:
 
 
 def _joined(messages: Chat) -> Mapping[str, Any]:
-    """Return messages as one, of the first one's role."""
-    return {**messages[0], "content": "\n\n".join(filter(None, (message["content"] for message in messages)))}
+    """Return messages as one, of the first one's role. Their contents are texts, or parts for a model that reads images."""
+    said = [message["content"] for message in messages if message["content"]]
+    parts = [part for content in said if isinstance(content, list) for part in content]
+    return {**messages[0], "content": parts or "\n\n".join(said)}
 
 
 # --- calls ----------------------------------------------------------------------------------------------

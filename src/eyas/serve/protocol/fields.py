@@ -33,6 +33,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),  # of a chat: the template writes them
     "audio": (),
     "beam_search": (False,),
+    "documents": (),
     "extra_args": (),
     "function_call": ("none",),
     "functions": (),
@@ -54,6 +55,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),  # of a chat
     "tfs_z": (1.0,),
     "think": (),
+    "truncate_prompt_tokens": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

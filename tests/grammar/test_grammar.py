@@ -17,6 +17,7 @@ import torch
 from eyas import tiny
 from eyas.errors import EyasError, InputError, OptionError
 from eyas.grammar import GrammarConstraint, Grammars, Structure, structure_of
+from eyas.grammar._structure import without_annotations
 from test_text import TOKENIZERS
 from toy_tokenizer import byte_tokenizer
 
@@ -303,6 +304,19 @@ def test_forced_text() -> None:
     assert tokenizer.decode(made.forced(50)).startswith(', "age"')
     free = constraint(regex=".+")
     assert free.forced(10) == []
+
+
+def test_annotations_are_not_a_part_of_the_grammar() -> None:
+    """Guards large schemas whose size is in their descriptions, names of properties that are words of the standard, and
+    data that looks like a schema."""
+    inner = {"type": "string", "title": "x", "description": "y", "default": "z", "examples": ["z"], "format": ["odd"]}
+    names = {"title": inner, "description": {"enum": [{"title": "kept"}]}, "format": {"$ref": "#/$defs/default"}}
+    schema = {"type": "object", "properties": names, "$defs": {"default": inner}, "dependentRequired": {"title": ["a"]}}
+    bare = {"type": "string"}
+    kept = {"title": bare, "description": {"enum": [{"title": "kept"}]}, "format": {"$ref": "#/$defs/default"}}
+    assert without_annotations({**schema, "$comment": "c"}) == {
+        "type": "object", "properties": kept, "$defs": {"default": bare}, "dependentRequired": {"title": ["a"]},
+    }  # fmt: skip
 
 
 WRONG: list[tuple[type[EyasError], str, dict[str, Any]]] = [

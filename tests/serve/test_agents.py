@@ -262,7 +262,8 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": DAY}} for
         ("required", 2, ("see", "hear")), ("any", 2, ("see", "hear")), ({"type": "any"}, 2, ("see", "hear")),
         ({"type": "required"}, 2, ("see", "hear")), ({"type": "function", "function": {"name": "see"}}, 2, ("see",)),
         ({"type": "function", "name": "see"}, 2, ("see",)), ({"type": "tool", "name": "see"}, 2, ("see",)),
-        ({"function": {"name": "see"}}, 2, ("see",)), ({"name": "see"}, 2, ("see",)), ("see", 2, ("see",)),
+        ({"function": {"name": "see"}}, 2, ("see",)),
+        ({"type": "function", "function": "see"}, 2, ("see",)), ({"name": "see"}, 2, ("see",)), ("see", 2, ("see",)),
         ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "hear"}]}, 1, ("hear",)),
     ],
 )  # fmt: skip

@@ -119,7 +119,7 @@ def without_annotations(schema: Any) -> Any:
         return schema
     kept = {}
     for key, value in schema.items():
-        if key in ANNOTATIONS or (key == "format" and value not in TEXT_FORMATS):
+        if key in ANNOTATIONS or (key == "format" and str(value) not in TEXT_FORMATS):
             continue
         if key in NAMED and isinstance(value, Mapping):
             kept[key] = {name: without_annotations(one) for name, one in value.items()}

@@ -15,7 +15,7 @@ from eyas.arguments import MEDIA_PARTS, MediaIds, Messages, as_prompts
 from eyas.errors import InputError, one_line
 from eyas.targets.media import reads_media
 from eyas.text import check_messages, for_template
-from eyas.text._forms import other_forms
+from eyas.text.forms import other_forms
 
 __all__ = ["media_prompt"]
 

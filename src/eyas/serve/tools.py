@@ -100,7 +100,7 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     kind = "function" if choice in names else choice.get("type", "function") if isinstance(choice, Mapping) else None
     if kind not in ("function", "tool"):
         raise ApiError(400, UNKNOWN_CHOICE, param="tool_choice")
-    name = choice if isinstance(choice, str) else _name(choice)
+    name = _name(choice)
     if name not in names:
         raise ApiError(
             400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice"
@@ -132,9 +132,9 @@ def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Ma
 
 
 def _name(tool: Any) -> Any:
-    """Return the name of a function in one of OpenAI's two forms; None where it has none."""
-    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    return inner.get("name") if isinstance(inner, Mapping) else None
+    """Return the name of a function in one of OpenAI's two forms, or alone; None where it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else tool
+    return inner.get("name") if isinstance(inner, Mapping) else inner
 
 
 def _check(tool: Any, number: int) -> Mapping[str, Any]:

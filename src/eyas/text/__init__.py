@@ -2,6 +2,7 @@
 
 _messages.py   what clients and data files write as messages, in one form
 _prompts.py    chats by the template, and raw prompts, to token ids
+forms.py       other forms of a chat, for templates that refuse the one it has
 _pieces.py     token ids to text, token by token; stop strings
 """
 

@@ -119,8 +119,8 @@ def write_chat(
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
     """Return what the template writes. Where it refuses the chat, or leaves a text of the system's after the first
-    message out without a word, it gets other forms of it (`_forms.py`)."""
-    from eyas.text._forms import SYSTEM, other_forms
+    message out without a word, it gets other forms of it (`forms.py`)."""
+    from eyas.text.forms import SYSTEM, other_forms
 
     said = [message["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
     refusals, found = [], []

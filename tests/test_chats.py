@@ -114,7 +114,6 @@ def test_older_forms_of_a_call() -> None:
         (calling("{}", tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "call 1 of message 2 must be"),
         (calling("{}", tool_calls=[{"function": {"arguments": "{}"}}]), "call 1 of message 2 must be"),
         (calling("{}", content="\ud800"), "content of message 2 is not valid Unicode"),
-        ({"role": "developer", "content": "late"}, r"the system comes first \(message 2\)"),
         (calling("{}", tool_calls=calling("{}")["tool_calls"] * 2), r"one call at a time \(message 2\)"),
     ],
 )
@@ -184,7 +183,96 @@ def test_keys_that_are_none_are_left_out() -> None:
     assert check_messages([{**USER, "name": "Ann"}]) == [{**USER, "name": "Ann"}]
 
 
+SYSTEM = {"role": "system", "content": "Be kind."}
+LATE = {"role": "system", "content": " Be brief. "}
+SAID = {"role": "assistant", "content": "Yes."}
+RESULT = {"role": "tool", "content": "7"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"),
+    [
+        ([SYSTEM, LATE, USER], "[system] Be kind.\n\n Be brief. [user] Hi."),
+        ([USER, LATE], "[user] Hi.\n\n Be brief. "),
+        ([SYSTEM, USER, LATE, USER], "[system] Be kind.[user] Hi.\n\n Be brief. \n\nHi."),
+        ([USER, SAID, LATE, USER], "[user] Hi.[assistant] Yes.[user]  Be brief. \n\nHi."),
+        ([USER, SAID, LATE, SAID], "[user] Hi.[assistant] Yes.[user]  Be brief. [assistant] Yes."),
+        ([USER, calling("{}"), RESULT, LATE, SAID], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [assistant] Yes."),
+        ([USER, calling("{}"), RESULT, LATE, USER], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [user] Hi."),
+        (
+            [USER, {**LATE, "role": "developer"}, SAID, LATE, USER],
+            "[user] Hi.\n\n Be brief. [assistant] Yes.[user]  Be brief. \n\nHi.",
+        ),
+    ],
+)
+def test_texts_of_the_system_after_the_first_turn(chat: list[dict[str, Any]], text: str) -> None:
+    """Guards Claude Code and Codex, whose every request was refused: the texts stay in their places, in the turns of the
+    user's or of a tool's, and turns still alternate."""
+    assert written(STRICT, *chat) == text
+
+
+def test_a_template_that_takes_the_systems_texts_is_given_them_as_they_are() -> None:
+    """Guards against another prompt where nothing was refused."""
+    assert written(LENIENT, USER, LATE, USER, SYSTEM) == "[user] Hi.[system]  Be brief. [user] Hi.[system] Be kind."
+
+
+QUIET = """{% for m in messages %}{% if m.role == 'system' and loop.first %}<{{ m.content | trim }}>{% elif m.role != 'system' %}
+[{{ m.role }}] {{ m.content | trim }}{% endif %}{% endfor %}"""
+NONE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif -%}
+[{{ m.role }}] {{ m.content }}{% endfor %}"""
+
+
+def test_templates_that_leave_the_systems_texts_out() -> None:
+    """Guards words that were lost without a word: templates that read a system's text at the beginning alone, and skip
+    others, or know no system at all (Gemma 2's). What a template makes of the first message is its own choice."""
+    assert written(QUIET, SYSTEM, USER, LATE, USER) == "<Be kind.>[user] Hi.\n\n Be brief. \n\nHi."
+    assert written(QUIET.replace("<{{ m.content | trim }}>", ""), SYSTEM, USER, LATE) == "[user] Hi.\n\n Be brief."
+    assert written(QUIET, SYSTEM, LATE, USER) == "<Be kind.\n\n Be brief.>[user] Hi."
+    assert (
+        written(NONE, SYSTEM, USER, SAID, LATE, USER)
+        == "[user] Be kind.\n\nHi.[assistant] Yes.[user]  Be brief. \n\nHi."
+    )
+    assert written(NONE, SYSTEM, SAID) == "[user] Be kind.[assistant] Yes."
+    hidden = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content | length }}{% endif %}{% endfor %}"
+    assert written(hidden, SYSTEM, USER) == "3"
+    assert written(hidden, USER, LATE) == "3"  # no form shows it: the template's own text stays
+    with pytest.raises(InputError, match=r"roles must alternate \(message 2\)"):
+        written(NONE, USER, USER)
+
+
 # --- tools ---------------------------------------------------------------------------------------------
+
+IDS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id | length != 9 %}
+{{ raise_exception('Tool call IDs should have length 9!') }}{% endif %}({{ c.id }}){% endfor %}
+{%- if m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}
+{{ raise_exception('Tool call IDs should have length 9!') }}{% endif %}[{{ m.tool_call_id }}]{% endif %}{% endfor %}"""
+
+
+def test_ids_of_calls_that_a_template_refuses() -> None:
+    """Guards Mistral's templates, which take ids of nine letters and digits alone: a result still belongs to its call."""
+
+    def calls(*ids: Any) -> dict[str, Any]:
+        function = {"name": "f", "arguments": "{}"}
+        return {"role": "assistant", "tool_calls": [{**({"id": i} if i else {}), "function": function} for i in ids]}
+
+    def results(*ids: Any) -> list[dict[str, Any]]:
+        return [{**RESULT, **({"tool_call_id": i} if i else {})} for i in ids]
+
+    for ids in (("call_1", "toolu_2"), (None, None), ("abcdefghi", "call_1"), ("\ud800x", 5)):
+        text = (
+            written(IDS, USER, calls(*ids), *reversed(results(*ids)))
+            if ids[0]
+            else written(IDS, USER, calls(*ids), *results(*ids))
+        )
+        one, two, *found = [part.strip("()[]") for part in text.replace(")", " ").replace("]", " ").split()]
+        assert found == ([two, one] if ids[0] else [one, two])
+        assert one != two
+        assert all(len(name) == 9 and name.isalnum() for name in (one, two))
+    assert written(IDS, calls("abcdefghi"), *results("abcdefghi")) == "(abcdefghi)[abcdefghi]"
+    both = written(STRICT.replace("[{{ m.role }}]", "[{{ m.role }}]" + IDS[IDS.index("{% for c") : IDS.index("{%- if m.role")]),
+                   USER, calls("call_1"), *results("call_1"), LATE, USER)  # fmt: skip
+    assert "Be brief." in both
 
 
 def test_the_tools_beside_messages() -> None:

@@ -53,3 +53,18 @@ def test_tools(ask: Callable[..., Any]) -> None:
         assert call["input"]["day"] in ("today", "tomorrow")
     assert made["first"]["content"][0]["input"] == made["streamed"]["content"][0]["input"]
     assert [block["type"] for block in made["after"]["content"]] == ["text"]
+
+
+def test_an_agent(ask: Callable[..., Any], server: Running) -> None:
+    """What Claude Code sends is answered: 32,000 tokens, texts of the system between turns, a first line that differs,
+    after which the prefix is found again. Errors are classes of the client's own, with Anthropic's types."""
+    made = ask(server, "agent", PROMPTS[0])
+    first, second = made["usages"]
+    assert second["cache_read_input_tokens"] > 0.9 * (first["input_tokens"] + first["cache_read_input_tokens"])
+    kinds = {name: error[:2] for name, error in made["errors"].items()}
+    assert kinds == {
+        "too long": ["BadRequestError", "invalid_request_error"],
+        "no such path": ["NotFoundError", "not_found_error"],
+        "a wrong body": ["BadRequestError", "invalid_request_error"],
+    }
+    assert "prompt is too long: " in made["errors"]["too long"][2]

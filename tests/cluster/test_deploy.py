@@ -12,6 +12,7 @@ import yaml
 
 from eyas.cli._cluster import arguments_of
 from eyas.errors import EyasError
+from eyas.serve.server import IDLE_SECONDS
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PLAIN, RAY_SERVICE = DEPLOY / "kubernetes" / "eyas.yaml", DEPLOY / "kubernetes" / "rayservice.yaml"
@@ -51,6 +52,12 @@ def test_the_pods_of_the_ray_service() -> None:
         template = {"metadata": {"labels": {"a": "b"}}, **group["template"]}
         spec = {"selector": {"matchLabels": {"a": "b"}}, "template": template}
         valid({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "pods"}, "spec": spec})
+
+
+def test_idle_connections_of_a_fleet() -> None:
+    """Guards against resets: Ray's proxy closes idle connections after 90 s, and balancers keep them for up to 600 s."""
+    for config in ray_configs():
+        assert config["http_options"]["keep_alive_timeout_s"] == IDLE_SECONDS
 
 
 def test_a_pod_outlives_its_answers() -> None:

@@ -101,12 +101,15 @@ def test_a_body_that_had_begun_has_no_end() -> None:
     assert sent[-1]["more_body"]
 
 
-def test_no_replica_is_left() -> None:
-    """Guards against endless tries, and against an empty response."""
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"])
+def test_no_replica_is_left(path: str) -> None:
+    """Guards against endless tries, against an empty response, and against an error in another dialect's form."""
     proxy = Proxy([], [], [])
-    sent = answers(proxy)
+    sent = answers(proxy, path=path)
     assert sent[0]["status"] == 503
-    assert json.loads(body_of(sent))["error"]["code"] == "replica_lost"
+    body = json.loads(body_of(sent))
+    assert body["error"].get("code") == (None if "/messages" in path else "replica_lost")
+    assert (body.get("type") == "error") == ("/messages" in path)
     assert proxy.tries == []
 
 
@@ -132,7 +135,24 @@ def test_turns_of_a_conversation_are_one_session() -> None:
     assert session_of(chat("a", "b", prompt_cache_key="k")) == session_of(chat("c", "d", prompt_cache_key="k"))
     assert session_of(b'{"prompt": "Once"}') == session_of(b'{"prompt": ["Once", "Twice"]}')
     assert session_of(b'{"prompt": [1, 2]}') != session_of(b'{"prompt": [2, 1]}')
+    assert session_of(chat("a", "b", session_id="k")) == session_of(chat("c", "d", session_id="k"))
     assert session_of(b"not JSON") is session_of(b"[]") is session_of(b'{"prompt": ""}') is None
+
+
+@pytest.mark.parametrize("size", [1, 2**20])
+def test_claude_code_stays_in_its_session(size: int) -> None:
+    """Guards against another replica for each turn: the first block of Claude Code's system text differs each time."""
+
+    def turn(number: str, text: str = "Hi") -> str | None:
+        line = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number};"}
+        messages = [{"role": "user", "content": text}]
+        body = {"system": [line, {"type": "text", "text": "You help."}], "messages": messages, "tools": ["x" * size]}
+        return session_of(json.dumps(body).encode())
+
+    assert turn("36ee5") == turn("0aaa9")
+    assert turn("36ee5") != turn("36ee5", "Hello")
+    line = "x-anthropic-billing-header: cch=%s;\nYou help."
+    assert session_of(chat(line % "36ee5", "Hi")) == session_of(chat(line % "0aaa9", "Hi"))
 
 
 def test_a_response_is_continued_where_it_is_remembered() -> None:

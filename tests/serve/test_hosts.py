@@ -10,7 +10,7 @@ import pytest
 from eyas.serve.hosts import LOCAL, HostCheck, allowed_hosts
 
 
-def status_of(names: tuple[str, ...], host: str | None) -> int:
+def status_of(names: tuple[str, ...], host: str | None, path: str = "/") -> int:
     """The status of a request with this Host header."""
     sent: list[Any] = []
 
@@ -24,7 +24,7 @@ def status_of(names: tuple[str, ...], host: str | None) -> int:
         return {"type": "http.request"}
 
     headers = [] if host is None else [(b"host", host.encode())]
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": headers}
+    scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
     asyncio.run(HostCheck(inner, names)(scope, receive, send))
     return int(sent[0]["status"])
 
@@ -36,12 +36,25 @@ def test_this_machine(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "", None, "[::2]", "[", "a b"],
+    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "[::2]", "[", "a b"],
 )
-def test_a_foreign_name(host: str | None) -> None:
+def test_a_foreign_name(host: str) -> None:
     """Bug: a page whose name points at this machine reads the answers of its visitor's server."""
     assert status_of(LOCAL, host) == 403
     assert status_of((), host) == 200
+
+
+@pytest.mark.parametrize("host", ["", None])
+def test_no_name(host: str | None) -> None:
+    """Guards probes by HTTP/1.0, HAProxy's default, which have no Host header: a browser always sends one."""
+    assert status_of(LOCAL, host) == 200
+
+
+def test_health_by_any_name() -> None:
+    """Guards load balancers and kubelets, which ask for /health by the address of the machine: it tells nothing."""
+    assert status_of(("llm.example.org",), "10.1.2.3:8000", "/health") == 200
+    for path in ("/healthy", "/health/", "/metrics", "/v1/models"):
+        assert status_of(("llm.example.org",), "10.1.2.3:8000", path) == 403
 
 
 def test_who_is_checked() -> None:

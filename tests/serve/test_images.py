@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import eyas
+from eyas.media import plug_media
 from eyas.serve import images
 from media_models import with_processor
 from serving import Running, running
@@ -195,6 +196,18 @@ def test_many_images(server: Running) -> None:
     )
     assert response.status_code == 400
     assert "send fewer" in response.json()["error"]["message"]
+
+
+def test_texts_of_the_system_between_turns_with_an_image(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards agents that send a picture: with images, a template's refusal ended the conversation."""
+    processor = plug_media._processor(llm.target.model.config.name_or_path)
+    refusing = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    strict = processor.chat_template.replace("{% for m in messages %}", "{% for m in messages %}" + refusing)
+    monkeypatch.setattr(processor, "chat_template", strict)
+    image, late = picture(0), {"role": "system", "content": [{"type": "text", "text": "No agents."}]}
+    system, user = chat_of(image)
+    joined = [system, {"role": "user", "content": [*user["content"], *late["content"]]}]
+    assert llm.media_prompt([system, user, late]).ids == llm.media_prompt(joined).ids
 
 
 def test_a_prompt_that_the_model_refuses(server: Running) -> None:

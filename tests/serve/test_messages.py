@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 import eyas
+from eyas.serve.errors import ApiError
 from eyas.serve.messages import CountBody
 from serving import PROMPTS, Running, running, tooled_llm
 
@@ -192,7 +193,7 @@ def test_messages_of_a_chat() -> None:
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-        ({"max_tokens": 10**6}, "context"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"best_of": 2}, "best_of"),
         ({"top_p": 3}, "top_p"),
     ],
@@ -228,7 +229,7 @@ def test_errors_name_what_the_client_wrote(server: Running) -> None:
 def test_an_error_in_a_stream(server: Running) -> None:
     """The deadline of a stream is an event of Anthropic's form."""
     made = events(server, **{**ASK, "max_tokens": 500}, timeout=1e-3, ignore_eos=True)
-    assert (made[-1]["type"], made[-1]["error"]["type"]) == ("error", "invalid_request_error")
+    assert (made[-1]["type"], made[-1]["error"]["type"]) == ("error", "timeout_error")
     assert "time" in made[-1]["error"]["message"]
 
 
@@ -238,4 +239,40 @@ def test_keys(llm: eyas.LLM) -> None:
     with running(llm, rows=2, keys=("right",)) as server:
         for headers, status in (({"x-api-key": "right"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401),
                                 ({"authorization": "Bearer right", "x-api-key": "other"}, 200)):  # fmt: skip
-            assert httpx2.post(f"{server.v1}/messages", json=ASK, headers=headers, timeout=120).status_code == status
+            made = httpx2.post(f"{server.v1}/messages", json=ASK, headers=headers, timeout=120)
+            assert made.status_code == status
+            assert status == 200 or made.json()["error"]["type"] == "authentication_error"
+
+
+def test_errors_of_every_status(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards Anthropic's clients, which look for `type` and `error.type`: errors that come before the route, or from a
+    fault of ours, had OpenAI's form. A client of Anthropic's names itself by a header on other paths."""
+
+    faults: list[Exception] = [ApiError(503, "it ends"), ZeroDivisionError()]
+
+    async def fault(*_: Any) -> Any:
+        raise faults.pop()
+
+    with running(llm, rows=1, keys=("right",), max_body_bytes=1000) as server:
+        good, named = {"x-api-key": "right"}, {"x-api-key": "right", "anthropic-version": "2023-06-01"}
+
+        def error(path: str, method: str = "POST", headers: Any = good, **how: Any) -> tuple[int, str, str]:
+            made = httpx2.request(method, server.url + path, headers=headers, timeout=120, **how)
+            body = made.json()
+            assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
+            return made.status_code, body["error"]["type"], body["error"]["message"]
+
+        text = {"content": b"{}", "headers": {**good, "content-type": "text/plain"}}
+        assert error("/v1/messages", headers={}, json=ASK)[:2] == (401, "authentication_error")
+        assert error("/v1/messages/batches", json=ASK)[:2] == (404, "not_found_error")
+        assert error("/v1/messages", "GET")[:2] == (405, "invalid_request_error")
+        assert error("/v1/messages", **text)[:2] == (415, "invalid_request_error")
+        assert error("/v1/messages", json={**ASK, "metadata": {"a": "x" * 1000}})[:2] == (413, "request_too_large")
+        assert error("/v1/messages", json={**ASK, "model": "x"})[:2] == (404, "not_found_error")
+        assert error("/v1/v1/messages", headers=named, json=ASK)[2].endswith("leave it out of its base URL")
+        assert error("/messages", headers=named, json=ASK)[0] == 404
+        monkeypatch.setattr(server.service, "submit", fault)
+        assert error("/v1/messages", json=ASK)[:2] == (500, "api_error")
+        assert error("/v1/messages", json=ASK)[:2] == (503, "overloaded_error")
+        other = httpx2.post(f"{server.v1}/chat/completions", headers=good, json={"messages": 5}, timeout=120).json()
+        assert other["error"].keys() == {"message", "type", "param", "code"}

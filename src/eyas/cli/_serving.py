@@ -59,7 +59,7 @@ class ServeOptions:
     max_model_len: Annotated[PositiveInt | None, "Limits", "TOKENS"] = None
     """Tokens of a prompt and its answer. Default: the target's context."""
     max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096
-    """Tokens of one answer."""
+    """Cut answers after so many tokens, also where a request asks for more."""
     max_body: Annotated[PositiveFloat, "Limits", "MIB"] = 16.0
     """The largest body of a request; images are in it."""
     remember: Annotated[NonNegativeInt, "Limits", "N"] = 256

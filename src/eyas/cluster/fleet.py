@@ -21,6 +21,7 @@ from eyas.errors import EyasError
 
 __all__ = ["application", "local_fleet", "run_until_signal"]
 
+IDLE_SECONDS = 620  # of a connection, as in `eyas.serve.server`
 MISTAKE = re.compile(r"eyas\.errors\.\w+: (.+)")
 VARIABLES = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,
@@ -47,7 +48,7 @@ def local_fleet(make: Callable[[], Server], fleet: Fleet, host: str, port: int) 
     own = {} if on_shared_cluster() else {"num_cpus": most * fleet.cpus, "include_dashboard": False}
     ray.init(log_to_driver=False, **own)
     try:
-        options = {"host": host, "port": port}
+        options = {"host": host, "port": port, "keep_alive_timeout_s": IDLE_SECONDS}
         serve.start(proxy_location="HeadOnly", http_options=options)
         try:
             _run(application(make, fleet))

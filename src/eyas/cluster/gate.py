@@ -191,7 +191,7 @@ class Answer:
             self.response_id = found[1].decode()
 
     async def _refuse(self) -> None:
-        content = json.dumps(_error(NONE_LEFT)).encode()
+        content = json.dumps(self._error(NONE_LEFT)).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(content)),
@@ -202,20 +202,19 @@ class Answer:
 
     def _error_event(self) -> bytes:
         """Return the event of an error, in the dialect of the path."""
-        if self._path.endswith("/messages"):
-            error: Any = {"type": "error", "error": {"type": "api_error", "message": LOST}}
-        elif self._path.endswith("/responses"):
+        error = self._error(LOST)
+        if self._path.endswith("/responses"):
             error = {"type": "error", "code": "replica_lost", "message": LOST, "param": None}
-        else:
-            return b"data: " + json.dumps(_error(LOST)).encode() + b"\n\n"
-        return b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n"
+        name = b"event: error\n" if "type" in error else b""
+        return name + b"data: " + json.dumps(error).encode() + b"\n\n"
+
+    def _error(self, message: str) -> dict[str, Any]:
+        if "/messages/" in f"{self._path}/":
+            return {"type": "error", "error": {"type": "api_error", "message": message}}
+        return {"error": {"message": message, "type": "server_error", "param": None, "code": "replica_lost"}}
 
 
 def _one_id(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return headers with the first request id alone: the replica's own. Ray's proxy adds another one."""
     first = next((header for header in headers if header[0] == REQUEST_ID), None)
     return [header for header in headers if header[0] != REQUEST_ID or header is first]
-
-
-def _error(message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "server_error", "param": None, "code": "replica_lost"}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,15 +21,18 @@ FIRST_CHARACTERS = 512  # characters of a prompt by which its session is known
 FIRST_IDS = 128
 BEGINNINGS = ("system", "instructions", "tools")
 PROMPTS = ("messages", "input", "prompt", "input_prefix")
+NAMES = ("prompt_cache_key", "session_id")  # OpenAI's field, and one of vLLM and SGLang
+BILLING = re.compile(rb'x-anthropic-billing-header:[^"\\]*')  # Claude Code counts its requests there
 
 
 def session_of(body: bytes) -> str | None:
     """Return the name of a request's session; None if its body tells nothing of one."""
     if len(body) > PARSED_BYTES:
-        return _digest(body[:FIRST_BYTES])
-    fields = _fields(body)
-    if isinstance(key := fields.get("prompt_cache_key"), str) and key:
-        return _digest(key.encode("utf-8", "surrogatepass"))
+        return _digest(BILLING.sub(b"", body[: 2 * FIRST_BYTES])[:FIRST_BYTES])
+    fields = _fields(BILLING.sub(b"", body))
+    for name in NAMES:
+        if isinstance(key := fields.get(name), str) and key:
+            return _digest(key.encode("utf-8", "surrogatepass"))
     prompt = next((fields[name] for name in PROMPTS if fields.get(name)), None)
     if prompt is None:
         return None

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from eyas.errors import InputError, OptionError
 
-__all__ = ["KEYWORDS", "Structure", "json_rule", "known_formats", "structure_of"]
+__all__ = ["KEYWORDS", "Structure", "json_rule", "structure_of", "without_annotations"]
 
 KEYWORDS = ("response_format", "regex", "grammar", "choice")
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -30,8 +30,14 @@ TEXT_FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
 """Values of `format` in a JSON schema that llguidance enforces."""
-DATA = ("const", "default", "enum", "example", "examples")  # keys of a schema that hold data, not schemas
-NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # keys over names of the user
+DATA = ("const", "enum")  # keys of a schema that hold data, not schemas
+ANNOTATIONS = frozenset(
+    ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
+)
+"""Keys of a schema that bind nobody. Agents' tools describe themselves at length there."""
+NAMED = (
+    "$defs", "definitions", "dependentRequired", "dependentSchemas", "patternProperties", "properties",
+)  # keys over names of the user  # fmt: skip
 MAX_CHARACTERS = 128 * 1024  # limit for a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 1000
 SPECIAL_IN_REGEX = frozenset(r"\.+*?()|[]{}^$")
@@ -94,32 +100,31 @@ def _schema(schema: Any) -> Structure:
     if not isinstance(schema, Mapping):
         raise InputError(f"a JSON schema is an object, not {_shown(schema)}")
     try:
-        return Structure("json", json.dumps(known_formats(schema)))
+        return Structure("json", json.dumps(without_annotations(schema)))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the JSON schema cannot be written as JSON: {error}") from None
 
 
 def json_rule(schema: Any) -> str:
     """Return a JSON schema as the right side of a rule in the library's grammar language."""
-    return f"%json {json.dumps({**known_formats(schema), 'x-guidance': JSON_OPTIONS})}"
+    return f"%json {json.dumps({**without_annotations(schema), 'x-guidance': JSON_OPTIONS})}"
 
 
-def known_formats(schema: Any) -> Any:
-    """Return the JSON schema without the values of `format` that the library does not know: the
-    standard has `format` as an annotation, which binds nobody (JSON Schema 2020-12, Validation,
-    section 7)."""
+def without_annotations(schema: Any) -> Any:
+    """Return the JSON schema without the keys that bind nobody: they are not a part of the grammar. So are values of
+    `format` that the library does not know (JSON Schema 2020-12, Validation, section 7)."""
     if isinstance(schema, list):
-        return [known_formats(one) for one in schema]
+        return [without_annotations(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     kept = {}
     for key, value in schema.items():
-        if key == "format" and value not in TEXT_FORMATS:
+        if key in ANNOTATIONS or (key == "format" and str(value) not in TEXT_FORMATS):
             continue
         if key in NAMED and isinstance(value, Mapping):
-            kept[key] = {name: known_formats(one) for name, one in value.items()}
+            kept[key] = {name: without_annotations(one) for name, one in value.items()}
         else:
-            kept[key] = value if key in DATA else known_formats(value)
+            kept[key] = value if key in DATA else without_annotations(value)
     return kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from eyas.arguments import MEDIA_PARTS, MediaIds, Messages, as_prompts
 from eyas.errors import InputError, one_line
 from eyas.targets.media import reads_media
 from eyas.text import check_messages, for_template
+from eyas.text.forms import other_forms
 
 __all__ = ["media_prompt"]
 
@@ -43,7 +45,7 @@ def media_prompt(
     if not reads_media(model):
         raise InputError(f"{type(model).__name__} reads text alone: leave the images out of the messages")
     source = getattr(model.config, "name_or_path", "")
-    chat = check_messages(messages, MEDIA_PARTS)
+    chat: Sequence[Mapping[str, Any]] = check_messages(messages, MEDIA_PARTS)
     processor = _processor(source)
     _check_files(chat)
     written = getattr(processor, "chat_template", None)
@@ -53,19 +55,24 @@ def media_prompt(
             raise InputError(
                 f"{name}: with images, variables of a chat template are true or false, and none of the processor's own"
             )
-    try:
-        inputs: Any = processor.apply_chat_template(
-            for_template(chat, str(written)),
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **(chat_template_kwargs or {}),
-        )
-    except Exception as error:  # images that cannot be read, and templates, which are programs
-        raise InputError(f"the processor of {source} refuses these messages: {_line(error)}") from error
+    refusals, inputs = [], None
+    for form in chain([chat], other_forms(chat)):
+        try:
+            inputs = processor.apply_chat_template(
+                for_template(form, str(written)),
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                **(chat_template_kwargs or {}),
+            )
+            break
+        except Exception as error:  # images that cannot be read, and templates, which are programs
+            refusals.append(error)
+    if inputs is None:
+        raise InputError(f"the processor of {source} refuses these messages: {_line(refusals[0])}") from refusals[0]
     (prompt,), _ = as_prompts(dict(inputs))
     if not isinstance(prompt, MediaIds):
         raise InputError(f"the processor of {source} leaves the images of these messages out: it reads text alone")

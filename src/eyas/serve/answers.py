@@ -13,7 +13,7 @@ __all__ = ["Answer", "Silence"]
 
 
 class Silence:
-    """Marks a place in the stream where nothing came for some seconds."""
+    """Marks a place in the stream before which the client has read nothing for some seconds."""
 
 
 class Answer:
@@ -30,7 +30,7 @@ class Answer:
         self._open = count  # sequences that have not ended
         self._arrived: deque[Delta] = deque()
         self._news = asyncio.Event()
-        self._newest = 0.0  # when the newest Deltas came, in the event loop's time
+        self._written = 0.0  # when the client was last written to, in the event loop's time
         self._timer: asyncio.TimerHandle | None = None
         self._cancel = cancel
         self._join = join
@@ -38,26 +38,33 @@ class Answer:
     def put(self, deltas: Iterable[Delta]) -> None:
         """Add Deltas; called in the event loop."""
         self._arrived.extend(deltas)
-        self._newest = asyncio.get_running_loop().time()
         self._news.set()
+
+    def written(self) -> None:
+        """Note that the client is written to: not every Delta can be read by it, such as the pieces of a call."""
+        self._written = asyncio.get_running_loop().time()
 
     async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
         """Yield each Delta until every sequence has ended. Close the Answer afterwards.
 
         Args:
-            keep_alive: seconds without anything after which a Silence is yielded.
+            keep_alive: seconds without `written` after which a Silence is yielded.
 
         Raises:
             Exception: the error of a sequence.
         """
+        self.written()
         while self._open:
-            if not await self._wait(keep_alive):
-                yield Silence()
+            if keep_alive is not None and self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(keep_alive, self._check_silence, keep_alive)
+            await self._news.wait()
             for delta in self._take():
                 if delta.error is not None:
                     raise delta.error
                 self._open -= delta.finish is not None
                 yield delta
+            if self._open and self._timer is None and keep_alive is not None:
+                yield Silence()
 
     def close(self) -> None:
         """Give up what has not ended."""
@@ -67,18 +74,11 @@ class Answer:
             self._open = 0
             self._cancel(self)
 
-    async def _wait(self, seconds: float | None) -> bool:
-        """Wait for Deltas; False when none came for `seconds`."""
-        if seconds is not None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._check_silence, seconds)
-        await self._news.wait()
-        return bool(self._arrived)
-
     def _check_silence(self, seconds: float) -> None:
-        """Wake the reader after `seconds` without a Delta. One timer serves many Deltas: to set one
+        """Wake the reader after `seconds` in which the client read nothing. One timer serves many Deltas: to set one
         for each would cost more than to send it."""
         loop = asyncio.get_running_loop()
-        left = self._newest + seconds - loop.time()
+        left = self._written + seconds - loop.time()
         self._timer = loop.call_later(left, self._check_silence, seconds) if left > 0 else None
         if self._timer is None:
             self._news.set()

@@ -76,7 +76,15 @@ def make_app(
             Middleware(AccessLog),
             Middleware(HostCheck, names=hosts),
             *(
-                [Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])]
+                [
+                    Middleware(
+                        CORSMiddleware,
+                        allow_origins=[origin.rstrip("/") for origin in origins],
+                        allow_methods=["*"],
+                        allow_headers=["*"],
+                        allow_private_network=True,
+                    )
+                ]
                 if origins
                 else []
             ),

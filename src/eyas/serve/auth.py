@@ -40,7 +40,7 @@ class KeyCheck:
                     else "a key is needed: send the header `Authorization: Bearer KEY`"
                 )
                 refused = ApiError(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-                await error_response(refused)(scope, receive, send)
+                await error_response(refused, scope)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

@@ -74,6 +74,10 @@ class BlockWriter(ABC):
     def response(self) -> dict[str, Any]:
         """Return the whole answer, once it has ended."""
 
+    def arguments(self, text: str) -> str:
+        """Return a call's arguments in the dialect's form: a text, which need not be an object of JSON."""
+        return text
+
     @property
     def called(self) -> bool:
         """Whether the answer ends because the model called a function."""
@@ -95,7 +99,7 @@ class BlockWriter(ABC):
             for call in part.get("tool_calls", ()):
                 function = call["function"]
                 yield from self._begin("call", call["id"], function["name"])
-                yield from self._grow(function["arguments"])
+                yield from self._grow(self.arguments(function["arguments"]))
             for name, kind in KINDS.items():
                 if text := part.get(name):
                     if self._open is None or self._open.kind != kind:
@@ -140,10 +144,10 @@ async def _events(writer: BlockWriter, answer: Answer, keep_alive: float) -> Asy
     for event in writer.begun():
         yield event
     async for delta in answer.deltas(keep_alive):
-        if isinstance(delta, Silence):
-            yield KEEP_ALIVE
-            continue
-        for event in writer.add(delta):
+        made = [KEEP_ALIVE] if isinstance(delta, Silence) else list(writer.add(delta))
+        for event in made:
             yield event
+        if made:
+            answer.written()
     for event in writer.ended():
         yield event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,6 @@ from fastapi import Request, Response
 
 from eyas.arguments import MediaIds
 from eyas.core.logprobs import TokenLogprobs
-from eyas.core.sockets import STRUCTURE
 from eyas.errors import InputError
 from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
@@ -25,6 +25,9 @@ from eyas.serve.service import Service
 from eyas.serve.tools import Tools, tools_of, written_tools
 
 __all__ = ["Chat", "chat", "prepare", "prompt_of"]
+
+# Claude Code counts its requests in the first line of the system text: no two prompts would begin alike
+BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 
 
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
@@ -67,12 +70,7 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     keywords |= service.adapter_keywords(model)
-    if tools.forced:
-        if STRUCTURE.plug_for("tool_choice").structure_of(keywords) is not None:
-            raise ApiError(
-                400, "a tool_choice that forces a call excludes other structured output", param="tool_choice"
-            )
-        keywords["grammar"] = tools.grammar()
+    tools.constrain(keywords)
     keywords["prediction"] = await service.in_worker(predicted_tokens, service, body.prediction)
     job = Job((ids,), keywords, n, media=prompt.media, **body.job_fields())
     return Chat(job, model, partial(reader_for, service.llm, tools, ids, bool(body.stop)))
@@ -89,9 +87,21 @@ def prompt_of(
         )
     listed = written_tools(service.tokenizer, tools)
     try:
-        return service.render(messages, **fields.template(), **listed)
+        return service.render(list(map(_without_billing, messages)), **fields.template(), **listed)
     except InputError as error:
         raise fields.in_its_places(error) from error
+
+
+def _without_billing(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of the system's without the line in which Claude Code counts its requests."""
+    content = message.get("content") if message.get("role") in ("system", "developer") else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    text = parts[0].get("text") if parts and isinstance(parts[0], dict) else None
+    if not isinstance(text, str) or not (line := BILLING.match(text)):
+        return message
+    rest = text[line.end() :]
+    kept = [*([{**parts[0], "text": rest}] if rest else ()), *parts[1:]]
+    return {**message, "content": kept if isinstance(content, list) and kept else rest}
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: a status, and {"error": {"message", "type", "param", "code"}}.
+"""Errors as clients expect them: a status, and OpenAI's {"error": {"message", "type", "param", "code"}}, or
+Anthropic's {"type": "error", "error": {"type", "message"}} on the paths of its dialect and for its clients.
 
 400   a value, field or prompt that cannot be used       413   a body that is too large
 401   a wrong key                                        429   the queue is full: Retry-After says when to come back
@@ -18,8 +19,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Scope
 
 from eyas.errors import EyasError, FitError, InputError, OptionError
 
@@ -33,6 +36,8 @@ TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+ANTHROPIC_TYPES = {**TYPES, 413: "request_too_large", 503: "overloaded_error"}
+ANTHROPIC_PATH, ANTHROPIC_HEADER = "/v1/messages", "anthropic-version"
 
 FIELD = re.compile(r"[a-z]\w*")
 IN_OUR_WORDS = {
@@ -54,7 +59,7 @@ MEANT_BY = {
     "schema": ("response_format", "structured_outputs", "guided_json", "text"),
     "expression": ("regex", "structured_outputs", "guided_regex"),
     "constraint": ("response_format", "regex", "grammar", "choice", "structured_outputs", "tool_choice", "text"),
-    "grammar": ("grammar", "structured_outputs", "guided_grammar"),
+    "grammar": ("grammar", "structured_outputs", "guided_grammar", "tools"),
     "choice": ("choice", "structured_outputs", "guided_choice"),
 }
 PROMPTS = ("messages", "prompt", "input")  # the field that holds the prompt, by dialect
@@ -79,9 +84,12 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """Return the object that clients read."""
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+    def body(self, anthropic: bool = False) -> dict[str, Any]:
+        """Return the object that clients read; the one that Anthropic's clients read."""
+        types, fault = (ANTHROPIC_TYPES, "api_error") if anthropic else (TYPES, "server_error")
+        kind = types.get(self.status, fault if self.status >= 500 else "invalid_request_error")
+        if anthropic:
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -98,7 +106,10 @@ def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
     if isinstance(error, FitError):
         return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
     if isinstance(error, InputError | OptionError):
-        return ApiError(400, str(error), param=_named_field(str(error), fields, prompt))
+        named, message = _named_field(str(error), fields, prompt), str(error)
+        if named == "tools":  # the client has sent no grammar
+            message = re.sub(r"^(the )?grammar\b", "the grammar of the tools", message)
+        return ApiError(400, message, param=named)
     if isinstance(error, EyasError):
         return ApiError(500, str(error))
     return ApiError(500, "an internal error; the server's log has the details")
@@ -112,9 +123,11 @@ def _named_field(message: str, fields: Collection[str], prompt: str) -> str | No
     return next((name for name in (*named, *meant) if name in fields), None)
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the error as a response."""
-    content = json.dumps(error.body()).encode("ascii")  # escapes, so that half of a surrogate pair can be sent back
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Return the error as a response to the request of this scope, in its dialect."""
+    anthropic = f"{scope['path']}/".startswith(f"{ANTHROPIC_PATH}/") or ANTHROPIC_HEADER in Headers(scope=scope)
+    # escapes, so that half of a surrogate pair can be sent back
+    content = json.dumps(error.body(anthropic)).encode("ascii")
     return Response(content, error.status, headers=error.headers, media_type="application/json")
 
 
@@ -150,11 +163,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error_of(error, _fields(request)))
+        return error_response(error_of(error, _fields(request)), request.scope)
 
     @app.exception_handler(EyasError)
     async def mistaken(request: Request, error: EyasError) -> Response:
-        return error_response(error_of(error, _fields(request)))
+        return error_response(error_of(error, _fields(request)), request.scope)
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
@@ -163,11 +176,11 @@ def install(app: FastAPI) -> None:
             message = _not_here(app, request)
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}"
-        return error_response(ApiError(error.status_code, message, headers=error.headers))
+        return error_response(ApiError(error.status_code, message, headers=error.headers), request.scope)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(error_of(error))
+        return error_response(error_of(error), request.scope)
 
 
 def _fields(request: Request) -> Collection[str]:

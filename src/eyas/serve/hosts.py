@@ -2,7 +2,8 @@
 
 A web page can point a name of its own at 127.0.0.1 and then, in its visitor's browser, read what a
 local server answers (DNS rebinding). The browser sends that name as `Host`, so a server for this
-machine alone refuses names that are not this machine's.
+machine alone refuses names that are not this machine's. A request without a name is let through, for a browser always
+sends one and probes by HTTP/1.0 do not. So is /health, which load balancers ask for by any address.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ class HostCheck:
         self.names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.names:
-            name = _without_port(Headers(scope=scope).get("host", ""))
-            if name not in self.names:
+        if scope["type"] == "http" and self.names and scope["path"] != "/health":
+            host = Headers(scope=scope).get("host", "")
+            name = _without_port(host)
+            if host and name not in self.names:
                 refused = ApiError(
                     403, f"this server does not answer as {name!r}: start it with --allowed-host {name or 'NAME'}"
                 )
-                await error_response(refused)(scope, receive, send)
+                await error_response(refused, scope)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

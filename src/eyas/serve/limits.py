@@ -28,7 +28,7 @@ class BodyLimit:
         refused = ApiError(413, f"the body has more than {self.max_bytes} bytes, which is this server's limit")
         announced = Headers(scope=scope).get("content-length", "0")
         if not announced.isdecimal() or int(announced) > self.max_bytes:
-            await error_response(refused)(scope, receive, send)
+            await error_response(refused, scope)(scope, receive, send)
             return
         read = 0
 
@@ -62,28 +62,20 @@ def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: int) -> int:
-    """Return the tokens that an answer may have.
+    """Return the tokens that an answer may have: at most the server's limit and the room after the prompt. Clients
+    that cannot know either ask for more; their answer is cut there, and says so as any answer that is cut.
 
     Raises:
-        ApiError: prompt and answer exceed the context, or the answer the server's limit.
+        ApiError: the prompt leaves no room, in the words of OpenAI and of Anthropic by which clients know that they
+            must shorten the conversation.
     """
-    room = settings.max_model_len - prompt
-    if room < 1:
-        raise _too_long(
-            f"the prompt has {prompt} tokens; prompt and answer may have {settings.max_model_len}: shorten the prompt"
-        )
-    if asked is None:
-        return max(1, min(default, room))
-    if asked > room:
-        raise _too_long(
-            f"{prompt} prompt tokens + {asked} new tokens exceed the context of {settings.max_model_len}: ask for at most {room} new tokens"
-        )
-    if asked > settings.max_tokens:
+    context = settings.max_model_len
+    if prompt >= context:
         raise ApiError(
-            400, f"an answer may have {settings.max_tokens} tokens on this server, not {asked}", param="max_tokens"
+            400,
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in {prompt} tokens "
+            f"(prompt is too long: {prompt} tokens > {context - 1} maximum). Please reduce the length of the messages.",
+            param="messages",
+            code="context_length_exceeded",
         )
-    return asked
-
-
-def _too_long(message: str) -> ApiError:
-    return ApiError(400, message, param="messages", code="context_length_exceeded")
+    return min(default if asked is None else asked, settings.max_tokens, context - prompt)

@@ -9,37 +9,35 @@ Its stream is a sequence of typed events:
     message_delta                            the reason of the end, and usage
     message_stop
 
-The whole dialect is in this file: without it and its line in `app.py` the server is the same but for it.
+The whole dialect is in this file, but for its errors (`errors.py`): without it and its line in `app.py` the server is
+the same but for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eyas.errors import EyasError, InputError
+from eyas.errors import InputError
 from eyas.serve.access import request_id
 from eyas.serve.blocks import Block, BlockWriter, reply_in_blocks
 from eyas.serve.bodies import add_route
 from eyas.serve.chat import Chat, prepare, prompt_of
-from eyas.serve.errors import ApiError, error_of, invalid_body
+from eyas.serve.errors import ApiError, invalid_body
 from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.protocol.fields import Body
 from eyas.serve.service import Service
 from eyas.serve.stream import event
 from eyas.serve.tools import tools_of
+from eyas.text import read_arguments
 
 __all__ = ["router"]
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's word for a tool_choice of Anthropic
-ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
-               503: "overloaded_error"}  # fmt: skip
 READ = "text, images, tool_use, tool_result and thinking are read here"
 WITHOUT_EFFECT = (
     "cache_control",
@@ -59,14 +57,6 @@ class Options(BaseModel):
     """An object of a request; further fields change nothing."""
 
     model_config = ConfigDict(strict=True)
-
-
-class Choice(Options):
-    """Whether a tool is called."""
-
-    type: Literal["auto", "any", "none", "tool"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
 
 
 class Form(Options):
@@ -104,7 +94,7 @@ class CountBody(Body):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: str | dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: Output | None = None
     output_format: Form | None = None
@@ -137,12 +127,11 @@ class CountBody(Body):
         messages = [message for message, _ in made]
         if not messages:
             raise InputError("the messages are empty: give at least one with content")
-        choice, output = self.tool_choice, self.output_config or Output()
+        output = self.output_config or Output()
         fields = {
             "messages": messages,
             "tools": [_tool(tool, number) for number, tool in enumerate(self.tools or (), start=1)] or None,
-            "tool_choice": _choice(choice) if choice else None,
-            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            "tool_choice": self.tool_choice,
             "response_format": _form(self.output_format or output.format),
             "reasoning_effort": output.effort if output.effort != USUAL_EFFORT else None,
             "chat_template_kwargs": _thinking(self.thinking),
@@ -181,7 +170,7 @@ class MessagesBody(CountBody):
 
 def router(service: Service) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter(route_class=AnthropicRoute)
+    routes = APIRouter()
 
     async def messages(request: Request, body: MessagesBody) -> Response:
         writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
@@ -197,28 +186,6 @@ def router(service: Service) -> APIRouter:
     add_route(routes, "/v1/messages", MessagesBody, messages)
     add_route(routes, "/v1/messages/count_tokens", CountBody, count_tokens)
     return routes
-
-
-class AnthropicRoute(APIRoute):
-    """A route whose errors have Anthropic's form."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI, "Custom Request and APIRoute class"."""
-        handler = super().get_route_handler()
-
-        async def handled(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except (ApiError, EyasError) as error:
-                answer = error_of(error, getattr(request.state, "fields", ()))
-                return JSONResponse(_error(answer), answer.status, headers=answer.headers)
-
-        return handled
-
-
-def _error(error: ApiError) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 # --- from Anthropic's form to a chat's -------------------------------------------------------------
@@ -299,12 +266,6 @@ def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _choice(choice: Choice) -> Any:
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
-    return CHOICES[choice.type]
-
-
 def _form(form: Form | None) -> dict[str, Any] | None:
     if form is None:
         return None
@@ -358,8 +319,16 @@ class Writer(BlockWriter):
         yield _event("message_delta", delta=self._end_of(), usage=self._usage())
         yield _event("message_stop")
 
+    def arguments(self, text: str) -> str:
+        """See `BlockWriter.arguments`: here an object, which may be text within JSON; {} for what is not an object."""
+        value = read_arguments(text)
+        try:
+            return json.dumps(value if isinstance(value, dict) else {}, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            return "{}"
+
     def failed(self, error: ApiError) -> bytes:
-        return event(_error(error), name="error")
+        return event(error.body(anthropic=True), name="error")
 
     def _head(self) -> dict[str, Any]:
         return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.chat.model}

@@ -112,11 +112,15 @@ async def _chunks(dialect: Dialect, answer: Answer, body: GenerationBody, keep_a
         yield chunk(choice)
     async for delta in answer.deltas(keep_alive):
         if isinstance(delta, Silence):
-            yield KEEP_ALIVE
-            continue
-        totals[delta.index].add(delta)
-        for number, choice in enumerate(dialect.chunk_choices(delta)):
-            yield chunk(choice, delta.cycle if number == 0 else None)
+            made = [KEEP_ALIVE]
+        else:
+            totals[delta.index].add(delta)
+            choices = enumerate(dialect.chunk_choices(delta))
+            made = [chunk(choice, delta.cycle if number == 0 else None) for number, choice in choices]
+        for each in made:
+            yield each
+        if made:
+            answer.written()
     if options.include_usage:
         yield event({**dialect.envelope(dialect.chunk_object, []), **_figures(dialect.job, totals)})
 

@@ -19,6 +19,9 @@ from eyas.serve.service import Service
 __all__ = ["Server", "bound", "serve"]
 
 FLUSH_SECONDS = 5  # for responses that are generated but not yet read
+IDLE_SECONDS = (
+    620  # of a connection: longer than its other end keeps it, which meets a reset else (Google's proxies: 600)
+)
 log = logging.getLogger("eyas.serve")
 
 
@@ -53,6 +56,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
+        config.timeout_keep_alive = IDLE_SECONDS
         self.service = service
         self.drain_seconds = drain_seconds
         self._ends_at: float | None = None

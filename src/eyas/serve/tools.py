@@ -20,6 +20,8 @@ from eyas.text import has_place_for_tools
 __all__ = ["Tools", "tools_of", "written_tools"]
 
 ANY_CALL = ("auto", "none", "required")
+WORDS = {"any": "required", **{word: word for word in ANY_CALL}}  # Anthropic and Mistral say any
+UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", "function": {{"name": ...}}}}'
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,29 @@ class Tools:
     listed: tuple[Mapping[str, Any], ...] = ()
     forced: tuple[str, ...] = ()
     parallel: bool = True
+
+    def constrain(self, keywords: dict[str, Any]) -> None:
+        """Hold the answer to a forced call, in the keywords of a Job. A response format is for answers that are no
+        call, so it does not matter then.
+
+        Raises:
+            ApiError: the keywords hold the answer to something else, which forbids calls.
+        """
+        form = {"response_format": keywords.get("response_format")}
+        if self.forced:
+            keywords.pop("response_format", None)
+            if STRUCTURE.plug_for("tool_choice").structure_of(keywords) is not None:
+                raise ApiError(
+                    400, "a tool_choice that forces a call excludes other structured output", param="tool_choice"
+                )
+            keywords["grammar"] = self.grammar()
+        elif self.listed and any(form.values()) and STRUCTURE.plug_for("response_format").structure_of(form):
+            raise ApiError(
+                400,
+                "tools and a response_format in one request are not served: the format would forbid every call. Leave "
+                "one out, or set tool_choice to required or none",
+                param="response_format",
+            )
 
     def grammar(self) -> str:
         """Return the grammar, in Lark's form, of one call of a forced function: {"name": ...,
@@ -59,28 +84,34 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; raise ApiError where they
     are wrong."""
     listed = tuple(_check(tool, number) for number, tool in enumerate(tools or (), start=1))
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        listed, choice = _allow(listed, choice.get("allowed_tools", choice))
-    names = [tool["function"]["name"] for tool in listed]
+    if isinstance(choice, Mapping):
+        parallel = False if choice.get("disable_parallel_tool_use") else parallel  # Anthropic's place for it
+        if choice.get("type") == "allowed_tools":
+            listed, choice = _allow(listed, choice.get("allowed_tools", choice))
+    choice, names = _plain(choice), [tool["function"]["name"] for tool in listed]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
-    if isinstance(choice, str) or choice is None:
-        if choice not in (None, *ANY_CALL):
-            raise ApiError(
-                400, f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", ...}}', param="tool_choice"
-            )
+    if choice is None or choice in ANY_CALL:
         if choice == "required" and not names:
             raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
         return Tools(
             () if choice == "none" else listed, tuple(names) if choice == "required" else (), parallel is not False
         )
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    kind = "function" if choice in names else choice.get("type", "function") if isinstance(choice, Mapping) else None
+    if kind not in ("function", "tool"):
+        raise ApiError(400, UNKNOWN_CHOICE, param="tool_choice")
+    name = _name(choice)
     if name not in names:
         raise ApiError(
             400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice"
         )
     return Tools(listed, (str(name),), parallel is not False)
+
+
+def _plain(choice: Any) -> Any:
+    """Return a choice without a name as OpenAI's word for it: some clients write {"type": "auto"}, or another word."""
+    word = choice.get("type") if isinstance(choice, Mapping) else choice
+    return WORDS.get(word.lower(), choice) if isinstance(word, str) else choice
 
 
 def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Mapping[str, Any], ...], str]:
@@ -101,9 +132,9 @@ def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Ma
 
 
 def _name(tool: Any) -> Any:
-    """Return the name of a function in one of OpenAI's two forms; None where it has none."""
-    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    return inner.get("name") if isinstance(inner, Mapping) else None
+    """Return the name of a function in one of OpenAI's two forms, or alone; None where it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else tool
+    return inner.get("name") if isinstance(inner, Mapping) else inner
 
 
 def _check(tool: Any, number: int) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from eyas.errors import InputError, near
 from eyas.files import parse_json
 
-__all__ = ["REASONING", "ROLES", "check_messages", "check_unicode", "kind_of", "template_keywords"]
+__all__ = ["REASONING", "ROLES", "check_messages", "check_unicode", "kind_of", "read_arguments", "template_keywords"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message may have; a chat template may refuse some of them."""
@@ -135,17 +135,17 @@ def _call(call: Any, place: int, number: int) -> dict[str, Any]:
             '{"type": "function", "function": {"name": "...", "arguments": "..."}}'
         )
     outer.setdefault("type", "function")
-    return {**outer, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {**outer, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
 
 
-def _arguments(given: Any) -> Any:
+def read_arguments(given: Any) -> Any:
     """Return a call's arguments as the value that their JSON holds, and other text as it is."""
     if given is None or (isinstance(given, str) and not given.strip()):
         return {}
     if not isinstance(given, str):
         return given
     try:
-        return _arguments(parse_json(given))  # again, for clients that encode them twice
+        return read_arguments(parse_json(given))  # again, for clients that encode them twice
     except InputError:
         return given
 

@@ -7,10 +7,10 @@ This module knows one Hugging Face tokenizer.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, first_line
@@ -118,39 +118,25 @@ def write_chat(
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """Return what the template writes. The arguments of calls are objects; templates that refuse them get an empty
-    object for what is none (text that was cut, say: clients repeat their whole history, so a conversation could never
-    go on after one such call), or JSON, which some put between other text."""
-    forms: list[Messages] = [chat]
-    for changed in (_as_object, _as_text):
-        form: Messages = [_with_arguments(message, changed) for message in chat]
-        forms += [] if form in forms else [form]
-    refusals = []
-    for form in forms:
+    """Return what the template writes. Where it refuses the chat, or leaves a text of the system's after the first
+    message out without a word, it gets other forms of it (`forms.py`)."""
+    from eyas.text.forms import SYSTEM, other_forms
+
+    said = [message["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
+    refusals, found = [], []
+    for form in chain([chat], other_forms(chat)):
         try:
-            return write(form)
+            found.append(write(form))
         except Exception as error:  # a template is a program that comes with the model; it may raise anything
             refusals.append(error)
+        else:
+            if all(text in found[-1][0] for text in said):
+                return found[-1]
+    if found:
+        return found[0]
     reason = first_line(refusals[0], 200)
     place = _refused_message(write, chat, reason)
     raise InputError(f"the chat template refuses these messages: {reason}{place}") from refusals[0]
-
-
-def _with_arguments(message: Mapping[str, Any], changed: Callable[[Any], Any]) -> Mapping[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    changed_ones = [{**function, "arguments": changed(function["arguments"])} for function in functions]
-    calls = [{**call, "function": f} for call, f in zip(message["tool_calls"], changed_ones, strict=True)]
-    return {**message, "tool_calls": calls}
-
-
-def _as_object(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, Mapping) else {}
-
-
-def _as_text(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: str) -> str:

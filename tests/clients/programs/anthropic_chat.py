@@ -70,7 +70,32 @@ def tools(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ACTIONS = {"answers": answers, "tools": tools}
+def agent(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
+    """Two turns as Claude Code sends them, and the errors that the client knows by their classes."""
+    line = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
+    usages = []
+    for number in ("36ee5", "0aaa9"):
+        system = [{"type": "text", "text": line.format(number)}, {"type": "text", "text": "You help people. " * 40}]
+        between = [*asked["messages"], {"role": "system", "content": "No agents."}, {"role": "user", "content": "Go"}]
+        fields: Any = {**asked, "system": system, "messages": between, "max_tokens": 32_000, "stop_sequences": [" "]}
+        with client.messages.stream(**fields) as stream:
+            usages.append(stream.get_final_message().usage.model_dump(mode="json"))
+    asked |= {"max_tokens": 5}
+    long = {"messages": [{"role": "user", "content": "word " * 9000}]}
+    errors = {}
+    for name, fields, path in (
+        ("too long", long, client),
+        ("no such path", {}, client.copy(base_url=f"{client.base_url}/v1")),
+        ("a wrong body", {"messages": 5}, client),
+    ):
+        try:
+            path.messages.create(**{**asked, **fields})
+        except anthropic.APIStatusError as error:
+            errors[name] = [type(error).__name__, error.type, error.body["error"]["message"]]  # type: ignore[index]
+    return {"usages": usages, "errors": errors}
+
+
+ACTIONS = {"answers": answers, "tools": tools, "agent": agent}
 
 if __name__ == "__main__":
     main()

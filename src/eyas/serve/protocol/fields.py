@@ -6,7 +6,11 @@ the response lists them in a header (`x-eyas-ignored-fields`).
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
@@ -22,78 +26,63 @@ MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
 
-# Fields of OpenAI, vLLM, SGLang, llama.cpp and Ollama that change an answer, each with the values
-# that change nothing here; any other value is refused.
+# Fields that change an answer and are not served, each with the values that change nothing here, besides those that are
+# empty; any other value is refused. So are the fields of `foreign_fields.json`, which this table completes and corrects:
+# what OpenAI, Ollama and earlier versions have, and values that mean something else here.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, False),  # of a chat: the template writes them
-    "allowed_token_ids": (None,),
-    "audio": (None,),
-    "background": (None, False),
-    "bad_words": (None, []),
-    "beam_search": (None, False),
-    "chat_template": (None,),
-    "custom_logit_processor": (None,),
-    "documents": (None, []),
-    "dry_multiplier": (None, 0),
-    "dynatemp_range": (None, 0),
-    "ebnf": (None,),
-    "echo": (None, False),
-    "extra_args": (None, {}),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "generation_config": (None,),
-    "include_reasoning": (None, True),
-    "include_stop_str_in_output": (None, False),
-    "json_schema": (None,),
-    "kv_transfer_params": (None,),
-    "length_penalty": (None, 1.0),
-    "logits_processors": (None, []),
-    "logprob_token_ids": (None, []),
-    "lora_path": (None,),
-    "media_io_kwargs": (None, {}),
-    "min_new_tokens": (None, 0),
-    "mirostat": (None, 0),
-    "mm_processor_kwargs": (None, {}),
-    "modalities": (None, ["text"]),
-    "n_predict": (None,),
-    "n_probs": (None, 0),
-    "no_repeat_ngram_size": (None, 0),
-    "no_stop_trim": (None, False),
-    "options": (None, {}),
-    "prompt_embeds": (None,),
-    "repeat_penalty": (None, 1.0),
-    "repetition_detection": (None,),
-    "return_hidden_states": (None, False),
-    "return_prompt_text": (None, False),
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
-    "samplers": (None,),
-    "separate_reasoning": (None, True),
-    "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "stop_regex": (None, []),
-    "store": (None, False),
-    "structural_tag": (None,),
-    "suffix": (None, ""),  # of a chat
-    "tfs_z": (None, 1.0),
-    "think": (None,),
-    "thinking_token_budget": (None,),
-    "truncate_prompt_tokens": (None,),
-    "truncation_side": (None,),
-    "typical_p": (None, 1.0),
-    "use_beam_search": (None, False),
-    "verbosity": (None, "medium"),
-    "vllm_xargs": (None, {}),
-    "web_search_options": (None,),
-    "xtc_probability": (None, 0),
+    "add_special_tokens": (False,),  # of a chat: the template writes them
+    "audio": (),
+    "beam_search": (False,),
+    "documents": (),
+    "extra_args": (),
+    "function_call": ("none",),
+    "functions": (),
+    "generation_config": (),
+    "guided_whitespace_pattern": (),
+    "logits_processors": (),
+    "min_new_tokens": (0,),
+    "modalities": (["text"],),
+    "n_predict": (),
+    "no_repeat_ngram_size": (0,),
+    "options": (),
+    "parse_tool_calls": (True,),
+    "reasoning_format": ("auto", "deepseek"),
+    "repeat_last_n": (-1, 64),  # all tokens; llama.cpp's default
+    "return_prompt_text": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "store": (False,),
+    "structural_tag": (),
+    "suffix": ("",),  # of a chat
+    "tfs_z": (1.0,),
+    "think": (),
+    "truncate_prompt_tokens": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
-# Fields that name or sort requests, or say how caches are kept, and change no answer.
+# Fields that name or sort requests, say how caches are kept or what a response tells, or that only tune a field
+# which is refused itself; they change no answer.
 WITHOUT_EFFECT = frozenset(
     {
-        "cache_prompt", "cache_salt", "client_metadata", "keep_alive", "metadata", "priority", "prompt_cache_key",
-        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "stream_interval", "user",
+        "adaptive_decay", "backend_sampling", "betas", "cache_prompt", "cache_salt", "client_metadata", "custom_labels",
+        "data_parallel_rank", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+        "dynatemp_exponent", "extra_key", "guided_decoding_backend", "id_slot", "keep_alive", "metadata", "mirostat_eta",
+        "mirostat_tau", "n_cache_reuse", "n_discard", "n_keep", "priority", "prompt_cache_key", "prompt_cache_retention",
+        "request_id", "response_fields", "return_progress", "rid", "routed_dp_rank", "safety_identifier", "service_tier",
+        "session_id", "sse_ping_interval", "stream_interval", "user", "verbose", "xtc_threshold",
     }
 )  # fmt: skip
+
+
+@cache
+def foreign_fields(*paths: str) -> dict[str, list[Any]]:
+    """Return the fields that vLLM, SGLang and llama.cpp take on these paths, or on any, with their defaults, which
+    change nothing (`runs/foreign_fields.py`)."""
+    listed = json.loads(Path(__file__).with_name("foreign_fields.json").read_text(encoding="utf-8"))["fields"]
+    found: dict[str, list[Any]] = {}
+    for path in paths or listed:
+        for name, defaults in listed[path].items():
+            found[name] = [*found.get(name, ()), *defaults]
+    return found
 
 
 class Body(BaseModel):
@@ -104,13 +93,20 @@ class Body(BaseModel):
     def check(self) -> None:
         """Raise the ApiError for a field that is known and not served."""
         for name, value in (self.model_extra or {}).items():
-            if name in REFUSED and value not in REFUSED[name]:
+            neutral = None if name in WITHOUT_EFFECT else self.neutral(name)
+            if neutral is not None and value not in (None, [], {}, *neutral):
                 raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
+
+    def neutral(self, name: str) -> Sequence[Any] | None:
+        """Return the values with which a field that is not served changes nothing; None for a field that nobody has."""
+        return REFUSED.get(name, foreign_fields("/tokenize").get(name))
 
     @property
     def ignored(self) -> list[str]:
         """The names of fields that change nothing because the server does not know them."""
-        return sorted(name for name in self.model_extra or {} if name not in REFUSED and name not in WITHOUT_EFFECT)
+        return sorted(
+            name for name in self.model_extra or {} if name not in WITHOUT_EFFECT and self.neutral(name) is None
+        )
 
     @property
     def response_headers(self) -> dict[str, str]:
@@ -161,6 +157,10 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     speculation: bool | int | str | None = None  # False | "auto" | draft tokens at most | a method
     cycles: bool | None = None  # with stream: describe every cycle, for the page
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
+
+    def neutral(self, name: str) -> Sequence[Any] | None:
+        """See `Body.neutral`."""
+        return REFUSED.get(name, foreign_fields().get(name))
 
     def check(self) -> None:
         """See `Body.check`."""

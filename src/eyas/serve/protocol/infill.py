@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from eyas.serve.protocol.fields import REFUSED, WITHOUT_EFFECT, GenerationBody
+from eyas.serve.protocol.fields import WITHOUT_EFFECT, GenerationBody
 
 __all__ = ["InfillBody"]
 
@@ -34,5 +34,5 @@ class InfillBody(GenerationBody):
     @property
     def ignored(self) -> list[str]:
         """See `Body.ignored`."""
-        served = {name for name, value in (self.model_extra or {}).items() if value in REFUSED.get(name, ())}
-        return sorted(name for name in self.model_extra or {} if name not in WITHOUT_EFFECT and name not in served)
+        given = {name: value for name, value in (self.model_extra or {}).items() if name not in WITHOUT_EFFECT}
+        return sorted(name for name, value in given.items() if value not in (None, *(self.neutral(name) or ())))

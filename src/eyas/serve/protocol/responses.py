@@ -91,7 +91,7 @@ class ResponsesBody(GenerationBody):
             "max_tokens": asked,
             "response_format": self.response_form(),
             "tools": None if self.tools is None else [_nest(tool, n) for n, tool in enumerate(self.tools, start=1)],
-            "tool_choice": _nested_choice(self.tool_choice),
+            "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -189,9 +189,3 @@ def _nest(tool: dict[str, Any], number: int) -> dict[str, Any]:
     return (
         tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
     )
-
-
-def _nested_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice

@@ -1,0 +1,117 @@
+"""Other forms of a chat, for templates that refuse the one it has, or leave words of it out.
+
+A template is a program that was written for the chats its model was trained on. Clients repeat their whole history,
+so a conversation could never go on after one message that the template does not take. The forms say the same:
+
+    systems      texts of the system after the first turn move into the user's turns, where the template wants the
+                 system at the beginning; all of them do where it knows no system
+    ids          of calls become nine letters and digits (Mistral's templates take no others)
+    arguments    of calls that are not objects become an empty one; or arguments become JSON, which some templates put
+                 between other text
+
+This module knows no template: `_prompts.py` tries the forms.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from itertools import count, product
+from typing import Any
+
+__all__ = ["other_forms"]
+
+Chat = list[Mapping[str, Any]]
+SYSTEM = ("system", "developer")
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+def other_forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
+    """Yield each other form of a checked chat once, those that change least first."""
+    seen = [list(chat)]
+    for systems, ids, arguments in product((_same, _system_first, _no_system), (_same, _short_ids), ARGUMENTS):
+        form = arguments(ids(systems(list(chat))))
+        if form not in seen:
+            seen.append(form)
+            yield form
+
+
+def _same(chat: Chat) -> Chat:
+    return chat
+
+
+# --- the system's texts ---------------------------------------------------------------------------------
+
+
+def _system_first(chat: Chat) -> Chat:
+    """Return the chat with one message of the system's, at the beginning. Each later text ends the turn of the user's
+    or of a tool's before it, or begins the user's after it, so that turns still alternate."""
+    head = next((i for i, message in enumerate(chat) if message["role"] not in SYSTEM), len(chat))
+    made: Chat = [_joined(chat[:head])] if head else []
+    open_turn = False  # whether the last turn holds a text of the system's and may go on
+    for message in chat[head:]:
+        late = message["role"] in SYSTEM
+        if made[-1]["role"] in ("user", "tool") if late else open_turn and message["role"] == "user":
+            made[-1] = _joined([made[-1], message])
+        else:
+            made.append({**message, "role": "user"} if late else message)
+        open_turn = made[-1]["role"] == "user" and (late or open_turn)
+    return made
+
+
+def _no_system(chat: Chat) -> Chat:
+    """Return the chat with the system's texts in the user's turns."""
+    made = _system_first(chat)
+    if not made or made[0]["role"] not in SYSTEM:
+        return made
+    first = {**made[0], "role": "user"}
+    return [_joined([first, made[1]]), *made[2:]] if made[1:2] and made[1]["role"] == "user" else [first, *made[1:]]
+
+
+def _joined(messages: Chat) -> Mapping[str, Any]:
+    """Return messages as one, of the first one's role. Their contents are texts, or parts for a model that reads images."""
+    said = [message["content"] for message in messages if message["content"]]
+    parts = [part for content in said if isinstance(content, list) for part in content]
+    return {**messages[0], "content": parts or "\n\n".join(said)}
+
+
+# --- calls ----------------------------------------------------------------------------------------------
+
+
+def _short_ids(chat: Chat) -> Chat:
+    """Return the chat with ids of nine letters and digits, equal ones where they were equal. Calls and results without
+    an id belong together in their order."""
+    calls, results = count(), count()
+
+    def short(given: Any, number: int) -> str:
+        text = str(number if given is None else given)
+        return text if SHORT_ID.fullmatch(text) else sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+    made: Chat = []
+    for message in chat:
+        if message["role"] == "tool":
+            made.append({**message, "tool_call_id": short(message.get("tool_call_id"), next(results))})
+        elif "tool_calls" in message:
+            listed = [{**call, "id": short(call.get("id"), next(calls))} for call in message["tool_calls"]]
+            made.append({**message, "tool_calls": listed})
+        else:
+            made.append(message)
+    return made
+
+
+def _with_arguments(changed: Callable[[Any], Any]) -> Callable[[Chat], Chat]:
+    def change(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**call, "function": {**call["function"], "arguments": changed(call["function"]["arguments"])}}
+
+    return lambda chat: [
+        {**m, "tool_calls": [change(call) for call in m["tool_calls"]]} if "tool_calls" in m else m for m in chat
+    ]
+
+
+ARGUMENTS = (
+    _same,
+    _with_arguments(lambda given: given if isinstance(given, Mapping) else {}),
+    _with_arguments(lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)),
+)

@@ -3,10 +3,12 @@
 # step goes on where it was; what is there is not made again.
 #     DATA=../shared/data runs/smollm2.sh answers a    # 3,500 greedy answers into runs/answers (hours)
 #     DATA=../shared/data runs/smollm2.sh answers b    # 3,500 more, sampled at temperature 1
+#     DATA=../shared/data runs/smollm2.sh answers 0    # 4,000 greedy answers to general prompts; 1: at temperature 1; 2, 3, ...: in turn
 #     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
-#     DATA=../shared/data runs/smollm2.sh further eagle3 # the head in eyas-tiny goes on with PARTS=bd, features made on the way
+#     DATA=../shared/data runs/smollm2.sh deep         # an EAGLE-3 head of four layers that begins as the target's last three
+#     DATA=../shared/data runs/smollm2.sh further eagle3 # the head in eyas-tiny goes on with PARTS='b d', features made on the way
 #     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
 #     DATA=../shared/data runs/smollm2.sh edge         # heads trained in other ways on TOKENS tokens each, compared (an hour)
 #     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts in all)
@@ -17,8 +19,9 @@ OUT=${OUT:-out/smollm2}
 PYTHON=${PYTHON:-.venv/bin/python}
 THREADS=${THREADS:-$(nproc)}
 export OMP_NUM_THREADS=$THREADS
-export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=268435456 # fewer page faults
 CHATS=$DATA/train/chat.jsonl.gz
+PROMPTS=$DATA/train/prompts.jsonl.gz
+GENERAL=4000 # prompts of a part of general ones
 mkdir -p "$OUT" runs/answers
 
 answers() { # PART
@@ -28,26 +31,34 @@ answers() { # PART
   b) skip=3500 limit=3500 sampling=(--temperature 1 --seed 2) ;;
   c) skip=7000 limit=3500 ;;
   d) skip=10500 limit=3500 sampling=(--temperature 1 --seed 4) ;;
-  *) echo "the parts are a, b, c and d" >&2 && return 2 ;;
+  *[13579]) skip=$(($1 * GENERAL)) limit=$GENERAL sampling=(--temperature 1 --seed $((10 + $1))) ;;
+  *[02468]) skip=$(($1 * GENERAL)) limit=$GENERAL ;;
+  *) echo "the parts are a, b, c, d and numbers" >&2 && return 2 ;;
   esac
   [ -f "$OUT/questions_$1.jsonl" ] ||
-    "$PYTHON" runs/smollm2.py questions --chats "$CHATS" --skip $skip --limit $limit \
-      --answers "runs/answers/smollm2_$1.npz" --output "$OUT/questions_$1.jsonl"
+    "$PYTHON" runs/smollm2.py questions --chats "$(asked "$1")" --skip $skip --limit $limit \
+      --answers "$(packed "$1")" --output "$OUT/questions_$1.jsonl"
   "$PYTHON" -m eyas regenerate --target smollm2-q4_1 --method vanilla --data "$OUT/questions_$1.jsonl" --output "$OUT/own_$1.jsonl" \
     --rows 64 --max-new-tokens 384 "${sampling[@]}" ${ROUNDED:-}
   pack "$1"
 }
 
+asked() { # the file that has a part's questions
+  case $1 in [a-d]) echo "$CHATS" ;; *) echo "$PROMPTS" ;; esac
+}
+
+packed() { # the file that keeps a part's answers
+  case $1 in [a-d]) echo "runs/answers/smollm2_$1.npz" ;; *) echo "runs/answers/general_$1.npz" ;; esac
+}
+
 pack() { # PART
-  "$PYTHON" runs/smollm2.py pack --chats "$CHATS" --answers "$OUT/own_$1.jsonl" --output "runs/answers/smollm2_$1.npz"
+  "$PYTHON" runs/smollm2.py pack --chats "$(asked "$1")" --answers "$OUT/own_$1.jsonl" --output "$(packed "$1")"
 }
 
 data() { # the options that name all chats to learn from
-  for packed in runs/answers/smollm2_[${PARTS:-abcd}].npz; do
-    local part
-    part=$(basename "$packed" .npz)
-    "$PYTHON" runs/smollm2.py chats --chats "$CHATS" --answers "$packed" --output "$OUT/$part.jsonl" >&2
-    echo --data "$OUT/$part.jsonl"
+  for part in ${PARTS:-a b c d 0}; do
+    "$PYTHON" runs/smollm2.py chats --chats "$(asked "$part")" --answers "$(packed "$part")" --output "$OUT/chats_$part.jsonl" >&2
+    echo --data "$OUT/chats_$part.jsonl"
   done
 }
 
@@ -67,6 +78,12 @@ train)
   "$PYTHON" -m eyas train --target smollm2-q4_1 --method "$2" --features "$OUT/features" --output "$OUT/$2" "${options[@]}" \
     --lr "${LR:-2e-3}" --tokens "${TOKENS:-3000000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
     --save-every 25 --eval-every "${EVALUATE:-100}"
+  ;;
+deep)
+  # shellcheck disable=SC2046
+  "$PYTHON" -m eyas train --target smollm2-q4_1 --method eagle3 $(data) --max-length 512 --heldout 0.01 --output "$OUT/deep" \
+    --head.draft-vocab 16384 --head.depth 4 --head.kv-heads 9 --head.norm-output --head.fc-norm --ttt.steps 2 \
+    --lr "${LR:-6e-4}" --tokens "${TOKENS:-600000}" --batch-tokens 2048 --seed 1 --heldout-tokens 12000 --save-every 10 --eval-every 0
   ;;
 further)
   # shellcheck disable=SC2046
@@ -110,7 +127,7 @@ ship)
   "$PYTHON" runs/smollm2.py ship --answers "$OUT/${2:?method}" --output "tiny/eyas_tiny/weights/smollm2_$2"
   ;;
 *)
-  sed -n '2,14s/^# \?//p' "$0" >&2
+  sed -n '2,17s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

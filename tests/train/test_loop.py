@@ -661,6 +661,8 @@ def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
         ({"parallel": "fsdp2"}, "parallel is unknown; did you mean fsdp"),
         ({"log": "tensorboard,wand"}, "log knows tensorboard and wandb; got 'tensorboard,wand'"),
         ({"steps": 5, "epochs": 1.0}, "steps and epochs each say how long"),
+        ({"steps": 5, "minutes": 1.0}, "steps and minutes each say how long"),
+        ({"minutes": 0.0}, "minutes must be above 0"),
         ({"batch_tokens": 100}, "batch_tokens is 100, less than one example of max_length 2048"),
         ({"clip": -1.0}, "clip must be 0 or more"),
         ({"accumulation": 0}, "accumulation must be a whole number, 1 or more"),
@@ -684,6 +686,30 @@ def test_the_length_of_a_run() -> None:
     assert TrainConfig(**base, tokens=first + 1).total_steps(batches) == 2
     with pytest.raises(OptionError, match="warmup_steps is 7, the whole training has 7 steps"):
         TrainConfig(**base, steps=7, warmup_steps=7).total_steps(batches)
+
+
+def test_minutes_end_a_run_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the schedule of a run whose number of steps nobody knows: each step takes a second of a clock of the test's
+    own, so a third of a minute is about 20 steps, and the learning rate has fallen to its least share in the last ones."""
+    seconds = 0.0
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            nonlocal seconds
+            seconds += 1e-6  # no two readings are equal
+            return seconds
+
+    def tick(now: Progress) -> None:
+        nonlocal seconds
+        seconds += 1.0
+
+    monkeypatch.setattr(state_files, "time", Clock)
+    outcome = run(tmp_path, more=tick, steps=None, minutes=1 / 3, lr=1.0, warmup_steps=0, eval_every=0, log_every=1)
+    assert (outcome.step, outcome.steps, outcome.interrupted) == (20, 20, False)
+    rates = [line["lr"] for line in log(tmp_path) if "lr" in line]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(0.05, abs=0.06)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ class TrainConfig:
     """The options of a training run. Raise OptionError for impossible values.
 
     A step is one update of the weights; it reads `accumulation` batches, however many processes
-    share them. The length of a run is given by one of `steps`, `epochs` and `tokens`, one epoch if
-    by none. Sources: AdamW's betas and the clipping are EAGLE-1's (section 5); its learning rate of
+    share them. The length of a run is given by one of `steps`, `epochs`, `tokens` and `minutes`, one
+    epoch if by none. Sources: AdamW's betas and the clipping are EAGLE-1's (section 5); its learning rate of
     3e-5 was for 800,000 steps, shorter runs want a higher one.
     """
 
@@ -74,6 +74,8 @@ class TrainConfig:
     """Passes over the training examples."""
     tokens: int | None = None
     """Tokens read, padding not counted."""
+    minutes: float | None = None
+    """Minutes of training by the clock; the learning rate falls with them."""
     batch_tokens: int = 8192
     """Tokens of a batch, padding included."""
     accumulation: int = 1
@@ -118,7 +120,9 @@ class TrainConfig:
         _require(self.heldout < 1, "heldout", "must leave something to train on: below 1", self)
         are_betas = len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         _require(are_betas, "betas", "are two numbers from 0 up to, not including, 1", self)
-        _require(self.epochs is None or (is_number(self.epochs) and self.epochs > 0), "epochs", "must be above 0", self)
+        for name in ("epochs", "minutes"):
+            value = getattr(self, name)
+            _require(value is None or (is_number(value) and value > 0), name, "must be above 0", self)
         for name, minimum in MINIMA.items():
             value = getattr(self, name)
             is_unset = value is None and name in ("steps", "tokens", "warmup_steps")
@@ -138,7 +142,7 @@ class TrainConfig:
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        lengths = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
+        lengths = [name for name in ("steps", "epochs", "tokens", "minutes") if getattr(self, name) is not None]
         if len(lengths) > 1:
             raise OptionError(f"{' and '.join(lengths)} each say how long the training is; give one of them")
         if self.batch_tokens < self.max_length:
@@ -159,6 +163,8 @@ class TrainConfig:
             raise OptionError(
                 f"{count} processes do not divide the {self.accumulation} batches of a step: accumulation must be a multiple of {count}"
             )
+        if self.minutes is not None and count > 1:
+            raise OptionError("minutes are counted by one process's clock: with several processes give tokens or steps")
         if self.share_target and count == 1:
             raise OptionError(
                 "share_target divides the target among several processes; with one, give --device-map auto"
@@ -170,7 +176,8 @@ class TrainConfig:
             )
 
     def total_steps(self, batches: Batches) -> int:
-        """Return the steps of a run with this data. Raise OptionError when the warm-up would not end."""
+        """Return the steps of a run with this data; with `minutes` those of an epoch, as `TrainState.steps` counts by
+        the clock. Raise OptionError when the warm-up would not end."""
         steps = (
             self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         )

@@ -139,7 +139,7 @@ class Trainer:
             output.restore(self.state, self.optimizer)
         self.reporter = Reporter(setup, self.state, output.folder, on_progress)
         if saved is not None:
-            self.reporter.note(f"resumed at step {self.state.step} of {setup.total_steps}")
+            self.reporter.note(f"resumed at step {self.state.step} of {self.state.steps(setup)}")
         if setup.config.precision == "bf16" and not setup.use_bf16:
             self.reporter.note(
                 f"torch multiplies no faster in bfloat16 than in float32 on this {setup.device.type}: training in float32"
@@ -148,7 +148,10 @@ class Trainer:
     @property
     def is_finished(self) -> bool:
         patience = self.setup.config.patience
-        return self.state.step >= self.setup.total_steps or 0 < patience <= self.state.evaluations_without_improvement
+        return (
+            self.state.step >= self.state.steps(self.setup)
+            or 0 < patience <= self.state.evaluations_without_improvement
+        )
 
     def run(self, more_figures: MoreFigures | None, stop: Callable[[], bool]) -> TrainResult:
         """Train until the end or an interrupt."""
@@ -217,7 +220,7 @@ class Trainer:
         self.reporter.close()
         setup.group.close()
         figures = dict(state.best.figures) if state.best else {}
-        return TrainResult(state.step, setup.total_steps, best_step, figures, state.tokens, state.seconds, interrupted)
+        return TrainResult(state.step, state.steps(setup), best_step, figures, state.tokens, state.seconds, interrupted)
 
     def _note_interrupt(self) -> None:
         second = "; Ctrl-C again stops at once" if self.setup.group.size == 1 else ""

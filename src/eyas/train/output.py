@@ -148,7 +148,7 @@ class TrainOutput:
             "device": target.device.type,
             "processes": setup.group.size,
             "precision": "bf16" if setup.use_bf16 else "float32",
-            "steps": setup.total_steps,
+            "steps": state.steps(setup),
             "step": state.step,
             "best_step": head_step,
             "tokens": state.tokens,

@@ -48,8 +48,8 @@ class Reporter:
         for name, value in {**figures, "count": 1.0}.items():
             state.log_sums[name] = state.log_sums.get(name, 0.0) + value
         means = {name: total / state.log_sums["count"] for name, total in state.log_sums.items() if name != "count"}
-        if state.step % config.log_every == 0 or state.step == self.setup.total_steps:
-            lr = config.lr_at(state.step - 1, self.setup.total_steps)
+        if state.step % config.log_every == 0 or state.step == state.steps(self.setup):
+            lr = config.lr_at(state.step - 1, state.steps(self.setup))
             self.write(
                 {"step": state.step, **means, "lr": lr, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
             )
@@ -73,6 +73,6 @@ class Reporter:
 
     def _report_progress(self, note: str, figures: Mapping[str, float]) -> None:
         if self.on_progress is not None:
-            state, steps = self.state, self.setup.total_steps
+            state, steps = self.state, self.state.steps(self.setup)
             lr = self.setup.config.lr_at(max(0, state.step - 1), steps)
             self.on_progress(Progress(state.step, steps, lr, state.tokens_per_second, figures, state.heldout, note))

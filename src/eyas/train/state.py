@@ -29,6 +29,7 @@ from torch import Tensor
 from eyas.errors import InputError
 from eyas.files import parse_json, sha256_of_file, sync_folder, write_errors, write_text
 from eyas.train.dist import SingleProcess
+from eyas.train.setup import TrainSetup
 
 __all__ = [
     "BestHead",
@@ -89,6 +90,13 @@ class TrainState:
     def seconds(self) -> float:
         """Training time of all sessions."""
         return self.seconds_before + time.perf_counter() - self.session_start
+
+    def steps(self, setup: TrainSetup) -> int:
+        """Return the steps of the whole run; with `minutes`, as many as the clock leaves at the pace so far."""
+        if setup.config.minutes is None:
+            return setup.total_steps
+        share = self.seconds / (60 * setup.config.minutes)
+        return max(1, self.step) if share >= 1 else max(self.step + 1, round(max(1, self.step) / max(share, 1e-6)))
 
     @property
     def tokens_per_second(self) -> float:

@@ -57,7 +57,7 @@ def train_step(
     figures["grad_norm"] = optimizer.scale_and_clip(totals["count"])
     check_finite(figures["grad_norm"], state.step + 1)
     with state.updating():
-        optimizer.step(config.lr_at(state.step, setup.total_steps))
+        optimizer.step(config.lr_at(state.step, state.steps(setup)))
         state.step += 1
         state.position = next_position
         state.tokens += sum(batches.tokens(batch) for batch in step_batches)

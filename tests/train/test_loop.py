@@ -709,7 +709,7 @@ def test_minutes_end_a_run_by_the_clock(tmp_path: Path, monkeypatch: pytest.Monk
     assert (outcome.step, outcome.steps, outcome.interrupted) == (20, 20, False)
     rates = [line["lr"] for line in log(tmp_path) if "lr" in line]
     assert rates == sorted(rates, reverse=True)
-    assert rates[-1] == pytest.approx(0.05, abs=0.06)
+    assert rates[-1] < 0.2 < 0.9 < rates[0]
 
 
 @pytest.mark.parametrize(

@@ -72,20 +72,6 @@ class Net(nn.Module):
         both = module.enorm(embeddings), module.hnorm(features)
         return torch.cat(both[::-1] if getattr(module.config, "mtp_hidden_states_first", False) else both, dim=-1)
 
-    @torch.no_grad()
-    def copy_last_layer(self, target: Target) -> bool:
-        """Make the module's layer and last norm copies of the target's; return whether they have the same weights."""
-        module: Any = self.module
-        block, theirs = module.mtp_block, target.family.layers[-1]
-        shapes = [{name: x.shape for name, x in layer.state_dict().items()} for layer in (block, theirs)]
-        last_norm: Any = module.post_norm if self.shared_norm is None else self.shared_norm
-        if shapes[0] != shapes[1] or last_norm is None:
-            return False
-        block.load_state_dict(theirs.state_dict())
-        scale_D = final_scale(target)
-        last_norm.weight += scale_D - norm_scale(last_norm, torch.ones_like(scale_D))
-        return True
-
     def fuse(self, features: Tensor) -> Tensor:
         """Return the target's features after the final norm [..., D], unchanged."""
         return features

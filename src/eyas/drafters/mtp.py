@@ -37,7 +37,7 @@ from eyas.drafters._grow import DynamicTree
 from eyas.drafters._method import Batch, Loss
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
-from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
+from eyas.drafters._nets import check_head, load_tensors, norm_scale, saved_head, target_layer_shape, target_sizes
 from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.drafters._start import before_others, least_squares, told
 from eyas.errors import CheckpointError, ModelError
@@ -173,19 +173,23 @@ class Method(DynamicEagle):
 
     @property
     def start_layers(self) -> tuple[int, ...]:
-        return (self.target.num_layers - 1, self.target.num_layers) if self.is_new else ()
+        return self.feature_layers if self.is_new else ()
 
     @torch.no_grad()
     def fit_start(self, batch: Batch) -> str:
-        """See `_start.py`: eh_proj gives the input of the target's last layer, of which the module has a copy."""
-        state_ND, final_ND = batch.features_NF.float().chunk(2, dim=1)
+        """See `_start.py`: eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the
+        target's last layer behind a fit of its input predicted less (docs/log.md)."""
         now_M = before_others(batch.documents, batch.tokens_N.device)
-        inputs_MX = self.net.joined(final_ND[now_M], self.embed(batch.tokens_N[now_M + 1]).float())
-        goal_MD = state_ND[now_M + 1] if self.net.copy_last_layer(self.target) else final_ND[now_M + 1]
+        goal_MD = batch.features_NF[now_M + 1].float()
+        inputs_MX = self.net.joined(batch.features_NF[now_M].float(), self.embed(batch.tokens_N[now_M + 1]).float())
         map_DX = least_squares(inputs_MX, goal_MD)
+        predicted_MD = inputs_MX @ map_DX.T
         module: Any = self.net.module
         module.eh_proj.weight.copy_(map_DX)
-        return told(inputs_MX @ map_DX.T, goal_MD)
+        last_norm: Any = module.post_norm if self.net.shared_norm is None else self.net.shared_norm
+        if last_norm is not None:  # predictions have less variance than their goal: so the head is less sure
+            last_norm.weight += predicted_MD.square().mean().sqrt() - norm_scale(last_norm, torch.ones_like(goal_MD[0]))
+        return told(predicted_MD, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Return the objective, by default the cross-entropy with the target's distribution, summed over

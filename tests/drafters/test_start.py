@@ -50,7 +50,6 @@ def test_slots_attend_to_themselves() -> None:
     would get."""
     documents = Documents((100,))
     attention, x_ND = Attention(LayerShape(64, 96, 2, 2, 32), 64), torch.randn(100, 64, generator=generator(4))
-    torch.manual_seed(0)
     attend_to_itself(attention, torch.randn(64, 64, generator=generator(5)), x_ND)
     position_N = documents.position_N()
     keys = attention.rotated_key_value(x_ND, position_N)
@@ -107,6 +106,15 @@ def test_the_first_loss_is_lower(name: str, options: dict[str, object]) -> None:
     told = drafter.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
     assert "explain" in told
     assert loss_of(drafter, 1) < before
+    again = kind.init_for_training(target, build_options(kind.Options, options), 1)
+    assert isinstance(again, FitsStart)
+    again.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
+    assert drafter.net is not None
+    assert again.net is not None
+    same = again.net.state_dict()
+    assert all(torch.equal(value, same[name]) for name, value in drafter.net.state_dict().items()), (
+        "another process differs"
+    )
 
 
 def batch_of(drafter: DraftMethod, layers: tuple[int, ...], seed: int, times: int = 1) -> Batch:

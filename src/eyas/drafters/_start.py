@@ -106,7 +106,9 @@ def attend_to_itself(attention: Attention, map_YX: Tensor, inputs_MX: Tensor) ->
     full_YKh[:, :rank] = output_Yr
     by_head = full_YKh.view(-1, K, 1, h).expand(-1, K, groups, h)  # the query heads of a group read the same values
     attention.o.weight.copy_(by_head.reshape(len(full_YKh), -1))
-    keys = torch.randn_like(attention.k.weight) * SHARPNESS * map_YX.shape[1] ** -0.5
+    # of a generator of its own: several processes must make the same ones
+    keys = torch.randn(attention.k.weight.shape, generator=torch.Generator().manual_seed(0))
+    keys = keys.to(attention.k.weight) * SHARPNESS * map_YX.shape[1] ** -0.5
     attention.k.weight.copy_(keys)
     attention.q.weight.copy_(keys.view(K, 1, h, -1).expand(K, groups, h, -1).reshape_as(attention.q.weight))
     for bias in (attention.q.bias, attention.k.bias, attention.v.bias):

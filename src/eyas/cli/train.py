@@ -21,6 +21,7 @@ from eyas.cli._data import check_source, training_data, training_options
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note
 from eyas.cli._load import check_exact, load_target, need_packages, quiet
 from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
+from eyas.cli._show import progress_bar
 from eyas.cli._spread import Here, cores_for, wants_gpu
 from eyas.errors import EyasError, OptionError
 from eyas.locks import check_output_folder
@@ -225,7 +226,10 @@ def train_head(
     drafter = _drafter(kind, llm, head.init, options, data, config)
     folder = Path(head.output).expanduser()
     if head.init is None and (head.restart or not saved_states(folder)):
-        fit = fit_start(drafter, data.train, config.batch_tokens, config.seed)
+        with progress_bar("fitting the first weights", unit="tokens", hidden=_rank() > 0) as bar:
+            fit = fit_start(
+                drafter, data.train, config.batch_tokens, config.seed, lambda done, n: bar.show(done, total=n)
+            )
         if fit:
             note(fit)
     if isinstance(data.train, StoredExamples):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,10 +15,19 @@ from eyas.train.features import encode
 __all__ = ["fit_start"]
 
 
-def fit_start(drafter: DraftMethod, examples: Sequence[Example], batch_tokens: int, seed: int) -> str:
+def fit_start(
+    drafter: DraftMethod,
+    examples: Sequence[Example],
+    batch_tokens: int,
+    seed: int,
+    on_tokens: Callable[[int, int], None] = lambda done, total: None,
+) -> str:
     """Fit a new head's first weights; return the result in words, "" for a method that has no such fit.
 
-    It reads the first examples of the first epoch, so that a resumed run or another process finds the same ones.
+    It reads the first examples of the first epoch, so that another process finds the same ones.
+
+    Args:
+        on_tokens: called with the tokens that are read, and their number in all.
     """
     if not isinstance(drafter, FitsStart) or not (layers := drafter.start_layers):
         return ""
@@ -30,7 +39,12 @@ def fit_start(drafter: DraftMethod, examples: Sequence[Example], batch_tokens: i
         if tokens >= wanted:
             break
     parts = list(map(batches.load, chosen))
-    features_NF = torch.cat([encode(drafter.target, ids_N, documents, layers) for ids_N, _, documents in parts])
+    features, done = [], 0
+    for ids_N, _, documents in parts:
+        features.append(encode(drafter.target, ids_N, documents, layers))
+        done += len(ids_N)
+        on_tokens(done, tokens)
+    features_NF = torch.cat(features)
     ids_N = torch.cat([ids_N for ids_N, _, _ in parts]).to(features_NF.device)
     counted_N = torch.cat([counted_N for _, counted_N, _ in parts]).to(features_NF.device)
     documents = Documents(tuple(length for _, _, documents in parts for length in documents.lengths))

@@ -61,17 +61,8 @@ class MediaIds:
 
 
 Prompt = str | Messages | Sequence[int] | MediaIds
-TEXT_ONLY = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "special_tokens_mask",
-        "offset_mapping",
-        "length",
-    }
-)
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TEXT_ONLY = frozenset({"input_ids", "attention_mask", *TOKEN_TYPES, "special_tokens_mask", "offset_mapping", "length"})
 """Entries of a tokenizer's or processor's output that every text has. Others are inputs of a model
 that reads more than text."""
 
@@ -229,6 +220,9 @@ def has_media(prompt: Any) -> bool:
 def _as_lists(prompt: Any) -> Any:
     """Return tensors, arrays and tokenizer output as (nested) lists of numbers; anything else as it is."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        for name in TOKEN_TYPES:
+            if prompt.get(name) is not None and bool(torch.as_tensor(prompt[name]).any()):
+                raise InputError(f"{name} is not read in a prompt without images: leave it out")
         ids, mask = _as_lists(prompt["input_ids"]), _as_lists(prompt.get("attention_mask"))
         if not mask or not isinstance(ids, Sequence):
             return ids
@@ -260,9 +254,7 @@ def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
         )
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise InputError(f"the attention mask of a prompt with {names[0]} hides tokens: make it without padding")
-    token_types = {
-        name: prompt[name] for name in ("token_type_ids", "mm_token_type_ids") if prompt.get(name) is not None
-    }
+    token_types = {name: prompt[name] for name in TOKEN_TYPES if prompt.get(name) is not None}
     return [MediaIds(tuple(ids[0].tolist()), token_types | {name: prompt[name] for name in names})], single
 
 

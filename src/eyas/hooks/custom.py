@@ -102,9 +102,8 @@ class CustomGenerate:
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
         criteria = self._criteria(stopping_criteria)
-        batch = Batch.from_call(
-            input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media_of(model_kwargs)
-        )
+        media = media_of(model, model_kwargs)
+        batch = Batch.from_call(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media)
         with lock_of(model):
             llm = llm_for(model, self.settings)
             distribution = Distribution.from_call(batch, generation_config, logits_processor, criteria)

@@ -47,7 +47,7 @@ FEATURE_KEYWORDS = ("logits_processor", "prediction", "logprobs", "prompt_logpro
 
 class LLM:
     """A target, a drafter and a tokenizer; and a policy, which learns from everything that this LLM
-    decodes.
+    decodes. Threads may share it: they use the model by turns, a cycle at a time.
     """
 
     def __init__(
@@ -100,11 +100,12 @@ class LLM:
         Raises:
             OptionError: there is no such adapter.
         """
-        if adapter not in self._views:
-            target = self.target.with_adapter(adapter)
-            drafter = self.drafter.for_target(target)
-            self._views[adapter] = target, drafter, None if self.policy is None else new_policy(drafter)
-        return self._views[adapter]
+        with self.target.turn:
+            if adapter not in self._views:
+                target = self.target.with_adapter(adapter)
+                drafter = self.drafter.for_target(target)
+                self._views[adapter] = target, drafter, None if self.policy is None else new_policy(drafter)
+            return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
         """Return the adapter that a request asks for, as `Request.adapter`."""
@@ -151,13 +152,7 @@ class LLM:
     ) -> Result | list[Result]: ...
     @with_generate_keywords
     def generate(
-        self,
-        prompt: Any,
-        *,
-        system: str | None = None,
-        batch_size: int | None = None,
-        n: int = 1,
-        **keywords: Any,
+        self, prompt: Any, *, system: str | None = None, batch_size: int | None = None, n: int = 1, **keywords: Any
     ) -> Any:
         """Answer one prompt, or each of a list of prompts, once or several times.
 
@@ -371,8 +366,8 @@ class LLM:
         structure = plug.structure_of(asked)
         if structure is None:
             return None
-        if self._structures is None:
-            self._structures = plug.Grammars(self.tokenizer, self.target.vocab_size)
+        with self.target.turn:
+            self._structures = self._structures or plug.Grammars(self.tokenizer, self.target.vocab_size)
         return self._structures.constraint(structure, eos)
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
@@ -412,9 +407,10 @@ class LLM:
         """
         target, drafter, policy = self.view(self.target.adapter if adapter is None else adapter)
         decoder_key = target, drafter, policy, rows, reuse
-        idle, self._idle = self._idle, None
-        if idle is None or idle[0] != decoder_key:
-            idle = decoder_key, Decoder(target, with_policy(drafter, policy), rows, reuse)
+        with self.target.turn:
+            idle, self._idle = self._idle, None
+            if idle is None or idle[0] != decoder_key:
+                idle = decoder_key, Decoder(target, with_policy(drafter, policy), rows, reuse)
         decoder = idle[1]
 
         def give_back() -> None:
@@ -455,15 +451,16 @@ class Chat:
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
         """Send a user's message as `send` does, and return the answer piece by piece. When the stream is closed early,
         the text so far is appended to the conversation."""
-        if not all(decoder.finished for decoder in self._decoders.values()):
-            raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not isinstance(text, str) or not text.strip():
             raise InputError(
                 "the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}"
             )
         params = generate_keywords(keywords, self.keywords)
-        answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
-        return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
+        with self.llm.target.turn:
+            if not all(decoder.finished for decoder in self._decoders.values()):
+                raise InputError("the last answer is still being streamed: read it to its end, or close it")
+            answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
+            return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
 
     def _decoder(self, adapter: str) -> Decoder:
         if adapter not in self._decoders:
@@ -475,10 +472,7 @@ class Chat:
         """Append question and answer to the conversation."""
         if answer.totals.token_ids:
             reply = answer.result().text
-            self.messages += [
-                {"role": "user", "content": text},
-                {"role": "assistant", "content": reply},
-            ]
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:

@@ -1,5 +1,5 @@
-"""For each model eyas keeps its LLMs and a lock, in the model's attribute `_eyas`: they refer to
-the model, so they are freed together with it.
+"""For each model eyas keeps its LLMs, in the model's attribute `_eyas`: they refer to the model, so they
+are freed together with it.
 
 Copies of the model (deepcopy, pickle) begin without them. Nothing else of a model is touched.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from eyas import api
 from eyas.core.drafter import Drafter
 from eyas.errors import ModelError, OptionError
 
-__all__ = ["Settings", "forget", "llm_for", "lock_of"]
+__all__ = ["Settings", "forget", "llm_for"]
 
 ATTRIBUTE = "_eyas"
 MAX_LLMS = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
@@ -60,10 +59,9 @@ class Settings:
 
 
 class _ModelState:
-    """The LLMs of one model, the one used last at the end, and the lock that its calls take."""
+    """The LLMs of one model, the one used last at the end."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         # LLMs by settings and version of the weights
         self.llms: OrderedDict[tuple[Hashable, Hashable], api.LLM] = OrderedDict()
 
@@ -83,12 +81,6 @@ def _state_of(model: PreTrainedModel) -> _ModelState:
         if not isinstance(state, _ModelState):
             state = model.__dict__[ATTRIBUTE] = _ModelState()
         return state
-
-
-def lock_of(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the lock by which calls for one model take turns: its forward reads features by hooks, which would see
-    other calls' forwards, too."""
-    return _state_of(model).lock
 
 
 def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:

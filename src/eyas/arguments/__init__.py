@@ -199,11 +199,8 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     for item in prompt:
         inner, single = as_prompts(item)
         if not single and len(inner) != 1:
-            raise InputError(
-                "the prompt is empty: give at least one token"
-                if not inner
-                else "a list of prompts holds no further lists"
-            )
+            empty = "the prompt is empty: give at least one token"
+            raise InputError("a list of prompts holds no further lists" if inner else empty)
         prompts += inner
     return prompts, False
 
@@ -234,11 +231,8 @@ def _as_lists(prompt: Any) -> Any:
 
 def _media_names(prompt: Mapping[str, Any]) -> list[str]:
     """Return the names in a processor's output that are not text, such as pixel_values."""
-    return (
-        [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
-        if "input_ids" in prompt
-        else []
-    )
+    names = [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
+    return names if "input_ids" in prompt else []
 
 
 def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -238,7 +239,14 @@ class Target:
                 )
             cache = DynamicCache() if cache is None else cache
             logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
-        layout = layout_of(cache)
+        layout, keys = layout_of(cache), [getattr(layer, "keys", None) for layer in cache.layers]
+        if twice := [
+            n for n, keys_BHTh in enumerate(keys) if keys_BHTh is not None and keys_BHTh.shape[2] > ids.shape[1]
+        ]:
+            raise ModelError(
+                f"the model cannot be served: several of its layers write into layer {twice[0]} of the cache: give each layer a number "
+                "of its own (layer_idx of its attention)"
+            )
         for extension in self.extensions:
             extension.read_probe(cache)
         head_logits = self.head(features())
@@ -271,12 +279,9 @@ class Target:
         caught: dict[int, Tensor] = {}
         L, thread = self.num_layers, threading.get_ident()  # forwards of the user's in other threads are not ours
 
-        def before(k: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if threading.get_ident() == thread:
-                    caught[k] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
+        def before(k: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                caught[k] = args[0] if args else kwargs["hidden_states"]
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == thread:
@@ -297,7 +302,7 @@ class Target:
                 if not 0 <= k <= L:
                     raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")
                 if k < L:
-                    hook = self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
+                    hook = self.family.layers[k].register_forward_pre_hook(partial(before, k), with_kwargs=True)
                 else:
                     hook = self.family.base.register_forward_hook(after)
                 hooks.callback(hook.remove)
@@ -318,16 +323,13 @@ class Target:
         places = ["in the embeddings", *inner, "in the last layer or the final norm"]
         bad = [False] * len(places)
 
-        def look(k: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                bad[k] = bool(torch.isnan(args[0] if args else kwargs["hidden_states"]).any())
-
-            return hook
+        def look(k: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            bad[k] = bool(torch.isnan(args[0] if args else kwargs["hidden_states"]).any())
 
         with self.turn, ExitStack() as hooks:
             self._use_adapter()
             for k, layer in enumerate(self.family.layers):
-                hooks.callback(layer.register_forward_pre_hook(look(k), with_kwargs=True).remove)
+                hooks.callback(layer.register_forward_pre_hook(partial(look, k), with_kwargs=True).remove)
             last = self.family.base(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)[0]
         bad[-1] = bool(torch.isnan(last).any())
         return places[bad.index(True)] if any(bad) else "in the lm_head"

@@ -12,12 +12,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from eyas import api
 from eyas.core.drafter import Drafter
 from eyas.errors import ModelError, OptionError
+from eyas.targets.loading import version_of
 
 __all__ = ["Settings", "forget", "llm_for"]
 
@@ -84,8 +84,8 @@ def _state_of(model: PreTrainedModel) -> _ModelState:
 
 
 def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
-    """Return the LLM of this model with these settings; made again if the model's weights have
-    changed since.
+    """Return the LLM of this model with these settings; made again if the model's weights, hooks or
+    forwards have changed since.
 
     Raises:
         ModelError, CheckpointError, OptionError: as `eyas.load`.
@@ -95,7 +95,7 @@ def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
     if model.training:
         raise ModelError("the model is in training mode: call model.eval() first")
     llms = _state_of(model).llms
-    key = settings.key, _weights_version(model)
+    key = settings.key, version_of(model)
     if key not in llms:
         for old in [old for old in llms if old[0] == settings.key]:
             del llms[old]
@@ -110,15 +110,3 @@ def forget(model: PreTrainedModel) -> None:
     """Free what is kept for the model."""
     with _creation:
         model.__dict__.pop(ATTRIBUTE, None)
-
-
-def _weights_version(model: PreTrainedModel) -> Hashable:
-    """Return a key that changes when parameters are replaced, moved, cast or written to in place (except through
-    `.data`)."""
-    attention = getattr(model.config, "_attn_implementation", None)
-    return attention, tuple(_version(parameter) for parameter in model.parameters())
-
-
-def _version(parameter: torch.Tensor) -> tuple[Any, ...]:
-    version = 0 if parameter.is_inference() else parameter._version
-    return id(parameter), parameter.data_ptr(), version, parameter.dtype

@@ -44,6 +44,17 @@ def read_line(folder: Path, tokenizer: Any, **line: Any) -> Data:
     return data
 
 
+def test_templates_that_read_parts(tmp_path: Path) -> None:
+    """Guards replies that were looked for in a text without the messages' words: such a template loses strings."""
+    parts = CHATML.replace(
+        "{{ m['content'] }}", "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(parts)
+    data = read_line(tmp_path, tokenizer, messages=TWO)
+    assert counted_texts(tokenizer, data.train[0]) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
+    assert data.train[0].ids == read_line(tmp_path, tokenizer_with(CHATML), messages=TWO).train[0].ids
+
+
 # --- prompts -------------------------------------------------------------------------------------------
 
 

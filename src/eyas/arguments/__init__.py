@@ -23,31 +23,11 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
-    "MEDIA_PARTS",
-    "MODES",
-    "STRUCTURE_KEYWORDS",
-    "GenerateKeywords",
-    "MediaIds",
-    "Messages",
-    "Prompt",
-    "as_draft",
-    "as_logit_bias",
-    "as_processors",
-    "as_prompts",
-    "as_stop_token_ids",
-    "device_name",
-    "dtype_name",
-    "generate_keywords",
-    "has_media",
-    "load_keywords",
-    "mode_of",
-    "on_or_off",
-    "placement_of",
-    "plain_number",
-    "request_features",
-    "whole_number",
-    "with_generate_keywords",
-]
+    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "MediaIds", "Messages", "Prompt", "as_draft",
+    "as_logit_bias", "as_processors", "as_prompts", "as_stop_token_ids", "device_name", "dtype_name",
+    "generate_keywords", "has_media", "load_keywords", "mode_of", "on_or_off", "placement_of", "plain_number",
+    "request_features", "whole_number", "with_generate_keywords",
+]  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -105,22 +85,14 @@ class GenerateKeywords(TypedDict, total=False):
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(GenerateKeywords.__annotations__),
     **{field.name: field.default for field in fields(Sampling)},
-    "min_tokens": 0,
-    "stop_token_ids": (),
-    "draft": "auto",
-    "features": (),
-    "ignore_eos": False,
-    "raw": False,
+    **{"min_tokens": 0, "stop_token_ids": (), "draft": "auto", "features": (), "ignore_eos": False, "raw": False},
 }
 
 STRUCTURE_KEYWORDS = ("response_format", "regex", "grammar", "choice")  # they say which texts an answer may have
 # Keywords of transformers' generate that change nothing here when they have one of these values.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "num_return_sequences": (None, 1),
-    "n": (None, 1),
-    "num_beams": (None, 1),
-    "use_cache": (None, True),
-    "return_dict_in_generate": (None, False),
+    **dict.fromkeys(("num_return_sequences", "n", "num_beams"), (None, 1)),
+    **{"use_cache": (None, True), "return_dict_in_generate": (None, False)},
 }
 # Keywords of other libraries that mean the same as one of ours.
 SYNONYMS = {
@@ -145,17 +117,9 @@ INSTEAD = {
     "attention_mask": "give the tokenizer's whole output as the prompt: generate(tokenizer(text))",
 }
 LOADED_ELSEWHERE = (
-    "attn_implementation",
-    "cache_dir",
-    "load_in_4bit",
-    "load_in_8bit",
-    "local_files_only",
-    "max_memory",
-    "quantization_config",
-    "revision",
-    "subfolder",
-    "token",
-)
+    "attn_implementation", "cache_dir", "load_in_4bit", "load_in_8bit", "local_files_only", "max_memory", "quantization_config",
+    "revision", "subfolder", "token",
+)  # fmt: skip
 
 MODES = ("auto", "fixed")
 SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree

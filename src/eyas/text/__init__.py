@@ -10,19 +10,6 @@ from eyas.text._pieces import Detokeniser, StopPiece, StopStrings, token_bytes
 from eyas.text._prompts import Span, encode, encode_part, for_template, has_place_for_tools, render, write_chat
 
 __all__ = [
-    "REASONING",
-    "ROLES",
-    "Detokeniser",
-    "Span",
-    "StopPiece",
-    "StopStrings",
-    "check_messages",
-    "encode",
-    "encode_part",
-    "for_template",
-    "has_place_for_tools",
-    "render",
-    "template_keywords",
-    "token_bytes",
-    "write_chat",
-]
+    "REASONING", "ROLES", "Detokeniser", "Span", "StopPiece", "StopStrings", "check_messages", "encode", "encode_part",
+    "for_template", "has_place_for_tools", "render", "template_keywords", "token_bytes", "write_chat",
+]  # fmt: skip

@@ -11,6 +11,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, first_line
@@ -91,7 +92,7 @@ def write_chat(
             refuses the chat (a role that it does not know, turns that do not alternate); the
             error then holds the template's own reason, and the message's number where it has one.
     """
-    chat = check_messages(messages)
+    chat = check_messages(messages, ("text",))
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
     own = inspect.signature(tokenizer.apply_chat_template).parameters if chat_template_kwargs else {}
@@ -110,11 +111,51 @@ def write_chat(
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = tokenizer.get_chat_template(tools=listed)
-        named: Any = for_template(chat, template)
+        in_parts = _roles_in_parts(
+            template, tuple((k, v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str))
+        )
+        named: Any = for_template([_as_read(message, message["role"] in in_parts) for message in chat], template)
         found: Any = render_jinja_template([named], listed, chat_template=template, **names)
         return found[0][0], [(begin, end) for begin, end in found[1][0]] if marks else []
 
     return _written(write, chat)
+
+
+@lru_cache(64)
+def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do: it writes
+    the text of a part, and loses a string."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    found, word = set[str](), "Word4you"
+    function, call = {"name": "f", "arguments": {}}, {"id": "123456789", "type": "function"}
+    calls: dict[str, Any] = {"tool_calls": [{**call, "function": function}]}
+
+    def keeps(role: str, parts: bool) -> bool:
+        roles = {"user": ["user"], "assistant": ["user", role], "tool": ["user", "assistant", role]}.get(
+            role, [role, "user"]
+        )
+        chat: Any = [{"role": one, "content": word if one == role else "x"} for one in roles]
+        chat = [{**one, **(calls if role == "tool" and one["role"] == "assistant" else {})} for one in chat]
+        chat = [{**one, "tool_call_id": call["id"], "name": "f"} if one["role"] == "tool" else one for one in chat]
+        read = [_as_read(one, parts if one["role"] == role else one["role"] in found) for one in chat]
+        try:
+            variables: dict[str, Any] = dict(names)
+            named: Any = for_template(read, template)
+            return word in render_jinja_template([named], chat_template=template, **variables)[0][0]
+        except Exception:  # a template is a program that comes with the model; it may raise anything
+            return False
+
+    for role in ("user", "assistant", "system", "developer", "tool"):
+        found |= {role} if not keeps(role, parts=False) and keeps(role, parts=True) else set()
+    return frozenset(found)
+
+
+def _as_read(message: Mapping[str, Any], parts: bool) -> Mapping[str, Any]:
+    """Return a message whose content is a list of parts, or the text of these, joined by line breaks as vLLM does."""
+    content = message["content"]
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": content if parts else "\n".join(part["text"] for part in content)}
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:

@@ -69,6 +69,16 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     )
 
 
+def test_marks_stay_in_a_conversation(llm: LLM) -> None:
+    """Marks of reasoning may be special tokens: without them the next prompt had the reasoning as a part of the answer."""
+    mark = toy_tokenizer.byte_tokenizer().convert_tokens_to_ids("<|system|>")
+    chat = llm.chat(logit_bias={mark: 100.0}, max_new_tokens=2)
+    assert chat.send("Hello").text == "", "the text of a result has no special tokens"
+    assert chat.messages[-1] == {"role": "assistant", "content": "<|system|>" * 2}
+    conversation = [*chat.messages, {"role": "user", "content": "And?"}]
+    assert chat.send("And?", logit_bias={}, max_new_tokens=9).token_ids == plain(llm, conversation, 9)
+
+
 @pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
 def test_templates_in_the_files_of_a_processor(name: str, tmp_path: Path) -> None:
     """Models with images keep their chat template there alone (Llava, Idefics): prompts went without one."""

@@ -37,7 +37,7 @@ from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, TARGET, Structu
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
 from eyas.targets.loading import BASE, version_of
-from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
+from eyas.text import encode, encode_part, has_place_for_tools, render, reply_message, template_keywords
 
 __all__ = ["LLM", "Chat", "new_policy"]
 
@@ -469,8 +469,10 @@ class Chat:
     def _append(self, text: str, answer: Answer) -> None:
         """Append question and answer to the conversation."""
         if answer.totals.token_ids:
-            reply = answer.result().text
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+            reply: Mapping[str, Any] = {"role": "assistant", "content": answer.result().text}
+            if answer.reader.stop_string is None and self.llm.tokenizer is not None:
+                reply = reply_message(self.llm.tokenizer, answer.totals.token_ids, self.llm.eos | answer.request.eos)
+            self.messages += [{"role": "user", "content": text}, dict(reply)]
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:

@@ -10,7 +10,8 @@ import inspect
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,24 @@ from eyas.text._messages import check_messages, check_unicode, kind_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Span", "encode", "encode_part", "for_template", "has_place_for_tools", "render", "write_chat"]
+__all__ = [
+    "Span",
+    "encode",
+    "encode_part",
+    "for_template",
+    "has_place_for_tools",
+    "render",
+    "reply_message",
+    "write_chat",
+]
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
 ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
 RESERVED = ("conversations", "messages", "self")  # names that transformers and the template's language need themselves
+TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|call|return|start)\|>|$)", re.DOTALL)
 QUESTION = [{"role": "user", "content": "?"}]
 
 
@@ -73,6 +85,7 @@ def write_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     marks: bool = False,
+    now: datetime | None = None,
 ) -> tuple[str, list[Span]]:
     """Return a chat as text, and the characters between the template's {% generation %} marks.
 
@@ -86,6 +99,7 @@ def write_chat(
         chat_template_kwargs: variables of the template, such as enable_thinking; none that the tokenizer's own
             function has as a parameter, for one of them is the template itself.
         marks: look for the template's marks.
+        now: the time that the template is told, which may write today's date.
 
     Raises:
         InputError: a message is malformed, the tokenizer has no chat template, or the template
@@ -111,6 +125,8 @@ def write_chat(
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = tokenizer.get_chat_template(tools=listed)
+        if now is not None:
+            template = TODAY.sub(lambda found: repr(now.strftime(found[2])), template)
         in_parts = _roles_in_parts(
             template, tuple((k, v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str))
         )
@@ -128,16 +144,16 @@ def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozen
     from transformers.utils.chat_template_utils import render_jinja_template
 
     found, word = set[str](), "Word4you"
-    function, call = {"name": "f", "arguments": {}}, {"id": "123456789", "type": "function"}
-    calls: dict[str, Any] = {"tool_calls": [{**call, "function": function}]}
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+    called: dict[str, dict[str, Any]] = {
+        "assistant": {"tool_calls": [call]},
+        "tool": {"tool_call_id": call["id"], "name": "f"},
+    }
+    turns = {"user": ["user"], "assistant": ["user", "assistant"], "tool": ["user", "assistant", "tool"]}
 
     def keeps(role: str, parts: bool) -> bool:
-        roles = {"user": ["user"], "assistant": ["user", role], "tool": ["user", "assistant", role]}.get(
-            role, [role, "user"]
-        )
-        chat: Any = [{"role": one, "content": word if one == role else "x"} for one in roles]
-        chat = [{**one, **(calls if role == "tool" and one["role"] == "assistant" else {})} for one in chat]
-        chat = [{**one, "tool_call_id": call["id"], "name": "f"} if one["role"] == "tool" else one for one in chat]
+        chat: Any = [{"role": one, "content": word if one == role else "x"} for one in turns.get(role, [role, "user"])]
+        chat = [{**one, **called.get(one["role"], {})} for one in chat] if role == "tool" else chat
         read = [_as_read(one, parts if one["role"] == role else one["role"] in found) for one in chat]
         try:
             variables: dict[str, Any] = dict(names)
@@ -235,6 +251,21 @@ def for_template(chat: Messages, template: str) -> list[Mapping[str, Any]]:
 
 def _join(first: Any, second: Any) -> Any:
     return f"{first}\n\n{second}" if isinstance(first, str) else [*first, *second]
+
+
+def reply_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collection[int]) -> dict[str, str]:
+    """Return the assistant's message that these tokens are, as a chat template reads it. Special tokens but the `ends` are
+    marks, of reasoning or of calls, and stay; gpt-oss' channels become the keys that its template reads."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+    inner = [token for token in ids if token not in special or token not in ends]
+    plain = special.isdisjoint(inner)
+    text = str(tokenizer.decode(inner, skip_special_tokens=plain, clean_up_tokenization_spaces=False))
+    said = [] if plain else CHANNEL.findall(text)
+    if not said:
+        return {"role": "assistant", "content": text}
+    thinking, content = ("\n".join(body for name, body in said if (name == "analysis") is own) for own in (True, False))
+    return {"role": "assistant", "content": content, **({"thinking": thinking} if thinking else {})}
 
 
 def has_place_for_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> bool:

@@ -77,13 +77,14 @@ def is_peft_model(model: object) -> bool:
 def version_of(model: torch.nn.Module) -> Hashable:
     """Return a key that changes when weights are replaced, moved, cast or written to in place (except through `.data`), and
     when hooks or other forwards come or go: what kernels and kept keys do not follow."""
-    attention, everywhere = getattr(model.config, "_attn_implementation", None), torch.nn.modules.module
-    hooks = (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
-    modules = tuple(
-        (id(m), vars(m).get("forward"), type(m).forward, *m._forward_hooks, *m._forward_pre_hooks)
-        for m in model.modules()
-    )
-    return attention, hooks, modules, tuple(_version(parameter) for parameter in model.parameters())
+    everywhere = torch.nn.modules.module
+    parts = [getattr(model.config, "_attn_implementation", None)]
+    parts += [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
+    for module in model.modules():
+        parts += [id(module), vars(module).get("forward"), type(module).forward]
+        parts += [*module._forward_hooks, *module._forward_pre_hooks]
+        parts += [_version(parameter) for parameter in module._parameters.values() if parameter is not None]
+    return tuple(parts)
 
 
 def _version(parameter: torch.Tensor) -> tuple[object, ...]:

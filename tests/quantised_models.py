@@ -147,7 +147,12 @@ def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
 
 
 def write_gguf(
-    path: Path, kind: str = "Q8_0", tokens: Sequence[str] = (), seed: int = 0, ends: Mapping[str, int] | None = None
+    path: Path,
+    kind: str = "Q8_0",
+    tokens: Sequence[str] = (),
+    seed: int = 0,
+    ends: Mapping[str, int] | None = None,
+    template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}",
 ) -> None:
     """The small llama as a file in GGUF format.
 
@@ -179,7 +184,7 @@ def write_gguf(
         writer.add_eos_token_id(0)
         for name, token in (ends or {}).items():
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
-        writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+        writer.add_chat_template(template)
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp pairs neighbouring dimensions for RoPE

@@ -227,6 +227,11 @@ def test_layers_and_modes_that_change_after_loading() -> None:
         with pytest.raises(ModelError, match=r"layers.*have changed since it was loaded"):
             llm.generate(PROMPT, **ASKED)
     model.model.layers = layers
+    model.bfloat16()
+    with pytest.raises(ModelError, match="dtype"):
+        llm.generate(PROMPT, **ASKED)
+    model.float()
+    model.load_state_dict(make().state_dict())
     model.train()
     with pytest.raises(ModelError, match="training mode"):
         llm.generate(PROMPT, **ASKED)

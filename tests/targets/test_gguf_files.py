@@ -208,6 +208,14 @@ def test_answers_end_with_a_turn(ends: dict[str, int], expected: list[int], tmp_
     assert llm.generate([7, 8, 9], max_new_tokens=6, logit_bias=bias).token_ids == (last,)
 
 
+def test_ends_of_turns_that_the_file_does_not_name(tmp_path: Path) -> None:
+    """llama.cpp knows them by their text; here the chat template has to write them too."""
+    for template, expected in (("{{ messages }}", {0}), ("{{ messages }}<|im_end|>", {0, 1})):
+        path = tmp_path / f"{len(template)}.gguf"
+        write_gguf(path, tokens=[TOKENS[0], "<|im_end|>", *TOKENS[1:]], template=template)
+        assert eyas.load(path, "vanilla").eos == expected
+
+
 def test_transformers_gets_its_functions_back(file: Path) -> None:
     """Guards other readers of the process: what is lent to transformers during a conversion is gone
     after it, also after one that fails."""

@@ -383,9 +383,10 @@ class LLM:
             raise ModelError("the model is in training mode: call model.eval() first")
         version = version_of(model)
         edited = self._layers != tuple(family.layers) or all(one is not family.layers for one in family.base.modules())
+        edited |= model.dtype != self.target.dtype
         if edited or (version != self._made and self.target.runner.name != "model"):
             raise ModelError(
-                "the model's weights, layers, hooks or forwards have changed since it was loaded: load it again, "
+                "the model's weights, dtype, layers, hooks or forwards have changed since it was loaded: load it again, "
                 "or with kernels='off' if it will change again"
             )
         return version

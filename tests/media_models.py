@@ -15,6 +15,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -23,7 +25,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from toy_tokenizer import byte_tokenizer
 
-__all__ = ["IMAGE", "MODELS", "make_model", "prompt_with_image", "with_processor"]
+__all__ = ["IMAGE", "MODELS", "make_model", "mllama", "prompt_with_image", "with_processor"]
 
 VOCAB, IMAGE, BEGIN, END, VIDEO = 270, 262, 263, 264, 265  # the first 262 are those of toy_tokenizer.py
 TEXT: dict[str, Any] = {
@@ -82,6 +84,21 @@ def qwen2_5_vl() -> PreTrainedModel:
         vision_end_token_id=END, video_token_id=VIDEO,
     )  # fmt: skip
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def mllama() -> PreTrainedModel:
+    """Layers 1 and 3 attend to the image, and to no text. Not served with images."""
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "intermediate_size": 16,
+        "vision_output_dim": 32, "image_size": 8, "patch_size": 4, "max_num_tiles": 1, "intermediate_layers_indices": [0],
+        "supported_aspect_ratios": [[1, 1]],
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    text = {**TEXT, "cross_attention_layers": [1, 3], "rope_parameters": rope}
+    torch.manual_seed(3)
+    return MllamaForConditionalGeneration(
+        MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    ).eval()
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"gemma3": gemma3, "llava": llava, "qwen2_5_vl": qwen2_5_vl}

@@ -4,7 +4,7 @@ test where its library is absent."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,10 +146,18 @@ def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
     return words.sum(-1).to(torch.int32)
 
 
-def write_gguf(path: Path, kind: str = "Q8_0", tokens: Sequence[str] = (), seed: int = 0) -> None:
+def write_gguf(
+    path: Path,
+    kind: str = "Q8_0",
+    tokens: Sequence[str] = (),
+    seed: int = 0,
+    ends: Mapping[str, int] | None = None,
+    template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+) -> None:
     """The small llama as a file in GGUF format.
 
     tokens: its vocabulary, byte-level BPE whose first token ends a text and whose digits are split.
+    ends: further tokens that end something: "eot" a turn, "eom" a message.
     """
     gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
     pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
@@ -174,7 +182,9 @@ def write_gguf(path: Path, kind: str = "Q8_0", tokens: Sequence[str] = (), seed:
         pairs = [token for token in tokens[1:] if len(token) == 2]
         writer.add_token_merges([" ".join(pair) for pair in pairs])
         writer.add_eos_token_id(0)
-        writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+        for name, token in (ends or {}).items():
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
+        writer.add_chat_template(template)
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp pairs neighbouring dimensions for RoPE

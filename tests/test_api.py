@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 import warnings
@@ -66,6 +67,35 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     assert llm.generate("Hello there", max_new_tokens=20, raw=True).token_ids == plain(
         llm, llm.ids("Hello there", raw=True), 20
     )
+
+
+def test_marks_stay_in_a_conversation(llm: LLM) -> None:
+    """Marks of reasoning may be special tokens: without them the next prompt had the reasoning as a part of the answer."""
+    mark = toy_tokenizer.byte_tokenizer().convert_tokens_to_ids("<|system|>")
+    chat = llm.chat(logit_bias={mark: 100.0}, max_new_tokens=2)
+    assert chat.send("Hello").text == "", "the text of a result has no special tokens"
+    assert chat.messages[-1] == {"role": "assistant", "content": "<|system|>" * 2}
+    conversation = [*chat.messages, {"role": "user", "content": "And?"}]
+    assert chat.send("And?", logit_bias={}, max_new_tokens=9).token_ids == plain(llm, conversation, 9)
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_templates_in_the_files_of_a_processor(name: str, tmp_path: Path) -> None:
+    """Models with images keep their chat template there alone (Llava, Idefics): prompts went without one."""
+    zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB).save_pretrained(tmp_path)
+    toy_tokenizer.byte_tokenizer(None).save_pretrained(tmp_path)
+    assert load(tmp_path, "vanilla", kernels="off").ids("Hi") == load(tmp_path, "vanilla", kernels="off").ids(
+        "Hi", raw=True
+    )
+    (tmp_path / name).write_text(json.dumps({"chat_template": toy_tokenizer.TEMPLATE}))
+    llm = load(tmp_path, "vanilla", kernels="off")
+    assert llm.ids("Hi") == tuple(render(toy_tokenizer.byte_tokenizer(), [{"role": "user", "content": "Hi"}]))
+    (tmp_path / name).write_text('{"chat_template": 5}')
+    with pytest.raises(ModelError, match="chat template that is not text"):
+        load(tmp_path, "vanilla", kernels="off")
+    (tmp_path / name).write_text('["chat_template"')
+    with pytest.raises(ModelError, match=r"tokenizer in .* cannot be loaded"):
+        load(tmp_path, "vanilla", kernels="off")
 
 
 @pytest.mark.slow

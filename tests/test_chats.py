@@ -304,3 +304,72 @@ def test_one_form_leads_to_the_same_ids() -> None:
     chat = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, USER, calling('{"a": "b"}')]
     tokenizer = with_template(STRICT)
     assert render(tokenizer, check_messages(chat)) == render(tokenizer, chat)
+
+
+# --- content that a template reads as parts -------------------------------------------------------------
+
+# Idefics 3's and SmolVLM's; Llava's; a mixture, whose system message is a string; and one that asks, as Gemma 3's does.
+IDEFICS = """{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}
+{%- for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% elif line['type'] == 'image' %}<image>{% endif %}
+{%- endfor %}<end>
+{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
+LLAVA = """{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'].upper() + ': '}}{% endif %}
+{%- for c in m['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}
+{%- if m['role'] != 'assistant' %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] + ' '}}{% endfor %}
+{%- else %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{% generation %}{{ c['text'] + ' '}}{% endgeneration %}
+{%- endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+MIXED = """{% for m in messages %}{% if m.role in ('system', 'tool') %}{{ bos_token + m.content }}{% else %}
+{%- for c in m.content %}[{{ m.role }}] {{ c.text }}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"""
+ASKING = """{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
+{{- c.text | trim }};{% endfor %}{% endif %}{% endfor %}"""
+SYSTEM, REPLY = {"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "Hello!"}
+
+
+def in_parts(message: dict[str, Any], *more: str) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": text} for text in (message["content"], *more)]}
+
+
+@pytest.mark.parametrize("template", [IDEFICS, LLAVA])
+@pytest.mark.parametrize("continued", [False, True])
+def test_templates_that_read_parts(template: str, continued: bool) -> None:
+    """Such a template loops over the letters of a string, and the prompt held no word of the question. The text is that of
+    transformers for parts, whether a message comes as a string or in parts."""
+    chat = [SYSTEM, USER, REPLY, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Well, "}]
+    chat = chat if continued else chat[:-1]
+    keywords: dict[str, Any] = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    tokenizer = with_template(template)
+    expected = tokenizer.apply_chat_template([in_parts(m) for m in chat], tokenize=False, **keywords)
+    assert "And?" in expected
+    assert written(template, *chat, **keywords) == expected
+    assert written(template, *map(in_parts, chat), **keywords) == expected
+    two = tokenizer.apply_chat_template([in_parts(USER, "Two.")], tokenize=False)
+    assert written(template, in_parts(USER, "Two.")) == two
+
+
+def test_templates_that_read_parts_of_some_roles() -> None:
+    tokenizer = with_template(MIXED)
+    tokenizer.bos_token = "<s>"
+    result = {"role": "tool", "content": "42", "tool_call_id": "c1"}
+    chat = [SYSTEM, USER, REPLY, USER, calling({}, content="Wait."), result]
+    assert write_chat(tokenizer, chat)[0] == "<s>Be kind.[user] Hi.[assistant] Hello![user] Hi.[assistant] Wait.<s>42>"
+    brief = {"role": "developer", "content": "Be brief."}
+    assert write_chat(tokenizer, [SYSTEM, brief, USER])[0] == "<s>Be kind.\n\nBe brief.[user] Hi.>"
+
+
+@pytest.mark.parametrize("template", [STRICT, LENIENT, ASKING])
+def test_templates_that_take_strings_get_strings(template: str) -> None:
+    """Parts are joined for them, also for those that would take parts: nothing changes."""
+    assert written(template, in_parts(USER, "Two.")) == written(template, {"role": "user", "content": "Hi.\nTwo."})
+    assert "Hi.\nTwo." in written(template, in_parts(USER, "Two."))
+
+
+def test_refusals_of_templates_that_read_parts() -> None:
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
+        + IDEFICS
+    )
+    tool = {"role": "tool", "content": "42"}
+    with pytest.raises(InputError, match=r"no tools here \(message 3\)"):
+        written(refusing, USER, REPLY, tool)
+    with pytest.raises(InputError, match="only parts of text are read here"):
+        written(IDEFICS, {"role": "user", "content": [{"type": "image"}]})

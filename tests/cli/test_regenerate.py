@@ -231,7 +231,7 @@ BAD = {
     "no data": (("--data", "./nowhere.jsonl"), "nowhere.jsonl does not exist"),
     "its own output": (("--output", "chat.jsonl"), "--output would write into a file that --data reads"),
     "a file of something else": (("--output", "diary.txt"), "holds something other than results"),
-    "plain text": (("--data", "diary.txt"), "is plain text by its name"),
+    "plain text": (("--data", "diary.txt"), "is plain text, and has no questions"),
     "no rows": (("--rows", 0), "--rows"),
     "no length": (("--max-new-tokens", 0), "--max-new-tokens"),
     "a negative temperature": (("--temperature", -1), "temperature must be 0 or more"),

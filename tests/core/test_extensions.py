@@ -23,6 +23,7 @@ from eyas.core.extensions import TargetExtension, TargetState
 from eyas.core.target import ForwardInput, Target, TargetSession
 from eyas.errors import InputError, ModelError
 from eyas.targets.adapters import Extension as AdapterLayers
+from eyas.targets.hooked import Extension as Hooked
 from eyas.targets.media import Extension as Media
 from eyas.targets.placement import Extension as Placement
 from eyas.targets.quantised import Extension as Quantised
@@ -79,7 +80,7 @@ def offer(search: pytest.MonkeyPatch, value: str) -> None:
 
 def test_the_folders_extensions_in_their_order() -> None:
     """Guards the search: a module of eyas/targets with an `Extension` is found without being listed."""
-    assert extensions.known_extensions() == (Placement, Quantised, AdapterLayers, Recurrent, Media)
+    assert extensions.known_extensions() == (Placement, Hooked, Quantised, AdapterLayers, Recurrent, Media)
 
 
 def test_an_installed_package_adds_an_extension(search: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
-from media_models import MODELS, make_model, prompt_with_image, with_processor
+from media_models import MODELS, make_model, mllama, prompt_with_image, with_processor
 from reference import run
 from test_lossless import DRAWN, Oracle, make
 
@@ -183,6 +183,21 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
         llm.generate({**prompt_with_image("llava", 0), **changes}, max_new_tokens=4)
     assert "\n" not in str(caught.value)
     assert ids_of(llm, prompt_with_image("llava", 0)), "the next prompt is answered"
+
+
+@pytest.mark.slow
+def test_layers_that_attend_to_images_apart() -> None:
+    """Mllama's text attends to an image in layers of its own, at every token; eyas kept the text's keys alone, and
+    decoded as if there were no image."""
+    model, image = (
+        mllama(),
+        {"pixel_values": torch.randn(1, 1, 1, 3, 8, 8), "aspect_ratio_ids": torch.ones(1, 1).long()},
+    )
+    llm = eyas.load(model, method="vanilla", tokenizer=False)
+    prompt = {**text_alone(0), "aspect_ratio_mask": torch.ones(1, 1, 1).long(), **image}
+    with pytest.raises(InputError, match="attend to images apart"):
+        llm.generate(prompt, max_new_tokens=4)
+    assert ids_of(llm, text_alone(0)) == generated(llm.target, text_alone(0))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ without eyas, or eyas refuses."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    BertConfig,
+    BertLMHeadModel,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -25,6 +30,7 @@ import eyas
 import zoo
 from eyas.core.target import Target
 from eyas.errors import EyasError
+from eyas.targets.media import describes_media
 from hooks.conftest import PAD, padded
 from reference import Oracle
 from toy_tokenizer import VOCAB, byte_tokenizer
@@ -340,6 +346,84 @@ def test_what_cannot_be_kept_is_refused_by_name(model: PreTrainedModel, name: st
     with pytest.raises(EyasError, match=name) as caught:
         model.generate(**asked, custom_generate=by_eyas())
     assert "\n" not in str(caught.value)
+
+
+INPUTS: dict[str, Tensor] = {
+    "encoder_hidden_states": torch.randn(1, 4, 48, generator=torch.Generator().manual_seed(0)),
+    "encoder_attention_mask": torch.tensor([[1, 0, 1, 1]]),
+    "token_type_ids": torch.full((1, 9), 9),
+    "token_type_ids of type 0": torch.zeros(1, 9, dtype=torch.long),  # GPT-2 adds the embedding of token 0
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_inputs_that_every_forward_reads_are_refused(case: str) -> None:
+    """Guards inputs that went in with the prompt, as an image does, or nowhere: another text without a word."""
+    model, name = zoo.tiny("gpt2", add_cross_attention=True), case.partition(" ")[0]
+    asked = {"inputs": padded()["input_ids"][:1], "max_new_tokens": 3, "pad_token_id": PAD, name: INPUTS[case]}
+    with pytest.raises(EyasError, match=f"^{name} is not served by eyas"):
+        model.generate(**asked, custom_generate=by_eyas())
+    if name != "encoder_attention_mask":
+        llm = eyas.load(model, method="vanilla", tokenizer=False)
+        prompt = {"input_ids": asked["inputs"], name: INPUTS[case]}
+        if "type 0" in case:  # as tokenizers write it to every text
+            assert llm.generate(prompt, max_new_tokens=3) is not None
+            return
+        with pytest.raises(EyasError, match=name):
+            llm.generate(prompt, max_new_tokens=3)
+
+
+@pytest.mark.slow
+def test_every_input_of_a_forward_is_known() -> None:
+    """Which inputs count as an image's goes by their names, so the names of all causal models of transformers are
+    looked through. None that generate hands to every forward may be among them."""
+    kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.values()]
+    listed = [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
+    names = {name for kind in listed for name in inspect.signature(kind.forward).parameters}
+    assert {"pixel_values", "encoder_hidden_states", "cross_attention_mask"} <= names, "the list is read"
+    taken = {name for name in names if describes_media(name, None)}
+    assert {"pixel_values", "image_grid_thw", "audio_input_features", "spatial_shapes", "token_type_ids"} <= taken
+    encoded = {"mm_encoder_outputs", "image_encoder_embeddings"}  # images that somebody has encoded already
+    words = (
+        "encoder",
+        "cross",
+        "decoder",
+        "lang",
+        "shape_ids",
+        "task",
+        "embeds",
+        "cache",
+        "state",
+        "past",
+        "mems",
+        "key",
+    )
+    found = {name for name in taken - encoded for word in words if word in name and not name.startswith("image_embeds")}
+    assert not found
+
+
+def test_types_of_token_that_change_nothing() -> None:
+    """BERT takes type 0 for every token anyway, and its tokenizers write it: no reason to refuse."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+    }
+    torch.manual_seed(0)
+    model = BertLMHeadModel(BertConfig(**settings, is_decoder=True, pad_token_id=PAD)).eval()
+    asked = {
+        "inputs": padded()["input_ids"][:1],
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "attention_mask": torch.ones(1, 9),
+    }
+    types = torch.zeros(1, 9, dtype=torch.long)
+    expected = model.generate(**asked, token_type_ids=types)
+    assert torch.equal(model.generate(**asked, token_type_ids=types, custom_generate=by_eyas()), expected)
+    with pytest.raises(EyasError, match=r"^token_type_ids is not served"):
+        model.generate(**asked, token_type_ids=types + 1, custom_generate=by_eyas())
 
 
 def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> None:

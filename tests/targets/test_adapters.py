@@ -150,6 +150,12 @@ def test_a_model_of_peft_is_used_as_it_is(folders: dict[str, str]) -> None:
     assert list(llm.generate(ids, adapter="two", **asked).token_ids) == two
     assert list(llm.generate(ids, adapter="base", **asked).token_ids) == list(base)
     assert list(llm.generate(ids, adapter="one", **asked).token_ids) == one
+    with tuned.disable_adapter():  # by the model's owner: the state is the model's, not the LLM's
+        assert list(llm.generate(ids, adapter="one", **asked).token_ids) == one
+    other = eyas.load(tuned, tokenizer=False)
+    for adapter, expected in (("base", base), ("two", two), ("base", base)):
+        for one_of_two in (llm, other):
+            assert list(one_of_two.generate(ids, adapter=adapter, **asked).token_ids) == list(expected)
 
 
 @pytest.mark.slow

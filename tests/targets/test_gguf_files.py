@@ -193,6 +193,29 @@ def test_the_tokenizer_splits_digits_and_knows_the_context(tmp_path: Path) -> No
     assert llm.ids("ab  1", raw=True) == tuple(TOKENS.index(token) for token in ("ab", "ĠĠ", "1"))
 
 
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [({}, [0]), ({"eot": 5}, [0, 5]), ({"eot": 5, "eom": 9}, [0, 5, 9]), ({"eot": 0, "eom": 10**6}, [0])],
+)
+def test_answers_end_with_a_turn(ends: dict[str, int], expected: list[int], tmp_path: Path) -> None:
+    """Guards chat models whose turns end with a token of their own, as Llama 3's and Gemma's: transformers takes the end of
+    a text alone, and the answer ran on to its length."""
+    write_gguf(tmp_path / "model.gguf", tokens=TOKENS, ends=ends)
+    llm = eyas.load(tmp_path / "model.gguf", "vanilla")
+    assert sorted(llm.eos) == expected
+    last = expected[-1]
+    bias = {last: 100.0}
+    assert llm.generate([7, 8, 9], max_new_tokens=6, logit_bias=bias).token_ids == (last,)
+
+
+def test_ends_of_turns_that_the_file_does_not_name(tmp_path: Path) -> None:
+    """llama.cpp knows them by their text; here the chat template has to write them too."""
+    for template, expected in (("{{ messages }}", {0}), ("{{ messages }}<|im_end|>", {0, 1})):
+        path = tmp_path / f"{len(template)}.gguf"
+        write_gguf(path, tokens=[TOKENS[0], "<|im_end|>", *TOKENS[1:]], template=template)
+        assert eyas.load(path, "vanilla").eos == expected
+
+
 def test_transformers_gets_its_functions_back(file: Path) -> None:
     """Guards other readers of the process: what is lent to transformers during a conversion is gone
     after it, also after one that fails."""

@@ -7,11 +7,13 @@ import hashlib
 import json
 import re
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from chat_data import (
     CHATML,
@@ -35,6 +37,7 @@ from chat_data import (
     write,
 )
 from eyas.errors import InputError, OptionError
+from eyas.text import render
 from eyas.train.data import Batches, Example, Examples, Report, data_hash, read
 
 NESTLING = Path(__file__).parents[3] / "shared" / "models" / "nestling"
@@ -157,6 +160,60 @@ def test_compressed_array_and_marked_files(tmp_path: Path) -> None:
     for file in (packed, array, marked, marked_array):
         assert list(read(file, tokenizer, heldout=0).train) == expected
     assert len(read([plain, packed], tokenizer, heldout=0).train) == 4
+
+
+NAMES = ["chats.jsonlines", "train.jsonl-00000-of-00004", "part-00000", "chats.jsonl.1", "chats.txt", "chats"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conversations_by_another_name(tmp_path: Path, name: str) -> None:
+    """Parts of a data set, rotated files and other endings: the JSON was trained as text, the user's words with it."""
+    tokenizer, lines = tokenizer_with(CHATML), [{"messages": TWO}, {"conversations": TWO[:2]}]
+    expected = read(write(tmp_path, *lines), tokenizer, heldout=0).train
+    file = write(tmp_path, *lines, name=name)
+    packed, array, marked = tmp_path / f"packed-{name}", tmp_path / f"array-{name}", tmp_path / f"marked-{name}"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    array.write_text(json.dumps(lines, indent=1))
+    marked.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    for form in (file, packed, array, marked):
+        assert list(read(form, tokenizer, heldout=0).train) == list(expected), form
+    other = write(tmp_path, {"text": "a web page"}, {"text": "another"}, name=name)
+    with pytest.raises(InputError, match='no list "messages"'):
+        read(other, tokenizer, heldout=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1}\nis JSON, they say', "{\n", "[1] A footnote.\nMore.", "{{ braces }}\n{{ again }}", "[", '"messages"'],
+)
+def test_plain_text_that_looks_like_json(tmp_path: Path, text: str) -> None:
+    """A text stays a text: its first two lines are not both JSON objects."""
+    file = write(tmp_path, text, "and so on, for a while", name="a.txt")
+    (example,) = read(file, tokenizer_with(None), heldout=0).train
+    assert all(example.counted)
+
+
+def test_the_same_examples_on_every_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates of Llama 3, Granite and gpt-oss write today's date: the examples were others on the next day, and the same
+    command could not go on. What is served has the date of its day."""
+    dated = "<|im_start|>system\n{{ strftime_now('%d %b %Y') }}, {{ strftime_now( \"%A\" ) }}<|im_end|>\n" + CHATML
+    tokenizer, file, found, served = tokenizer_with(dated), write(tmp_path, {"messages": TWO}), [], []
+    for day in (27, 28):
+        monkeypatch.setattr(chat_template_utils, "datetime", _at(day))
+        found.append(list(read(file, tokenizer, heldout=0).train))
+        served.append(tokenizer.decode(render(tokenizer, TWO[:1])))
+    assert found[0] == found[1]
+    assert "01 Jan 2026, Thursday" in tokenizer.decode(found[0][0].ids)
+    assert ["27 Nov 2026, Friday" in served[0], "28 Nov 2026, Saturday" in served[1]] == [True, True]
+
+
+def _at(day: int) -> type[datetime]:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2026, 11, day, 12)
+
+    return Clock
 
 
 def test_plain_text(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
     assert {finish for one in found if isinstance(one, Regenerated) for finish in one.finish} == {"length", "stop"}
 
 
+def test_marks_stay_in_a_reply(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Special tokens that end nothing are marks: they were left out, and what they part ran together."""
+    special = next(token for token in WORDS.all_special_ids if token not in EOS)
+    settings = GenerationSettings(Sampling(logit_bias=((special, 100.0),)), max_new_tokens=3)
+    (one,) = answered(drafter, [chat("hello")], settings)
+    assert isinstance(one, Regenerated)
+    assert WORDS(one.messages[-1]["content"], add_special_tokens=False)["input_ids"] == [special] * 3
+
+
 def test_replies_are_asked_with_the_tools_of_the_line(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against tools that are dropped: the server, and training on the output, have them in
     the prompt."""
@@ -298,5 +307,5 @@ def test_keys_follow_the_content(tmp_path: Path) -> None:
     assert sorted(a) == sorted(b)
     assert len(set(a)) == 4
     (tmp_path / "novel.txt").touch()
-    with pytest.raises(InputError, match="plain text by its name"):
+    with pytest.raises(InputError, match="is plain text, and has no questions"):
         list(read_lines([tmp_path / "novel.txt"]))

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from chat_data import CHATML, FORGETFUL, MARKED, TWO, counted_texts, one, tokenizer_with, turns, write
 from eyas.errors import InputError
-from eyas.text import render
+from eyas.text import render, reply_message
 from eyas.train.data import Data, read
 
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
@@ -42,6 +43,70 @@ def read_line(folder: Path, tokenizer: Any, **line: Any) -> Data:
     data = read(write(folder, line), tokenizer, heldout=0)
     assert len(data.train) == 1, data.report.problems
     return data
+
+
+def reasoning() -> Any:
+    """A tokenizer whose marks of reasoning are special tokens, as Magistral's and Kimi's."""
+    tokenizer = tokenizer_with(CHATML)
+    marks = [AddedToken(mark, special=True) for mark in ("<think>", "</think>")]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL])
+def test_marks_that_are_special_tokens(template: str, tmp_path: Path) -> None:
+    """Guards replies that the target has made anew: without its marks, reasoning ran into the answer, and a head learnt
+    tokens that are never served."""
+    tokenizer = reasoning()
+    tokenizer.chat_template = template
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    reply = [*tokenizer("<think>Two and two.</think>Four.", add_special_tokens=False)["input_ids"], end]
+    message = reply_message(tokenizer, reply, {end})
+    assert message == {"role": "assistant", "content": "<think>Two and two.</think>Four."}
+    asked = turns("two and two?")
+    (example,) = read_line(tmp_path, tokenizer, messages=[*asked, message]).train
+    served = render(tokenizer, asked)
+    assert example.ids[: len(served) + len(reply)] == [*served, *reply]
+    assert [token for token, counted in zip(example.ids, example.counted, strict=True) if counted] == reply
+    later = render(tokenizer, [*asked, message, *turns("and three?")])
+    assert ("Two and two." in tokenizer.decode(later)) == (template != FORGETFUL)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain, <b>nothing</b> in it", {"content": "plain, <b>nothing</b> in it"}),
+        ("a call <tool>{}</tool>", {"content": "a call <tool>{}</tool>"}),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            {"content": "Yes.", "thinking": "Hm."},
+        ),
+        ("<|channel|>final<|message|>Yes.", {"content": "Yes."}),
+        ("<|channel|>analysis<|message|>Hm, cut", {"content": "", "thinking": "Hm, cut"}),
+    ],
+)
+def test_replies_as_messages(text: str, expected: dict[str, str]) -> None:
+    """Calls keep their marks; gpt-oss' template refuses channels in content, and reads them under their keys."""
+    tokenizer = tokenizer_with(CHATML)
+    marks = ("<tool>", "</tool>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks], special_tokens=True)
+    end = tokenizer.convert_tokens_to_ids("</s>")
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+    assert reply_message(tokenizer, ids, {end, ids[0]} if text.startswith("plain") else {end}) == {
+        "role": "assistant",
+        **expected,
+    }
+
+
+def test_templates_that_read_parts(tmp_path: Path) -> None:
+    """Guards replies that were looked for in a text without the messages' words: such a template loses strings."""
+    parts = CHATML.replace(
+        "{{ m['content'] }}", "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(parts)
+    data = read_line(tmp_path, tokenizer, messages=TWO)
+    assert counted_texts(tokenizer, data.train[0]) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
+    assert data.train[0].ids == read_line(tmp_path, tokenizer_with(CHATML), messages=TWO).train[0].ids
 
 
 # --- prompts -------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Unpack, cast, overload
 
@@ -36,8 +36,8 @@ from eyas.core.sampling import Sampling
 from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, TARGET, Structures
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
-from eyas.targets.loading import BASE
-from eyas.text import encode, encode_part, has_place_for_tools, render, template_keywords
+from eyas.targets.loading import BASE, version_of
+from eyas.text import encode, encode_part, has_place_for_tools, render, reply_message, template_keywords
 
 __all__ = ["LLM", "Chat", "new_policy"]
 
@@ -47,7 +47,7 @@ FEATURE_KEYWORDS = ("logits_processor", "prediction", "logprobs", "prompt_logpro
 
 class LLM:
     """A target, a drafter and a tokenizer; and a policy, which learns from everything that this LLM
-    decodes.
+    decodes. Threads may share it: they use the model by turns, a cycle at a time.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class LLM:
         self.policy = policy
         self.eos = _eos(target.model, tokenizer)
         self._views: dict[str, tuple[Target, Drafter, Policy | None]] = {target.adapter: (target, drafter, policy)}
+        self._made, self._layers = version_of(target.model), tuple(target.family.layers)
         self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (decoder_key, Decoder)
         self._structures: Structures | None = None  # made when a request first asks for one
 
@@ -100,11 +101,12 @@ class LLM:
         Raises:
             OptionError: there is no such adapter.
         """
-        if adapter not in self._views:
-            target = self.target.with_adapter(adapter)
-            drafter = self.drafter.for_target(target)
-            self._views[adapter] = target, drafter, None if self.policy is None else new_policy(drafter)
-        return self._views[adapter]
+        with self.target.turn:
+            if adapter not in self._views:
+                target = self.target.with_adapter(adapter)
+                drafter = self.drafter.for_target(target)
+                self._views[adapter] = target, drafter, None if self.policy is None else new_policy(drafter)
+            return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
         """Return the adapter that a request asks for, as `Request.adapter`."""
@@ -114,50 +116,27 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: str | Sequence[int] | Messages,
-        *,
-        system: str | None = None,
-        batch_size: int | None = None,
+        self, prompt: str | Sequence[int] | Messages, *, system: str | None = None, batch_size: int | None = None,
         **keywords: Unpack[GenerateKeywords],
-    ) -> Result: ...
+    ) -> Result: ...  # fmt: skip
     @overload
     def generate(
-        self,
-        prompt: str | Sequence[int] | Messages,
-        *,
-        n: int,
-        system: str | None = None,
-        batch_size: int | None = None,
+        self, prompt: str | Sequence[int] | Messages, *, n: int, system: str | None = None, batch_size: int | None = None,
         **keywords: Unpack[GenerateKeywords],
-    ) -> list[Result]: ...
+    ) -> list[Result]: ...  # fmt: skip
     @overload
     def generate(
-        self,
-        prompt: Sequence[Prompt],
-        *,
-        system: str | None = None,
-        batch_size: int | None = None,
+        self, prompt: Sequence[Prompt], *, system: str | None = None, batch_size: int | None = None,
         **keywords: Unpack[GenerateKeywords],
-    ) -> list[Result]: ...
+    ) -> list[Result]: ...  # fmt: skip
     @overload
     def generate(
-        self,
-        prompt: Tensor | Mapping[str, Any],
-        *,
-        system: str | None = None,
-        batch_size: int | None = None,
+        self, prompt: Tensor | Mapping[str, Any], *, system: str | None = None, batch_size: int | None = None,
         **keywords: Unpack[GenerateKeywords],
-    ) -> Result | list[Result]: ...
+    ) -> Result | list[Result]: ...  # fmt: skip
     @with_generate_keywords
     def generate(
-        self,
-        prompt: Any,
-        *,
-        system: str | None = None,
-        batch_size: int | None = None,
-        n: int = 1,
-        **keywords: Any,
+        self, prompt: Any, *, system: str | None = None, batch_size: int | None = None, n: int = 1, **keywords: Any
     ) -> Any:
         """Answer one prompt, or each of a list of prompts, once or several times.
 
@@ -371,8 +350,8 @@ class LLM:
         structure = plug.structure_of(asked)
         if structure is None:
             return None
-        if self._structures is None:
-            self._structures = plug.Grammars(self.tokenizer, self.target.vocab_size)
+        with self.target.turn:
+            self._structures = self._structures or plug.Grammars(self.tokenizer, self.target.vocab_size)
         return self._structures.constraint(structure, eos)
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
@@ -393,11 +372,24 @@ class LLM:
                 raise OptionError(
                     f"max_length counts the prompt's {prompt_length} tokens too: write max_new_tokens instead"
                 )
-        return (
-            max(1, min(DEFAULT_NEW_TOKENS, self.target.context - prompt_length))
-            if max_new_tokens is None
-            else max_new_tokens
-        )
+        fitting = max(1, min(DEFAULT_NEW_TOKENS, self.target.context - prompt_length))
+        return fitting if max_new_tokens is None else max_new_tokens
+
+    def version(self) -> Hashable:
+        """Return a key of the model as it is now (`targets.loading.version_of`). Raise ModelError if it is not the model that
+        was loaded, and does not run by its own forward, which alone follows changes."""
+        model, family = self.target.model, self.target.family
+        if model.training:
+            raise ModelError("the model is in training mode: call model.eval() first")
+        version = version_of(model)
+        edited = self._layers != tuple(family.layers) or all(one is not family.layers for one in family.base.modules())
+        edited |= model.dtype != self.target.dtype
+        if edited or (version != self._made and self.target.runner.name != "model"):
+            raise ModelError(
+                "the model's weights, dtype, layers, hooks or forwards have changed since it was loaded: load it again, "
+                "or with kernels='off' if it will change again"
+            )
+        return version
 
     @property
     def _default_rows(self) -> int:
@@ -411,10 +403,11 @@ class LLM:
         Call it only after success: after an error the rows may hold anything.
         """
         target, drafter, policy = self.view(self.target.adapter if adapter is None else adapter)
-        decoder_key = target, drafter, policy, rows, reuse
-        idle, self._idle = self._idle, None
-        if idle is None or idle[0] != decoder_key:
-            idle = decoder_key, Decoder(target, with_policy(drafter, policy), rows, reuse)
+        with self.target.turn:
+            decoder_key = target, drafter, policy, rows, reuse, self.version()
+            idle, self._idle = self._idle, None
+            if idle is None or idle[0] != decoder_key:
+                idle = decoder_key, Decoder(target, with_policy(drafter, policy), rows, reuse)
         decoder = idle[1]
 
         def give_back() -> None:
@@ -436,7 +429,7 @@ class Chat:
         if system is not None and not isinstance(system, str):
             raise InputError(f"a system message must be a string, not {type(system).__name__}")
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._decoders: dict[str, Decoder] = {}  # by adapter: keys and values of one are useless to another
+        self._decoders: dict[str, tuple[Hashable, Decoder]] = {}  # by adapter, with the version: keys are made by both
 
     def __repr__(self) -> str:
         last = f", last {self.messages[-1]['role']}: {shorten(self.messages[-1]['content'])!r}" if self.messages else ""
@@ -455,30 +448,32 @@ class Chat:
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
         """Send a user's message as `send` does, and return the answer piece by piece. When the stream is closed early,
         the text so far is appended to the conversation."""
-        if not all(decoder.finished for decoder in self._decoders.values()):
-            raise InputError("the last answer is still being streamed: read it to its end, or close it")
         if not isinstance(text, str) or not text.strip():
             raise InputError(
                 "the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}"
             )
         params = generate_keywords(keywords, self.keywords)
-        answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
-        return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
+        with self.llm.target.turn:
+            if not all(decoder.finished for _, decoder in self._decoders.values()):
+                raise InputError("the last answer is still being streamed: read it to its end, or close it")
+            answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
+            return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
 
     def _decoder(self, adapter: str) -> Decoder:
-        if adapter not in self._decoders:
+        version, (made, decoder) = self.llm.version(), self._decoders.get(adapter, (None, None))
+        if decoder is None or made != version:
             target, drafter, policy = self.llm.view(adapter)
-            self._decoders[adapter] = Decoder(target, with_policy(drafter, policy), rows=1, reuse=True)
-        return self._decoders[adapter]
+            decoder = Decoder(target, with_policy(drafter, policy), rows=1, reuse=True)
+            self._decoders[adapter] = version, decoder
+        return decoder
 
     def _append(self, text: str, answer: Answer) -> None:
         """Append question and answer to the conversation."""
         if answer.totals.token_ids:
-            reply = answer.result().text
-            self.messages += [
-                {"role": "user", "content": text},
-                {"role": "assistant", "content": reply},
-            ]
+            reply: Mapping[str, Any] = {"role": "assistant", "content": answer.result().text}
+            if answer.reader.stop_string is None and self.llm.tokenizer is not None:
+                reply = reply_message(self.llm.tokenizer, answer.totals.token_ids, self.llm.eos | answer.request.eos)
+            self.messages += [{"role": "user", "content": text}, dict(reply)]
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
@@ -496,11 +491,8 @@ def _single(prompt: Any) -> Prompt:
     """Return a prompt as `as_prompts` does. Raise InputError unless it is exactly one."""
     prompts, _ = as_prompts(prompt)
     if len(prompts) != 1:
-        raise InputError(
-            "the prompt is empty: give at least one token"
-            if not prompts
-            else f"one prompt at a time, not {len(prompts)}"
-        )
+        empty = "the prompt is empty: give at least one token"
+        raise InputError(f"one prompt at a time, not {len(prompts)}" if prompts else empty)
     return prompts[0]
 
 

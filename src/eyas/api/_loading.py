@@ -56,7 +56,8 @@ def load(
     Args:
         target: a local folder, a hub id, a file in GGUF format, or a loaded model, which is used as it is; quantised
             models stay quantised (docs/targets.md). "smollm2" is SmolLM2-135M-Instruct, which is fetched when it is
-            first asked for. None is the embedded model with its own head.
+            first asked for. None is the embedded model with its own head. Its own forward follows new weights and
+            hooks; kernels raise ModelError after them. Changes through `parameter.data` are not noticed: load again.
         draft: the local folder or hub id of a draft head, or a Drafter, or the name of a method that needs no head.
             "auto" takes the first head that is listed for this target and can be read (docs/checkpoints.md), and a
             warning says which.
@@ -131,11 +132,7 @@ def load(
 
 
 def _load_drafter(
-    target: Target,
-    draft: Any,
-    method: str | None,
-    options: Mapping[str, Any],
-    draft_with: str | None,
+    target: Target, draft: Any, method: str | None, options: Mapping[str, Any], draft_with: str | None
 ) -> Drafter:
     """Return the drafter that `load` asks for; with `draft_with` two, merged."""
     second = None if draft_with is None else drafters.find(draft_with)
@@ -156,10 +153,7 @@ def _load_drafter(
         name: value for name, value in options.items() if second and _has(second, name) and not _has(first, name)
     }
     drafter = _build(
-        first,
-        draft,
-        target,
-        {name: value for name, value in options.items() if name not in second_options},
+        first, draft, target, {name: value for name, value in options.items() if name not in second_options}
     )
     _warn_about_head(drafter, draft, target)
     return drafter if second is None else drafters.merge(drafter, _build(second, None, target, second_options))

@@ -164,11 +164,5 @@ class Answer:
         totals = self.totals
         stats = Stats.from_totals(totals, self.request)
         logprobs = None if self.logprobs is None else tuple(self.logprobs)
-        return Result(
-            self.reader.text(),
-            tuple(totals.token_ids),
-            totals.finish or "length",
-            stats,
-            logprobs,
-            self.prompt_logprobs,
-        )
+        text, ids = self.reader.text(), tuple(totals.token_ids)
+        return Result(text, ids, totals.finish or "length", stats, logprobs, self.prompt_logprobs)

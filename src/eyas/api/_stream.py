@@ -36,14 +36,15 @@ class Stream(Iterator[Piece]):
         return self
 
     def __next__(self) -> Piece:
-        while not self._pieces:
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            if not self._open:
-                raise StopIteration
-            self._step()
-        return self._pieces.popleft()
+        with self._decoder.target.turn:
+            while not self._pieces:
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                if not self._open:
+                    raise StopIteration
+                self._step()
+            return self._pieces.popleft()
 
     def _step(self) -> None:
         try:
@@ -65,10 +66,13 @@ class Stream(Iterator[Piece]):
 
     def close(self) -> None:
         """Cancel the request."""
-        if self._open:
-            self._open = False
-            self._decoder.cancel(self._request_id)
-            self._at_end()
+        if not self._open:
+            return
+        with self._decoder.target.turn:
+            if self._open:
+                self._open = False
+                self._decoder.cancel(self._request_id)
+                self._at_end()
 
     def __del__(self) -> None:
         self.close()

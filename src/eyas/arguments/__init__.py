@@ -23,31 +23,11 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
-    "MEDIA_PARTS",
-    "MODES",
-    "STRUCTURE_KEYWORDS",
-    "GenerateKeywords",
-    "MediaIds",
-    "Messages",
-    "Prompt",
-    "as_draft",
-    "as_logit_bias",
-    "as_processors",
-    "as_prompts",
-    "as_stop_token_ids",
-    "device_name",
-    "dtype_name",
-    "generate_keywords",
-    "has_media",
-    "load_keywords",
-    "mode_of",
-    "on_or_off",
-    "placement_of",
-    "plain_number",
-    "request_features",
-    "whole_number",
-    "with_generate_keywords",
-]
+    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "MediaIds", "Messages", "Prompt", "as_draft",
+    "as_logit_bias", "as_processors", "as_prompts", "as_stop_token_ids", "device_name", "dtype_name",
+    "generate_keywords", "has_media", "load_keywords", "mode_of", "on_or_off", "placement_of", "plain_number",
+    "request_features", "whole_number", "with_generate_keywords",
+]  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -61,17 +41,8 @@ class MediaIds:
 
 
 Prompt = str | Messages | Sequence[int] | MediaIds
-TEXT_ONLY = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "special_tokens_mask",
-        "offset_mapping",
-        "length",
-    }
-)
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TEXT_ONLY = frozenset({"input_ids", "attention_mask", *TOKEN_TYPES, "special_tokens_mask", "offset_mapping", "length"})
 """Entries of a tokenizer's or processor's output that every text has. Others are inputs of a model
 that reads more than text."""
 
@@ -114,22 +85,14 @@ class GenerateKeywords(TypedDict, total=False):
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(GenerateKeywords.__annotations__),
     **{field.name: field.default for field in fields(Sampling)},
-    "min_tokens": 0,
-    "stop_token_ids": (),
-    "draft": "auto",
-    "features": (),
-    "ignore_eos": False,
-    "raw": False,
+    **{"min_tokens": 0, "stop_token_ids": (), "draft": "auto", "features": (), "ignore_eos": False, "raw": False},
 }
 
 STRUCTURE_KEYWORDS = ("response_format", "regex", "grammar", "choice")  # they say which texts an answer may have
 # Keywords of transformers' generate that change nothing here when they have one of these values.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "num_return_sequences": (None, 1),
-    "n": (None, 1),
-    "num_beams": (None, 1),
-    "use_cache": (None, True),
-    "return_dict_in_generate": (None, False),
+    **dict.fromkeys(("num_return_sequences", "n", "num_beams"), (None, 1)),
+    **{"use_cache": (None, True), "return_dict_in_generate": (None, False)},
 }
 # Keywords of other libraries that mean the same as one of ours.
 SYNONYMS = {
@@ -154,17 +117,9 @@ INSTEAD = {
     "attention_mask": "give the tokenizer's whole output as the prompt: generate(tokenizer(text))",
 }
 LOADED_ELSEWHERE = (
-    "attn_implementation",
-    "cache_dir",
-    "load_in_4bit",
-    "load_in_8bit",
-    "local_files_only",
-    "max_memory",
-    "quantization_config",
-    "revision",
-    "subfolder",
-    "token",
-)
+    "attn_implementation", "cache_dir", "load_in_4bit", "load_in_8bit", "local_files_only", "max_memory", "quantization_config",
+    "revision", "subfolder", "token",
+)  # fmt: skip
 
 MODES = ("auto", "fixed")
 SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree
@@ -208,11 +163,8 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     for item in prompt:
         inner, single = as_prompts(item)
         if not single and len(inner) != 1:
-            raise InputError(
-                "the prompt is empty: give at least one token"
-                if not inner
-                else "a list of prompts holds no further lists"
-            )
+            empty = "the prompt is empty: give at least one token"
+            raise InputError("a list of prompts holds no further lists" if inner else empty)
         prompts += inner
     return prompts, False
 
@@ -229,6 +181,9 @@ def has_media(prompt: Any) -> bool:
 def _as_lists(prompt: Any) -> Any:
     """Return tensors, arrays and tokenizer output as (nested) lists of numbers; anything else as it is."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        for name in TOKEN_TYPES:
+            if prompt.get(name) is not None and bool(torch.as_tensor(prompt[name]).any()):
+                raise InputError(f"{name} is not read in a prompt without images: leave it out")
         ids, mask = _as_lists(prompt["input_ids"]), _as_lists(prompt.get("attention_mask"))
         if not mask or not isinstance(ids, Sequence):
             return ids
@@ -240,11 +195,8 @@ def _as_lists(prompt: Any) -> Any:
 
 def _media_names(prompt: Mapping[str, Any]) -> list[str]:
     """Return the names in a processor's output that are not text, such as pixel_values."""
-    return (
-        [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
-        if "input_ids" in prompt
-        else []
-    )
+    names = [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
+    return names if "input_ids" in prompt else []
 
 
 def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
@@ -260,9 +212,7 @@ def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
         )
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise InputError(f"the attention mask of a prompt with {names[0]} hides tokens: make it without padding")
-    token_types = {
-        name: prompt[name] for name in ("token_type_ids", "mm_token_type_ids") if prompt.get(name) is not None
-    }
+    token_types = {name: prompt[name] for name in TOKEN_TYPES if prompt.get(name) is not None}
     return [MediaIds(tuple(ids[0].tolist()), token_types | {name: prompt[name] for name in names})], single
 
 

@@ -73,14 +73,11 @@ class LayerCache:
         width: int,
         gathers_rows: bool = False,
     ) -> None:
-        self.key_RHSh, self.value_RHSh, self.row_R1, self.slot_RN, self.width = (
-            key_RHSh,
-            value_RHSh,
-            row_R1,
-            slot_RN,
+        self.key_RHSh, self.value_RHSh, self.row_R1, self.slot_RN = key_RHSh, value_RHSh, row_R1, slot_RN
+        self.width, self.gathers_rows = (
             width,
-        )
-        self.gathers_rows = gathers_rows  # the tensors also hold rows that are not in the forward
+            gathers_rows,
+        )  # whether the tensors also hold rows that are not in the forward
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

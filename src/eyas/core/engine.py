@@ -121,33 +121,35 @@ class Decoder:
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
         """Drop a request that is queued, whose prompt is being read, or that is being decoded."""
-        if self.prompts.cancel(request_id):
-            return
-        for b, row in enumerate(self.rows):
-            if row is not None and row.request_id == request_id:
-                self._release(b)
+        with self.target.turn:
+            if self.prompts.cancel(request_id):
+                return
+            for b, row in enumerate(self.rows):
+                if row is not None and row.request_id == request_id:
+                    self._release(b)
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
         """Prefill prompts, as far as the budget goes; then run one cycle for all rows in flight,
-        also those whose prompt has just been read.
+        also those whose prompt has just been read. Threads that step Decoders of one model take turns.
 
         Returns:
             first a Step for each prompt that was completed, which holds its first token; then one
             for each row of the cycle. Empty if there was nothing to do.
         """
-        prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
-        timer = StageTimer()
-        if (launched := self._launch(timer)) is None:
-            return prefills
-        self._ahead = self._launch_ahead(launched, timer)
-        cycle_input, cycle = launched.cycle_input, launched.cycle
-        steps = self._emit(cycle, launched.live_rows(self.rows), timer)
-        self.draft_session.observe(steps)
-        self.prompts.observe(steps[0].seconds)
-        if self.watch is not None:
-            self.watch(cycle_input, cycle.draft, cycle.scores_BNV.float(), cycle.verdict)
-        return prefills + steps
+        with self.target.turn:
+            prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
+            timer = StageTimer()
+            if (launched := self._launch(timer)) is None:
+                return prefills
+            self._ahead = self._launch_ahead(launched, timer)
+            cycle_input, cycle = launched.cycle_input, launched.cycle
+            steps = self._emit(cycle, launched.live_rows(self.rows), timer)
+            self.draft_session.observe(steps)
+            self.prompts.observe(steps[0].seconds)
+            if self.watch is not None:
+                self.watch(cycle_input, cycle.draft, cycle.scores_BNV.float(), cycle.verdict)
+            return prefills + steps
 
     def _launch(self, timer: StageTimer) -> _Launched | None:
         """Return the cycle that ran ahead, if a row of it is still in flight; else launch one for all rows

@@ -65,10 +65,7 @@ NO_MASK = "its forward takes no 4-D mask, which a tree needs"
 
 # Model types that are refused whatever their configuration says.
 REFUSED_TYPES: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("minimax", "recurrent_gemma", "rwkv", "xlstm"),
-        STATE,
-    ),
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), STATE),
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
     "gpt_neo": SLOTS,
     "moshi": CACHED_WINDOW,

@@ -43,21 +43,9 @@ from eyas.core.target import Target
 from eyas.errors import OptionError
 
 __all__ = [
-    "ADAPTER",
-    "FEATURE",
-    "FILES",
-    "HEAD",
-    "MEDIA",
-    "POLICY",
-    "RUNNER",
-    "STRUCTURE",
-    "TARGET",
-    "KnownHead",
-    "KnownTarget",
-    "PlainRunner",
-    "Socket",
-    "Source",
-]
+    "ADAPTER", "FEATURE", "FILES", "HEAD", "MEDIA", "POLICY", "RUNNER", "STRUCTURE", "TARGET", "KnownHead",
+    "KnownTarget", "PlainRunner", "Socket", "Source",
+]  # fmt: skip
 
 PACKAGE = Path(__file__).parents[1]
 

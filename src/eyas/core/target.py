@@ -19,11 +19,14 @@ to).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +40,18 @@ from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.formats import EXACT, WeightFormat
 
-__all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
+__all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession", "turn_of"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
+_turns = WeakKeyDictionary[nn.Module, Any](), threading.RLock()  # locks by model, and the lock to look one up
+
+
+def turn_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the lock that threads take, by turns, to use a model: a forward sets hooks, states and an adapter on modules
+    that all targets of the model share. A thread may take it again."""
+    locks, looking_up = _turns
+    with looking_up:
+        return locks.setdefault(model, threading.RLock())  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,10 @@ class Target:
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
 
     @property
+    def turn(self) -> AbstractContextManager[Any]:
+        return turn_of(self.model)
+
+    @property
     def num_layers(self) -> int:
         return len(self.family.layers)
 
@@ -207,11 +223,7 @@ class Target:
             self.adapters.switch()
 
     def _probe(self) -> tuple[Layout, int, bool]:
-        """Run the model on a few tokens.
-
-        Returns:
-            (sizes that each layer caches, V, whether `head` reproduces the model's logits)
-        """
+        """Run the model on a few tokens. Return (sizes that each layer caches, V, whether `head` reproduces its logits)."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         if count := max((extension.probe_tokens for extension in self.extensions), default=0):
             ids = torch.arange(count, device=self.device)[None].clamp(max=self.num_embeddings - 1)
@@ -227,7 +239,14 @@ class Target:
                 )
             cache = DynamicCache() if cache is None else cache
             logits = self.model(input_ids=ids, use_cache=True, **{self.family.cache_argument: cache}).logits
-        layout = layout_of(cache)
+        layout, keys = layout_of(cache), [getattr(layer, "keys", None) for layer in cache.layers]
+        if twice := [
+            n for n, keys_BHTh in enumerate(keys) if keys_BHTh is not None and keys_BHTh.shape[2] > ids.shape[1]
+        ]:
+            raise ModelError(
+                f"the model cannot be served: several of its layers write into layer {twice[0]} of the cache: give each layer a number "
+                "of its own (layer_idx of its attention)"
+            )
         for extension in self.extensions:
             extension.read_probe(cache)
         head_logits = self.head(features())
@@ -238,13 +257,15 @@ class Target:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the input of the first layer [..., D] for ids [...], without learned position embeddings."""
-        self._use_adapter()
-        return families.embed(self.family, ids)
+        with self.turn:
+            self._use_adapter()
+            return families.embed(self.family, ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final-norm features [..., D], with the family's softcap and scales."""
-        self._use_adapter()
-        return self.runner.head(self, hidden)
+        with self.turn:
+            self._use_adapter()
+            return self.runner.head(self, hidden)
 
     @contextmanager
     def tap(self, feature_layers: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
@@ -255,18 +276,16 @@ class Target:
             feature_layers: the features to concatenate: k = Hugging Face's hidden_states[k], the
                 input of layer k; L (the number of layers) = after the final norm.
         """
-        self._use_adapter()
         caught: dict[int, Tensor] = {}
-        L = self.num_layers
+        L, thread = self.num_layers, threading.get_ident()  # forwards of the user's in other threads are not ours
 
-        def before(k: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(k: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
                 caught[k] = args[0] if args else kwargs["hidden_states"]
 
-            return hook
-
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            caught[L] = output[0]
+            if threading.get_ident() == thread:
+                caught[L] = output[0]
 
         def features() -> Tensor:
             if any(caught[k].ndim != 3 for k in feature_layers):
@@ -277,12 +296,13 @@ class Target:
             here = [caught[k].to(self.device) for k in feature_layers]
             return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0)
 
-        with ExitStack() as hooks:
+        with self.turn, ExitStack() as hooks:
+            self._use_adapter()
             for k in feature_layers:
                 if not 0 <= k <= L:
                     raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")
                 if k < L:
-                    hook = self.family.layers[k].register_forward_pre_hook(before(k), with_kwargs=True)
+                    hook = self.family.layers[k].register_forward_pre_hook(partial(before, k), with_kwargs=True)
                 else:
                     hook = self.family.base.register_forward_hook(after)
                 hooks.callback(hook.remove)
@@ -299,23 +319,17 @@ class Target:
     @torch.no_grad()
     def first_bad_layer(self, ids: Sequence[int]) -> str:
         """Return where NaN first appears in a forward over these ids, in words for an error message."""
-        self._use_adapter()
-        places = [
-            "in the embeddings",
-            *(f"after layer {k}" for k in range(self.num_layers - 1)),
-            "in the last layer or the final norm",
-        ]
+        inner = [f"after layer {k}" for k in range(self.num_layers - 1)]
+        places = ["in the embeddings", *inner, "in the last layer or the final norm"]
         bad = [False] * len(places)
 
-        def look(k: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                bad[k] = bool(torch.isnan(args[0] if args else kwargs["hidden_states"]).any())
+        def look(k: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            bad[k] = bool(torch.isnan(args[0] if args else kwargs["hidden_states"]).any())
 
-            return hook
-
-        with ExitStack() as hooks:
+        with self.turn, ExitStack() as hooks:
+            self._use_adapter()
             for k, layer in enumerate(self.family.layers):
-                hooks.callback(layer.register_forward_pre_hook(look(k), with_kwargs=True).remove)
+                hooks.callback(layer.register_forward_pre_hook(partial(look, k), with_kwargs=True).remove)
             last = self.family.base(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)[0]
         bad[-1] = bool(torch.isnan(last).any())
         return places[bad.index(True)] if any(bad) else "in the lm_head"
@@ -484,16 +498,9 @@ class TargetSession:
         return TargetOutput(spread(output.logits_BNV), spread(output.features_BNF))
 
     def _run(
-        self,
-        rows: Sequence[int],
-        tokens_RQ: Tensor,
-        depth_RT: Tensor,
-        visible_RQT: Tensor,
-        width: int,
-        last_only: bool = False,
-        prompt: bool = False,
-        counts: tuple[int, ...] = (),
-    ) -> TargetOutput:
+        self, rows: Sequence[int], tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int,
+        last_only: bool = False, prompt: bool = False, counts: tuple[int, ...] = (),
+    ) -> TargetOutput:  # fmt: skip
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
         self.cache.prepare(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)
@@ -505,13 +512,9 @@ class TargetSession:
             position_RQ = position_RQ.clamp(max=target.context - 1)
         inputs = ForwardInput(
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, rows, self.cache.width, self.feature_layers,
-            last_only,
-            prompt,
-            counts,
+            last_only, prompt, counts,
         )  # fmt: skip
-        if not self.states:
-            return target.runner(inputs)
-        with ExitStack() as stack:
+        with target.turn, ExitStack() as stack:
             for state in self.states:
                 stack.enter_context(state.reading(inputs, self.length_B, fresh=self.lengths[rows[0]] == 0))
             return target.runner(inputs)

@@ -34,22 +34,9 @@ from eyas.core.params import is_whole
 from eyas.errors import EyasError, OptionError
 
 __all__ = [
-    "Choices",
-    "Cycle",
-    "Draft",
-    "Failures",
-    "FullDraft",
-    "TargetOutput",
-    "Tree",
-    "Verdict",
-    "build_trie",
-    "chain_choices",
-    "check_choices",
-    "matching_nodes",
-    "merge",
-    "padded_nodes",
-    "unpack_verdict",
-]
+    "Choices", "Cycle", "Draft", "Failures", "FullDraft", "TargetOutput", "Tree", "Verdict", "build_trie",
+    "chain_choices", "check_choices", "matching_nodes", "merge", "padded_nodes", "unpack_verdict",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

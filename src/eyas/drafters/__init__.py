@@ -22,18 +22,9 @@ from eyas.drafters._method import Batch, DraftMethod, Loss
 from eyas.errors import OptionError, near
 
 __all__ = [
-    "Batch",
-    "Capturable",
-    "CycleInput",
-    "DraftMethod",
-    "DraftSession",
-    "Drafter",
-    "Loss",
-    "TreeSize",
-    "find",
-    "merge",
+    "Batch", "Capturable", "CycleInput", "DraftMethod", "DraftSession", "Drafter", "Loss", "TreeSize", "find", "merge",
     "names",
-]
+]  # fmt: skip
 
 
 @cache

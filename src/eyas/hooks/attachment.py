@@ -16,9 +16,10 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from eyas.api import Stats
+from eyas.core.target import turn_of
 from eyas.errors import ModelError
 from eyas.hooks.custom import CustomGenerate, hf
-from eyas.hooks.models import forget, llm_for, lock_of
+from eyas.hooks.models import forget, llm_for
 from eyas.hooks.refusals import refused
 
 __all__ = ["Attachment", "attach", "detach", "generate_with"]
@@ -51,7 +52,7 @@ def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None,
         raise ModelError(
             "the model has a generate of its own already (a custom_generate of its repository, or another library's)"
         )
-    with lock_of(model):
+    with turn_of(model):
         llm_for(model, custom.settings)
     model.__dict__["generate"] = MethodType(_generate_by(custom, kind), model)
     return Attachment(model, custom, before)

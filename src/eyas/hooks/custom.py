@@ -20,11 +20,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from eyas.api import Stats
 from eyas.arguments import whole_number
+from eyas.core.target import turn_of
 from eyas.errors import InputError, OptionError
 from eyas.hooks.caller import arguments_of_generate
 from eyas.hooks.inputs import Batch
 from eyas.hooks.loop import Lockstep, decode
-from eyas.hooks.models import Settings, llm_for, lock_of
+from eyas.hooks.models import Settings, llm_for
 from eyas.hooks.refusals import check_call, media_of
 from eyas.hooks.sampling import Distribution
 
@@ -102,10 +103,9 @@ class CustomGenerate:
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
         criteria = self._criteria(stopping_criteria)
-        batch = Batch.from_call(
-            input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media_of(model_kwargs)
-        )
-        with lock_of(model):
+        media = media_of(model, model_kwargs)
+        batch = Batch.from_call(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media)
+        with turn_of(model):
             llm = llm_for(model, self.settings)
             distribution = Distribution.from_call(batch, generation_config, logits_processor, criteria)
             streamer = self._streamer(streamer or given.get("streamer"), input_ids)

@@ -38,8 +38,8 @@ class Batch:
         """
         Args:
             mask_BT: 0 for padding; None without padding.
-            positions: position_ids [B or 1, T], checked against the mask; with media they
-                are not checked.
+            positions: position_ids [B or 1, T], checked against the mask; with media [3, B, T], which are not
+                checked.
             media: inputs of the model's forward that describe images.
 
         Raises:
@@ -61,7 +61,7 @@ class Batch:
             raise InputError("a prompt is empty: give at least one token that the attention mask shows")
         if media and (rows > 1 or padding[0]):
             raise InputError(f"{min(media)}: prompts with images are read one by one, without padding")
-        if positions is not None and not media:
+        if positions is not None and not (media and positions.ndim == 3):
             _check_positions(positions, padding, rows, width)
         prompts = tuple(tuple(row[count:]) for row, count in zip(ids_BT.tolist(), padding, strict=True))
         return cls(ids_BT, tuple(padding), prompts, media or None)

@@ -1,5 +1,5 @@
-"""For each model eyas keeps its LLMs and a lock, in the model's attribute `_eyas`: they refer to
-the model, so they are freed together with it.
+"""For each model eyas keeps its LLMs, in the model's attribute `_eyas`: they refer to the model, so they
+are freed together with it.
 
 Copies of the model (deepcopy, pickle) begin without them. Nothing else of a model is touched.
 """
@@ -9,18 +9,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from eyas import api
 from eyas.core.drafter import Drafter
 from eyas.errors import ModelError, OptionError
+from eyas.targets.loading import version_of
 
-__all__ = ["Settings", "forget", "llm_for", "lock_of"]
+__all__ = ["Settings", "forget", "llm_for"]
 
 ATTRIBUTE = "_eyas"
 MAX_LLMS = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
@@ -60,10 +59,9 @@ class Settings:
 
 
 class _ModelState:
-    """The LLMs of one model, the one used last at the end, and the lock that its calls take."""
+    """The LLMs of one model, the one used last at the end."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         # LLMs by settings and version of the weights
         self.llms: OrderedDict[tuple[Hashable, Hashable], api.LLM] = OrderedDict()
 
@@ -85,15 +83,9 @@ def _state_of(model: PreTrainedModel) -> _ModelState:
         return state
 
 
-def lock_of(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the lock by which calls for one model take turns: its forward reads features by hooks, which would see
-    other calls' forwards, too."""
-    return _state_of(model).lock
-
-
 def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
-    """Return the LLM of this model with these settings; made again if the model's weights have
-    changed since.
+    """Return the LLM of this model with these settings; made again if the model's weights, hooks or
+    forwards have changed since.
 
     Raises:
         ModelError, CheckpointError, OptionError: as `eyas.load`.
@@ -103,7 +95,7 @@ def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
     if model.training:
         raise ModelError("the model is in training mode: call model.eval() first")
     llms = _state_of(model).llms
-    key = settings.key, _weights_version(model)
+    key = settings.key, version_of(model)
     if key not in llms:
         for old in [old for old in llms if old[0] == settings.key]:
             del llms[old]
@@ -118,15 +110,3 @@ def forget(model: PreTrainedModel) -> None:
     """Free what is kept for the model."""
     with _creation:
         model.__dict__.pop(ATTRIBUTE, None)
-
-
-def _weights_version(model: PreTrainedModel) -> Hashable:
-    """Return a key that changes when parameters are replaced, moved, cast or written to in place (except through
-    `.data`)."""
-    attention = getattr(model.config, "_attn_implementation", None)
-    return attention, tuple(_version(parameter) for parameter in model.parameters())
-
-
-def _version(parameter: torch.Tensor) -> tuple[Any, ...]:
-    version = 0 if parameter.is_inference() else parameter._version
-    return id(parameter), parameter.data_ptr(), version, parameter.dtype

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from eyas.errors import ModelError, OptionError
+from eyas.targets.media import describes_media, tells_nothing
 
 __all__ = ["check_call", "check_processors", "media_of", "refused"]
 
@@ -34,10 +35,7 @@ PREPARED = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values", "position_ids",
      "use_cache"}
 )  # fmt: skip
-
-
 ENCODED = "mm_encoder_outputs"  # generate has encoded the images already
-TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})  # for prompts of text alone these carry no information
 
 
 def refused(name: str, why: str) -> OptionError:
@@ -71,32 +69,29 @@ def check_call(
         )
     if given.get("synced_gpus"):
         raise refused("synced_gpus", "the whole model must be on one device")
-    _check_inputs(model_kwargs)
+    _check_inputs(model, model_kwargs)
     _check_cache(model_kwargs.get("past_key_values"), given)
 
 
-def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the inputs of the model's forward that describe a prompt's images; empty for text."""
+def media_of(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the model's forward beyond a prompt's text, such as those of its images; empty for text."""
     given = {name: value for name, value in model_kwargs.items() if name not in PREPARED and value is not None}
-    if not given.keys() - TOKEN_TYPES:
+    if all(tells_nothing(model, name, value) for name, value in given.items()):
         return {}
     positions = model_kwargs.get("position_ids")
     # [3, B, T]: positions that count images
     return {**given, "position_ids": positions} if positions is not None and positions.ndim == 3 else given
 
 
-def _check_inputs(model_kwargs: Mapping[str, Any]) -> None:
+def _check_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
     """Raise OptionError for inputs that eyas does not read."""
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise refused("inputs_embeds", "eyas reads token ids")
-    media = media_of(model_kwargs)
-    if wrong := [name for name, value in media.items() if not isinstance(value, Tensor) and name != ENCODED]:
-        raise refused(wrong[0], "eyas reads token ids, an attention mask, and tensors of images")
+    media = media_of(model, model_kwargs)
+    for name, value in media.items():
+        if not describes_media(name, value) or not (isinstance(value, Tensor) or name == ENCODED):
+            raise refused(name, "eyas reads token ids, an attention mask, and tensors of images, sounds and videos")
     mask = model_kwargs.get("attention_mask")
     if media and mask is not None and len(mask) > 1:
-        raise refused(
-            min(media.keys() - TOKEN_TYPES), "prompts with images are read one by one, and this batch has several rows"
-        )
+        raise refused(min(media), "prompts with images are read one by one, and this batch has several rows")
 
 
 def _check_mode(config: GenerationConfig, assistant: Any) -> None:

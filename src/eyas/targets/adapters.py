@@ -106,7 +106,8 @@ class AdapterSet:
             _check_kind(name, config)
         self.tuned = tuned
         self._inner = {name: name for name in tuned.peft_config} if inner is None else dict(inner)
-        self._used: str | None = None  # None: not known
+        self._layers: list[Any] = [module for module in tuned.modules() if isinstance(module, _layer_kinds())]
+        self._used: tuple[object, ...] = ()  # (adapter, what `_state` was then); others may switch the model meanwhile
 
     @classmethod
     def load(cls, model: PreTrainedModel, folders: Mapping[str, str | Path]) -> AdapterSet:
@@ -144,19 +145,23 @@ class AdapterSet:
     @property
     def active(self) -> str:
         """The active adapter of the PeftModel; "" if none is enabled."""
-        layers: list[Any] = [module for module in self.tuned.modules() if isinstance(module, _layer_kinds())]
-        return "" if any(layer.disable_adapters for layer in layers) else str(self.tuned.active_adapter)
+        disabled = any(layer.disable_adapters for layer in self._layers)
+        return "" if disabled else str(self.tuned.active_adapter)
+
+    @property
+    def _state(self) -> tuple[object, ...]:
+        return tuple((layer.disable_adapters, str(layer.active_adapters)) for layer in self._layers[:1])
 
     def use(self, name: str) -> None:
         """Switch the model to one adapter; "": to none."""
-        if name == self._used and (not name or self.tuned.active_adapter == self._inner[name]):
+        if (name, self._state) == self._used:
             return
         if name:
             self.tuned.base_model.enable_adapter_layers()
             self.tuned.set_adapter(self._inner[name], inference_mode=True)
         else:
             self.tuned.base_model.disable_adapter_layers()
-        self._used = name
+        self._used = name, self._state
 
     def check(self, name: str) -> None:
         """Raise OptionError unless there is an adapter of this name; "" is the base model."""

@@ -49,7 +49,14 @@ __all__ = ["as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 1  # version of the kept folders; a folder of another version is made again
+FORMAT = 2  # version of the kept folders; a folder of another version is made again
+ENDS_OF_TURNS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+)  # as llama.cpp knows them
 PIECE = 2**20  # weights that one core computes at a time
 DEFAULT_LIMIT_GB = 20.0
 RECENT_SECONDS = 600.0  # a folder that was used so shortly before the newest one is not removed
@@ -236,6 +243,8 @@ def _convert(path: Path, folder: Path) -> None:
             model = read_model(path.parent, torch.float32, keywords=_keywords(path.parent, path.name))
         if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
             del model.config.quantization_config
+        if ends := _ends(parsed(str(path)), model.config.get_text_config().vocab_size, tokenizer):
+            model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
         model.save_pretrained(folder)
         if tokenizer is not None:
             _complete(tokenizer, model.config, parsed(str(path)))
@@ -243,6 +252,17 @@ def _convert(path: Path, folder: Path) -> None:
     finally:
         if shows_bars:
             bars.enable_progress_bar()
+
+
+def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return the tokens that end a text, a turn or a message in the file; transformers takes the first only. Where the
+    file names no end of a turn, it is known by its text, as in llama.cpp, if the chat template writes it."""
+    fields = {kind: file.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
+    ids = [int(field.contents()) for field in fields.values() if field is not None]
+    if fields["eot"] is None and tokenizer is not None:
+        written, known = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
+        ids += [known[text] for text in ENDS_OF_TURNS if text in written and text in known]
+    return list(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
 
 
 def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> None:

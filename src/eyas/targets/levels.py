@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -167,10 +168,10 @@ class _Projections:
 
 @contextmanager
 def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
-    """Let calls of the module run `forward` within this context. Its class is not changed, and a forward of the
-    instance (accelerate's) is put back afterwards."""
-    before = vars(module).get("forward")
-    vars(module)["forward"] = forward
+    """Let the calling thread's calls of the module run `forward` within this context. Its class is not changed, and a
+    forward of the instance (accelerate's) is put back afterwards."""
+    before, own, thread = vars(module).get("forward"), module.forward, get_ident()
+    vars(module)["forward"] = lambda *args, **kwargs: (forward if get_ident() == thread else own)(*args, **kwargs)
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ from eyas.core.target import Target
 from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
 from eyas.targets.pretrained import DeviceMap, read_model
 
-__all__ = ["BASE", "AdapterFolders", "is_peft_model", "load_target", "pick_device", "pick_dtype", "target_of"]
+__all__ = [
+    "BASE",
+    "AdapterFolders",
+    "is_peft_model",
+    "load_target",
+    "pick_device",
+    "pick_dtype",
+    "target_of",
+    "version_of",
+]
 
 BASE = "base"  # in requests: the model without an adapter
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
@@ -63,6 +72,26 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Ta
 def is_peft_model(model: object) -> bool:
     """Return whether the object is a PeftModel, which holds a model."""
     return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+
+
+def version_of(model: torch.nn.Module) -> Hashable:
+    """Return a key that changes when weights are replaced, moved, cast or written to in place (except through `.data`), and
+    when hooks or other forwards come or go: what kernels and kept keys do not follow."""
+    everywhere = torch.nn.modules.module
+    parts = [getattr(model.config, "_attn_implementation", None)]
+    parts += [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
+    for module in model.modules():
+        parts += [id(module), vars(module).get("forward"), type(module).forward]
+        parts += [*module._forward_hooks, *module._forward_pre_hooks]
+        parts += [_version(parameter) for parameter in module._parameters.values() if parameter is not None]
+    return tuple(parts)
+
+
+def _version(parameter: torch.Tensor) -> tuple[object, ...]:
+    if parameter.is_meta:  # accelerate puts a new one there after each forward
+        return ()
+    version = 0 if parameter.is_inference() else parameter._version
+    return id(parameter), parameter.data_ptr(), version, parameter.dtype
 
 
 def pick_device(device: str) -> str:

@@ -28,10 +28,19 @@ from eyas.core.target import Target, TargetSession
 from eyas.errors import InputError, ModelError, one_line
 from eyas.targets.placement import has_several_devices
 
-__all__ = ["Extension", "MediaPrompt", "check_media", "read_media", "reads_media", "shifts_positions"]
+__all__ = [
+    "Extension", "MediaPrompt", "check_media", "describes_media", "read_media", "reads_media", "shifts_positions", "tells_nothing",
+]  # fmt: skip
 
 # Inputs of transformers' models that hold no text.
 MEDIA_INPUTS = frozenset({"pixel_values", "pixel_values_videos", "input_features", "input_values"})
+# Words in the names of the inputs that a processor makes of images, sounds and videos. They go in with the prompt
+# alone; generate hands others, such as encoder_hidden_states, to every forward.
+MEDIA_WORDS = frozenset(
+    {"aspect", "audio", "chunk", "crops", "feature", "features", "frames", "grid", "image", "images", "mm", "patches", "pixel",
+     "qformer", "sizes", "spatial", "tile", "video", "videos"}
+)  # fmt: skip
+TOKEN_TYPES = "token_type_ids"  # the end of their names
 
 
 class Extension(TargetExtension):
@@ -59,9 +68,16 @@ class Extension(TargetExtension):
         target, cache, T = session.target, session.cache, len(tokens)
         tokens_1T = torch.tensor([list(tokens)], device=target.device)
         read = read_media(target.model, tokens_1T, media, target.tap(session.feature_layers), on_logits is not None)
+        if any(
+            not cache.stores_of(n) or keys.shape[-2] != T for n, (keys, _) in read.keys_values.items() if keys.numel()
+        ):
+            raise InputError(
+                f"{', '.join(media)}: layers of {type(target.model).__name__} attend to images apart from the text, and eyas keeps "
+                "the text's keys alone; give text alone"
+            )
         cache.prepare(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
         for number, (keys, values) in read.keys_values.items():
-            if cache.stores_of(number):
+            if keys.numel():
                 cache.update(keys, values, number)
         session.length_B[row] = T
         session.lengths[row] = T
@@ -110,6 +126,21 @@ def reads_media(model: nn.Module) -> bool:
     return not MEDIA_INPUTS.isdisjoint(inspect.signature(model.forward).parameters)
 
 
+def describes_media(name: str, value: Any) -> bool:
+    """Return whether an input of the forward is read with the prompt alone: one of images or the like, token types that
+    mark their tokens, or positions that count them (three numbers for each token)."""
+    if name == "position_ids":
+        return isinstance(value, Tensor) and value.ndim == 3
+    return name.endswith(TOKEN_TYPES) or name.startswith("input_values") or not MEDIA_WORDS.isdisjoint(name.split("_"))
+
+
+def tells_nothing(model: nn.Module, name: str, value: Any) -> bool:
+    """Return whether these token types are the ones that a prompt of text alone has anyway. GPT-2 adds a token's
+    embedding for each, type 0 included."""
+    plain = reads_media(model) or any("token_type_embeddings" in path for path, _ in model.named_modules())
+    return name.endswith(TOKEN_TYPES) and plain and not bool(torch.as_tensor(value).any())
+
+
 def shifts_positions(model: nn.Module) -> bool:
     """Return whether positions do not advance by one per token of an image."""
     return _position_module(model) is not None
@@ -133,6 +164,11 @@ def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, An
         raise InputError(
             f"{type(model).__name__} takes no {unknown[0]}: the prompt was made by the processor of another model"
         )
+    for name, value in media.items():
+        if not describes_media(name, value) or (name.endswith(TOKEN_TYPES) and not _has_images(media)):
+            raise InputError(
+                f"{name} is not served by eyas, which reads token ids, images, sounds and videos: leave it out"
+            )
     if has_states:
         raise ModelError(
             f"{', '.join(media)}: eyas reads images only into models without recurrent state; give text alone"
@@ -140,6 +176,13 @@ def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, An
     for name, value in media.items():
         if "token_type_ids" in name and value.shape[-1] != len(tokens):
             raise InputError(f"{name} describes {value.shape[-1]} tokens, and the prompt has {len(tokens)}")
+
+
+def _has_images(media: Mapping[str, Any]) -> bool:
+    return any(
+        describes_media(name, value) and not name.endswith((TOKEN_TYPES, "position_ids"))
+        for name, value in media.items()
+    )
 
 
 def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

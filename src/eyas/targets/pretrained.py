@@ -7,6 +7,7 @@ knows files and transformers' Auto classes; it knows no tree, no cache and no me
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,21 +28,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file
 
 from eyas.core.sockets import FILES
 from eyas.errors import ModelError, OptionError, one_line
 
 __all__ = [
-    "REASON_LENGTH",
-    "DeviceMap",
-    "check_config",
-    "check_path",
-    "has_tokenizer",
-    "is_missing_path",
-    "one_line_errors",
-    "read_model",
+    "REASON_LENGTH", "DeviceMap", "check_config", "check_path", "has_tokenizer", "is_missing_path", "one_line_errors", "read_model",
     "read_tokenizer",
-]
+]  # fmt: skip
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
@@ -179,6 +174,8 @@ def read_tokenizer(
                 str(source), trust_remote_code=trust_remote_code
             )
             empty = len(tokenizer) == 0
+            if not getattr(tokenizer, "chat_template", None):
+                tokenizer.chat_template = _template_of_processor(str(source))
     except ModelError:
         folder = _folder(source)
         if required or (folder is not None and _has_files_of_tokenizer(folder)):
@@ -195,6 +192,17 @@ def read_tokenizer(
     if empty and required:
         raise _no_tokenizer(source)
     return None if empty else tokenizer
+
+
+def _template_of_processor(source: str) -> Any:
+    """Return the chat template in the files of a processor, which a tokenizer does not read; None where there is none."""
+    for name in ("chat_template.json", "processor_config.json"):
+        path = cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if path is not None and (template := json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")):
+            return template
+    return None
 
 
 def has_tokenizer(source: str | Path) -> bool:

@@ -133,6 +133,7 @@ class ProbeCache(Cache):
         # module -> the states that it has written, and the layer of each
         self._writers: dict[nn.Module, dict[Key, int]] = {}
         self._calls: dict[nn.Module, _Call] = {}
+        self._written = set[tuple[str, int, int]]()  # kind, number, layer
 
     def _layer(self) -> LinearAttentionAndFullAttentionLayer:
         return LinearAttentionAndFullAttentionLayer(number_of_states=self.states_of_layer)
@@ -148,8 +149,15 @@ class ProbeCache(Cache):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def _note(self, kind: str, number: int, layer: int) -> None:
-        if self._running:
-            self._writers.setdefault(self._running[-1], {})[kind, number] = layer
+        if not self._running:
+            return
+        if (kind, number, layer) in self._written:
+            raise ModelError(
+                f"the model cannot be served: several of its layers write into layer {layer} of the cache: give each layer a number of "
+                "its own (layer_idx of its state module)"
+            )
+        self._written.add((kind, number, layer))
+        self._writers.setdefault(self._running[-1], {})[kind, number] = layer
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:

@@ -27,14 +27,15 @@ def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str]
     """Return the messages as new dicts in the form that chat templates read:
 
         content       a string; the texts of content parts are joined by line breaks, as vLLM does. "" where a
-                      message of the assistant's or a tool's has none. With `media`, a list of content parts
+                      message of the assistant's or a tool's has none. With `media`, a list of content parts, their texts
+                      under "text"
         tool_calls    calls with `function`, whose `arguments` are an object. Anything but an object stays what the model
                       wrote: text that was cut, for instance. Nothing is an empty object; an empty list of calls is
                       left out. The older `function_call` and the role `function` become a call and a tool's message
         other keys    as they are; those that are None are left out
 
     Args:
-        media: types of content parts that are allowed besides text.
+        media: types of content parts that are allowed besides text; ("text",): content is parts of text.
 
     Raises:
         InputError: a message is malformed; the error names its number.
@@ -91,12 +92,12 @@ def _content(content: Any, role: str, number: int, media: Collection[str]) -> An
 
 def _part(part: Any, place: int, number: int, media: Collection[str]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if isinstance(part, Mapping) and kind in media:
+    if isinstance(part, Mapping) and kind in media and kind != "text":
         return dict(part)
     name = TEXT_PARTS.get(kind) if isinstance(part, Mapping) and isinstance(kind, str | None) else None
     if name is None or (kind is None and name not in part):
         named = f"of type {kind!r}" if kind else f"{kind_of(part)} without a type"
-        allowed = "parts of text and images are" if media else "parts of text are"
+        allowed = "parts of text and images are" if {*media} - {"text"} else "parts of text are"
         raise InputError(
             f'part {place} of message {number} is {named}: only {allowed} read here, {{"type": "text", "text": ...}}'
         )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,24 @@ from eyas.text._messages import check_messages, check_unicode, kind_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Span", "encode", "encode_part", "for_template", "has_place_for_tools", "render", "write_chat"]
+__all__ = [
+    "Span",
+    "encode",
+    "encode_part",
+    "for_template",
+    "has_place_for_tools",
+    "render",
+    "reply_message",
+    "write_chat",
+]
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
 ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
 RESERVED = ("conversations", "messages", "self")  # names that transformers and the template's language need themselves
+TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|call|return|start)\|>|$)", re.DOTALL)
 QUESTION = [{"role": "user", "content": "?"}]
 
 
@@ -72,6 +85,7 @@ def write_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     marks: bool = False,
+    now: datetime | None = None,
 ) -> tuple[str, list[Span]]:
     """Return a chat as text, and the characters between the template's {% generation %} marks.
 
@@ -85,13 +99,14 @@ def write_chat(
         chat_template_kwargs: variables of the template, such as enable_thinking; none that the tokenizer's own
             function has as a parameter, for one of them is the template itself.
         marks: look for the template's marks.
+        now: the time that the template is told, which may write today's date.
 
     Raises:
         InputError: a message is malformed, the tokenizer has no chat template, or the template
             refuses the chat (a role that it does not know, turns that do not alternate); the
             error then holds the template's own reason, and the message's number where it has one.
     """
-    chat = check_messages(messages)
+    chat = check_messages(messages, ("text",))
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
     own = inspect.signature(tokenizer.apply_chat_template).parameters if chat_template_kwargs else {}
@@ -110,11 +125,53 @@ def write_chat(
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = tokenizer.get_chat_template(tools=listed)
-        named: Any = for_template(chat, template)
+        if now is not None:
+            template = TODAY.sub(lambda found: repr(now.strftime(found[2])), template)
+        in_parts = _roles_in_parts(
+            template, tuple((k, v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str))
+        )
+        named: Any = for_template([_as_read(message, message["role"] in in_parts) for message in chat], template)
         found: Any = render_jinja_template([named], listed, chat_template=template, **names)
         return found[0][0], [(begin, end) for begin, end in found[1][0]] if marks else []
 
     return _written(write, chat)
+
+
+@lru_cache(64)
+def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do: it writes
+    the text of a part, and loses a string."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    found, word = set[str](), "Word4you"
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+    called: dict[str, dict[str, Any]] = {
+        "assistant": {"tool_calls": [call]},
+        "tool": {"tool_call_id": call["id"], "name": "f"},
+    }
+    turns = {"user": ["user"], "assistant": ["user", "assistant"], "tool": ["user", "assistant", "tool"]}
+
+    def keeps(role: str, parts: bool) -> bool:
+        chat: Any = [{"role": one, "content": word if one == role else "x"} for one in turns.get(role, [role, "user"])]
+        chat = [{**one, **called.get(one["role"], {})} for one in chat] if role == "tool" else chat
+        read = [_as_read(one, parts if one["role"] == role else one["role"] in found) for one in chat]
+        try:
+            variables: dict[str, Any] = dict(names)
+            named: Any = for_template(read, template)
+            return word in render_jinja_template([named], chat_template=template, **variables)[0][0]
+        except Exception:  # a template is a program that comes with the model; it may raise anything
+            return False
+
+    for role in ("user", "assistant", "system", "developer", "tool"):
+        found |= {role} if not keeps(role, parts=False) and keeps(role, parts=True) else set()
+    return frozenset(found)
+
+
+def _as_read(message: Mapping[str, Any], parts: bool) -> Mapping[str, Any]:
+    """Return a message whose content is a list of parts, or the text of these, joined by line breaks as vLLM does."""
+    content = message["content"]
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": content if parts else "\n".join(part["text"] for part in content)}
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
@@ -122,7 +179,7 @@ def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages
     message out without a word, it gets other forms of it (`forms.py`)."""
     from eyas.text.forms import SYSTEM, other_forms
 
-    said = [message["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
+    said = [_as_read(message, parts=False)["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
     refusals, found = [], []
     for form in chain([chat], other_forms(chat)):
         try:
@@ -180,6 +237,21 @@ def for_template(chat: Messages, template: str) -> list[Mapping[str, Any]]:
 
 def _join(first: Any, second: Any) -> Any:
     return f"{first}\n\n{second}" if isinstance(first, str) else [*first, *second]
+
+
+def reply_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collection[int]) -> dict[str, str]:
+    """Return the assistant's message that these tokens are, as a chat template reads it. Special tokens but the `ends` are
+    marks, of reasoning or of calls, and stay; gpt-oss' channels become the keys that its template reads."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+    inner = [token for token in ids if token not in special or token not in ends]
+    plain = special.isdisjoint(inner)
+    text = str(tokenizer.decode(inner, skip_special_tokens=plain, clean_up_tokenization_spaces=False))
+    said = [] if plain else CHANNEL.findall(text)
+    if not said:
+        return {"role": "assistant", "content": text}
+    thinking, content = ("\n".join(body for name, body in said if (name == "analysis") is own) for own in (True, False))
+    return {"role": "assistant", "content": content, **({"thinking": thinking} if thinking else {})}
 
 
 def has_place_for_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> bool:

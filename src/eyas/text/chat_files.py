@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import IO, Any
 
 from eyas.errors import InputError
@@ -20,6 +21,7 @@ from eyas.text.sources import File, is_parquet, opened, parquet_rows, read_error
 
 __all__ = ["chat_lines", "decode_line", "is_chat_file", "messages_of", "open_file", "parse_chat_line"]
 
+LONGEST_LINE = 2**20  # bytes of a line that are read to see what it is
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SHAREGPT_ROLES = {
     "human": "user",
@@ -43,9 +45,23 @@ def open_file(file: File) -> Iterator[IO[bytes]]:
 
 
 def is_chat_file(file: File) -> bool:
-    """Return whether a file holds conversations, by its name; otherwise it is plain text."""
+    """Return whether a file holds conversations, by its name, or because it begins with lines that are JSON objects or
+    with an array of them; otherwise it is plain text. Raise InputError when it cannot be read."""
     name = file.name.lower().removesuffix(".gz")
-    return name.endswith((".jsonl", ".ndjson", ".json")) or is_parquet(file)
+    if name.endswith((".jsonl", ".ndjson", ".json")) or is_parquet(file):
+        return True
+    with open_file(file) as stream:
+        lines = (line for line in iter(partial(stream.readline, LONGEST_LINE), b"") if line.strip())
+        first, second = [line.removeprefix(BYTE_ORDER_MARK).strip() for line in (next(lines, b""), next(lines, b""))]
+    is_array = first.startswith(b"[") and (first + second)[1:].lstrip().startswith(b"{")
+    return is_array or (_is_object(first) and (not second or _is_object(second)))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return line.startswith(b"{") and (len(line) >= LONGEST_LINE or isinstance(parse_json(line), dict))
+    except InputError:
+        return False
 
 
 def chat_lines(file: File) -> Iterator[tuple[str, bytes]]:

@@ -72,9 +72,19 @@ def _no_system(chat: Chat) -> Chat:
 
 def _joined(messages: Chat) -> Mapping[str, Any]:
     """Return messages as one, of the first one's role. Their contents are texts, or parts for a model that reads images."""
-    said = [message["content"] for message in messages if message["content"]]
-    parts = [part for content in said if isinstance(content, list) for part in content]
-    return {**messages[0], "content": parts or "\n\n".join(said)}
+    if len(messages) == 1:
+        return messages[0]
+    listed = [_parts(message["content"]) for message in messages]
+    parts = [part for one in listed for part in one]
+    if all(part["type"] == "text" for part in parts):
+        texts = ["\n".join(part["text"] for part in one) for one in listed]
+        parts = [{"type": "text", "text": "\n\n".join(filter(None, texts))}]
+    strings = all(isinstance(message["content"], str) for message in messages)
+    return {**messages[0], "content": parts[0]["text"] if strings else parts}
+
+
+def _parts(content: Any) -> list[Mapping[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 # --- calls ----------------------------------------------------------------------------------------------

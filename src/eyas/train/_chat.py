@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FIRST_COUNTABLE", "ChatReader", "TokenizedChat", "messages_to_learn"]
 
+DATE = datetime(2026, 1, 1, 12)  # for templates that write today's: the same data gives the same examples on every day
 FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
 
 
@@ -71,7 +73,7 @@ class ChatReader:
             template = self.tokenizer.get_chat_template(tools=keywords.get("tools"))
         except ValueError as error:  # several templates, and none of them is the default
             raise InputError(f"the tokenizer has no chat template for this line: {first_line(error, 200)}") from error
-        found = find_replies(partial(write_chat, self.tokenizer, **keywords), messages, template)
+        found = find_replies(partial(write_chat, self.tokenizer, now=DATE, **keywords), messages, template)
         ids, offsets = self._tokenize(found.whole)
         counted = [False] * len(ids)
         for span in found.spans:

@@ -9,6 +9,7 @@ Files, plain or .gz, here or at a URL (`text.sources`), may be mixed:
     .jsonl .ndjson .json   one conversation a line, or one JSON array of them (.parquet: one a row, with these columns):
                            {"messages": [{"role", "content"}]}  or  {"conversations": [{"from", "value"} or {"role", "content"}]},
                            with "tools", where the assistant had any; a turn of "weight" 0 does not count
+                           whatever its name, a file that begins with JSON objects is read so
     anything else          plain text; documents are separated by <|endoftext|>; a long one becomes pieces of `max_length` tokens
 
 A line that cannot be used goes into the report with its file and number, and reading goes on. Which

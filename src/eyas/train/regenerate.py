@@ -23,7 +23,7 @@ from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.errors import InputError
 from eyas.metrics import StepTotals
-from eyas.text import render, template_keywords
+from eyas.text import render, reply_message, template_keywords
 from eyas.text.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line
 from eyas.text.sources import as_file
 from eyas.train._replies import has_weight
@@ -108,7 +108,7 @@ def read_lines(paths: Sequence[str | Path]) -> Iterator[DataLine]:
     for path in map(as_file, paths):
         if not is_chat_file(path):
             raise InputError(
-                f"{path} is plain text by its name, and has no questions: conversations are .jsonl, .ndjson, .json or .parquet"
+                f"{path} is plain text, and has no questions: conversations are JSON objects, one a line, or .parquet"
             )
         for where, raw in chat_lines(path):
             yield DataLine(where, raw)
@@ -243,8 +243,7 @@ class _Scheduler:
         del self.active[step.request_id]
         if step.finish == "length" and self.settings.drop_cut:
             return active.result(f"the reply was cut after {len(active.reply)} tokens", dropped=True)
-        text = self.tokenizer.decode(active.reply, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        active.messages = [*active.messages, {"role": "assistant", "content": text}]
+        active.messages = [*active.messages, reply_message(self.tokenizer, active.reply, self.eos)]
         active.finish.append(step.finish)
         active.tokens.append(len(active.reply))
         active.reply = []

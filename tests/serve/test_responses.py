@@ -193,6 +193,7 @@ def test_reasoning_a_text_and_calls(tooled: Running) -> None:
         assert response.output_text == "Let me see."
         assert [json.loads(item.arguments) for item in response.output[2:]] == [{"day": "today"}] * 2  # type: ignore[union-attr]
         assert len({item.id for item in response.output}) == 4
+        assert 0 < response.usage.output_tokens_details.reasoning_tokens < 5  # type: ignore[union-attr]
     deltas = [one.delta for one in events if one.type == "response.function_call_arguments.delta"]
     assert deltas == [item.arguments for item in streamed.output[2:]]  # type: ignore[union-attr]
     assert [one.sequence_number for one in stream_of(events)] == list(range(len(stream_of(events))))

@@ -13,9 +13,7 @@ import regex
 from pydantic import BaseModel
 
 import eyas
-from eyas.serve.reading import CallReader, ParsedReader
-from eyas.serve.records import Delta
-from serving import PROMPTS, TOOL_RESPONSE, Running, running, tooled_llm
+from serving import PROMPTS, Running, running, tooled_llm
 
 pytest.importorskip("llguidance", reason="structured output needs llguidance")
 
@@ -186,7 +184,16 @@ def test_calls_that_the_model_decides_on(tooled: Running) -> None:
     assert choice.message.content == "Let me see."
     assert choice.message.model_extra == {"reasoning_content": "Hm."}
     assert [json.loads(call.function.arguments) for call in choice.message.tool_calls or []] == [{"day": "today"}] * 2
-    chunks = [chunk.choices[0] for chunk in tooled.client().chat.completions.create(stream=True, **asked)]
+    usage = tooled.client().chat.completions.create(**asked).usage
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    reasoning = usage.completion_tokens_details.reasoning_tokens
+    assert reasoning is not None
+    assert 0 < reasoning < 5
+    stream = tooled.client().chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+    *made, last = stream
+    assert last.usage == usage
+    chunks = [chunk.choices[0] for chunk in made]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "Let me see."
     assert "".join((chunk.delta.model_extra or {}).get("reasoning_content") or "" for chunk in chunks) == "Hm."
     assert [call.index for chunk in chunks for call in chunk.delta.tool_calls or []] == [0, 1]
@@ -247,51 +254,3 @@ def test_parse_with_tools(tooled: Running) -> None:
     chat = tooled.client().chat.completions.parse(messages=MESSAGES, tools=[strict], tool_choice="required", **GREEDY)
     (call,) = chat.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments in ({"day": "today"}, {"day": "tomorrow"})
-
-
-def test_broken_calls_are_content() -> None:
-    """Guards what a weak model writes: a call that is none, and a forced call that the length cut
-    off, are text."""
-    from transformers.utils.chat_parsing import ResponseParser
-
-    reader = ParsedReader(ResponseParser(TOOL_RESPONSE, prefix=""), None, parallel=True)
-    parts = [
-        *reader.read(Delta(0, "<tool_call>{no JSON}")),
-        *reader.read(Delta(0, "</tool_call> and more")),
-        *reader.read(Delta(0, "!", finish="stop")),
-    ]
-    assert not reader.called
-    assert "and more!" in "".join(part["content"] for part in parts)
-    cut = CallReader()
-    assert cut.read(Delta(0, '{"name": "f", "argum', finish="length")) == [{"content": '{"name": "f", "argum'}]
-    assert not cut.called
-
-
-@pytest.mark.parametrize("step", [1, 7, 1000], ids=["characters", "pieces", "whole"])
-@pytest.mark.parametrize(
-    ("written", "call"),
-    [
-        ('{"foo": 1}', None), ("[1]", None), ("5", None), ("null", None), ('"f"', None), ('{"name": 5, "arguments": {}}', None),
-        ('{"name": "f", "arguments": {"a": 1e999}}', None), ('{"name": "f", "arguments": {"a": NaN}}', None),
-        ('{"name": "f"}', ("f", "{}")), ('{"name": "f", "arguments": null}', ("f", "{}")),
-        ('{"name": "f", "arguments": "{}"}', ("f", "{}")), ('{"name": "f", "parameters": {"a": 1}}', ("f", '{"a": 1}')),
-        (r'{"name": "f", "arguments": {"a": "\ud800"}}', ("f", '{"a": "?"}')),
-    ],
-)  # fmt: skip
-def test_json_that_is_no_call(written: str, call: tuple[str, str] | None, step: int) -> None:
-    """Guards requests that failed with status 500 at what a weak model writes between the marks of a call: JSON
-    that is no call is content; a call without arguments is one."""
-    from transformers.utils.chat_parsing import ResponseParser
-
-    reader = ParsedReader(ResponseParser(TOOL_RESPONSE, prefix=""), None, parallel=True)
-    text = f"Before <tool_call>{written}</tool_call> and more"
-    pieces = [text[begin : begin + step] for begin in range(0, len(text), step)]
-    parts = [part for piece in pieces for part in reader.read(Delta(0, piece))] + reader.read(
-        Delta(0, "", finish="stop")
-    )
-    calls = [
-        (one["function"]["name"], one["function"]["arguments"]) for part in parts for one in part.get("tool_calls", ())
-    ]
-    assert "".join(part.get("content", "") for part in parts) == f"Before{'' if call else written} and more"
-    assert (calls, reader.called) == ([call] if call else [], call is not None)
-    json.dumps(parts, ensure_ascii=False, allow_nan=False).encode()  # what a response can hold

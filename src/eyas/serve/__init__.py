@@ -17,9 +17,11 @@
                      texts to draft from, and another draft head, while the server runs
     service.py, reply.py, blocks.py
                      what the dialects share
-    tools.py, reading.py, images.py, middle.py, logprobs.py, memory.py
-                     functions that a model may call, its answer in parts, images, prompts for the middle of a text,
-                     log-probabilities as clients read them, earlier responses
+    tools.py, images.py, middle.py, logprobs.py, memory.py
+                     functions that a model may call, images, prompts for the middle of a text, log-probabilities as
+                     clients read them, earlier responses
+    reading.py       an answer in parts: content, reasoning, calls; marks.py: the marks by which each family of models
+                     tells them apart; calls.py: from the text of a call to a function and its arguments
     stream.py        server-sent events, keep-alive, clients that hang up
     errors.py, auth.py, hosts.py, limits.py, access.py, bodies.py
                      errors in OpenAI's form, keys, host names, sizes, request ids and the access log, reading bodies

@@ -43,7 +43,7 @@ class BlockWriter(ABC):
         self.chat = chat
         self.totals = Totals()
         self.blocks: list[Block] = []
-        self._reader = chat.new_reader()
+        self.reader = chat.new_reader()
         self._open: Block | None = None
 
     @abstractmethod
@@ -81,7 +81,7 @@ class BlockWriter(ABC):
     @property
     def called(self) -> bool:
         """Whether the answer ends because the model called a function."""
-        return self._reader.called and self.totals.finish == "stop"
+        return self.reader.called and self.totals.finish == "stop"
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         """Yield the events of what came next."""
@@ -95,7 +95,7 @@ class BlockWriter(ABC):
         list(self._read(Delta(0, totals.text, tuple(totals.token_ids), finish, totals.stop_reason)))
 
     def _read(self, delta: Delta) -> Iterator[bytes]:
-        for part in self._reader.read(delta):
+        for part in self.reader.read(delta):
             for call in part.get("tool_calls", ()):
                 function = call["function"]
                 yield from self._begin("call", call["id"], function["name"])

@@ -5,29 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
-from eyas.arguments import MediaIds
+from eyas.arguments import STRUCTURE_KEYWORDS, MediaIds
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
 from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
 from eyas.serve.logprobs import TokenTexts
+from eyas.serve.marks import Grammar, grammar_of
 from eyas.serve.protocol.chat import ChatBody, Prediction, TemplateFields
-from eyas.serve.reading import MessageReader, check_readable, message_of, reader_for
+from eyas.serve.reading import Reader, message_of
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, reply
 from eyas.serve.service import Service
 from eyas.serve.tools import Tools, tools_of, written_tools
+from eyas.text import write_chat
 
 __all__ = ["Chat", "chat", "prepare", "prompt_of"]
 
 # Claude Code counts its requests in the first line of the system text: no two prompts would begin alike
 BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+LAST = "(the last message ends here)"  # is looked for in a rendered chat
 
 
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
@@ -52,7 +54,7 @@ class Chat:
 
     job: Job
     model: str  # the name by which the client knows it
-    new_reader: Callable[[], MessageReader]  # one for each sequence
+    new_reader: Callable[[], Reader]  # makes one for each sequence
 
 
 async def prepare(service: Service, body: ChatBody) -> Chat:
@@ -62,8 +64,10 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
     check_count(service.settings, 1, n)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await service.in_worker(prompt_of, service, body.messages, body, tools)
-    check_readable(service.llm, tools)
-    ids = prompt.ids
+    structure = _structure_of(body.keywords())
+    grammar = grammar_of(service.llm, tools, structure)
+    reader = await service.in_worker(_reader, service, grammar, body, tools)
+    ids = (*prompt.ids, *service.encode(reader.added, special=False))
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     keywords = body.keywords(
         max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
@@ -73,7 +77,36 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
     tools.constrain(keywords)
     keywords["prediction"] = await service.in_worker(predicted_tokens, service, body.prediction)
     job = Job((ids,), keywords, n, media=prompt.media, **body.job_fields())
-    return Chat(job, model, partial(reader_for, service.llm, tools, ids, bool(body.stop)))
+    return Chat(job, model, reader.new)
+
+
+def _structure_of(keywords: Mapping[str, Any]) -> str:
+    """Return the keyword by which a request asks for structured output; "" for free text."""
+    free = (None, {"type": "text"})
+    return next((name for name in STRUCTURE_KEYWORDS if keywords.get(name) not in free), "")
+
+
+def _reader(service: Service, grammar: Grammar, body: ChatBody, tools: Tools) -> Reader:
+    """Return the reader of the answers. Which region the prompt leaves open depends on its end, not on the messages
+    before: on the text that the template writes after the last message, and on the beginning of an answer that the
+    client gives."""
+    messages = [{**message, "content": _text_of(message.get("content"))} for message in body.messages]
+    prefill = messages[-1]["content"] if body.continue_final_message else ""
+    last = len(messages) - 1 - bool(body.continue_final_message)
+    if last >= 0:
+        messages[last]["content"] += LAST
+    try:
+        written, _ = write_chat(service.tokenizer, messages, tools=tools.listed or None, **body.template())
+    except InputError:  # of a template that takes no other text
+        written = ""
+    _, found, opening = written.rpartition(LAST)
+    opening = opening if found or last < 0 else ""
+    return Reader(grammar, opening.rpartition(prefill.strip())[0] if prefill.strip() else opening, prefill)
+
+
+def _text_of(content: Any) -> str:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "\n".join(str(part.get("text") or "") for part in parts)
 
 
 def prompt_of(
@@ -115,11 +148,11 @@ class ChatCompletion(Dialect):
     """OpenAI's chat completions."""
 
     texts: TokenTexts
-    new_reader: Callable[[], MessageReader]
+    new_reader: Callable[[], Reader]
     logprobs: int | None = None  # most probable tokens to list; None: no log-probabilities
     token_ids: bool = False  # list the ids of the answer, as vLLM does
 
-    _readers: dict[int, MessageReader] = field(default_factory=dict)  # readers of the sequences of a stream
+    _readers: dict[int, Reader] = field(default_factory=dict)  # readers of the sequences
 
     prefix = "chatcmpl"
     object = "chat.completion"
@@ -128,8 +161,11 @@ class ChatCompletion(Dialect):
     def opening(self) -> list[dict[str, Any]]:
         return [_chunk_choice(i, {"role": "assistant", "content": ""}) for i in range(self.job.n)]
 
+    def reasoning_tokens(self) -> int:
+        return sum(reader.reasoning_tokens for reader in self._readers.values())
+
     def choice(self, index: int, totals: Totals) -> dict[str, Any]:
-        reader = self.new_reader()
+        reader = self._readers[index] = self.new_reader()
         return {
             "index": index,
             "message": message_of(reader, index, totals),
@@ -167,7 +203,7 @@ class ChatCompletion(Dialect):
         return None if self.logprobs is None or not values else self.texts.chat(values, self.logprobs)
 
 
-def _finish(reader: MessageReader, reason: str | None) -> str | None:
+def _finish(reader: Reader, reason: str | None) -> str | None:
     return "tool_calls" if reader.called and reason == "stop" else reason
 
 

@@ -47,6 +47,10 @@ class Dialect(ABC):
         """Return the choices of chunks that come before anything is generated."""
         return []
 
+    def reasoning_tokens(self) -> int:
+        """Return how many tokens of reasoning have been read."""
+        return 0
+
     def extra(self, totals: list[Totals]) -> dict[str, Any]:
         """Return further fields of the whole response."""
         return {}
@@ -65,7 +69,7 @@ async def reply(service: Service, request: Request, body: GenerationBody, dialec
         return EventStream(events, answer.close, headers=body.response_headers)
     totals = await whole(request, answer)
     response = dialect.envelope(dialect.object, [dialect.choice(i, t) for i, t in enumerate(totals)])
-    content = {**response, **dialect.extra(totals), **_figures(dialect.job, totals)}
+    content = {**response, **dialect.extra(totals), **_figures(dialect, totals)}
     if body.timings_per_token:
         content["timings"] = _timings(dialect.job, totals)
     return json_response(content, body.response_headers)
@@ -99,7 +103,7 @@ async def _chunks(dialect: Dialect, answer: Answer, body: GenerationBody, keep_a
     def chunk(choice: dict[str, Any], cycle: Mapping[str, Any] | None = None) -> bytes:
         made = dialect.envelope(dialect.chunk_object, [choice])
         if options.continuous_usage_stats:
-            made["usage"] = usage_of(dialect.job, totals)
+            made["usage"] = usage_of(dialect.job, totals, dialect.reasoning_tokens())
         elif options.include_usage:
             made["usage"] = None
         if body.timings_per_token:
@@ -122,10 +126,10 @@ async def _chunks(dialect: Dialect, answer: Answer, body: GenerationBody, keep_a
         if made:
             answer.written()
     if options.include_usage:
-        yield event({**dialect.envelope(dialect.chunk_object, []), **_figures(dialect.job, totals)})
+        yield event({**dialect.envelope(dialect.chunk_object, []), **_figures(dialect, totals)})
 
 
-def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
+def usage_of(job: Job, totals: list[Totals], reasoning_tokens: int) -> dict[str, Any]:
     """Return token counts, as OpenAI reports them. A prompt counts once, however many samples it has."""
     prompt, completion = sum(map(len, job.prompts)), sum(len(t.token_ids) for t in totals)
     prediction = job.keywords.get("prediction") or ()
@@ -135,17 +139,18 @@ def usage_of(job: Job, totals: list[Totals]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(t.cached_tokens for t in totals[:: job.n])},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": sum(t.predicted for t in totals),
             "rejected_prediction_tokens": sum(max(0, len(prediction) - t.predicted) for t in totals),
         },
     }
 
 
-def _figures(job: Job, totals: list[Totals]) -> dict[str, Any]:
+def _figures(dialect: Dialect, totals: list[Totals]) -> dict[str, Any]:
     """Return usage, and acceptance where there is a single sequence."""
     drafts = totals[0].speculation() if len(totals) == 1 else None
-    return {"usage": usage_of(job, totals), "metrics": {"speculative_decoding": drafts}}
+    usage = usage_of(dialect.job, totals, dialect.reasoning_tokens())
+    return {"usage": usage, "metrics": {"speculative_decoding": drafts}}
 
 
 def _timings(job: Job, totals: list[Totals]) -> dict[str, Any]:

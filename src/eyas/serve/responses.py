@@ -187,12 +187,12 @@ class Writer(BlockWriter):
         return {"type": "message", **head, "role": "assistant", "content": [_part(block)]}
 
     def _usage(self) -> dict[str, Any]:
-        usage = usage_of(self.chat.job, [self.totals])
+        usage = usage_of(self.chat.job, [self.totals], self.reader.reasoning_tokens)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": self.totals.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from eyas.errors import ModelError
+
 __all__ = [
     "KVCache",
     "LayerCache",
@@ -87,13 +89,23 @@ class LayerCache:
     ) -> tuple[Tensor, Tensor]:
         """See `KVCache.update`."""
         for store, states in ((self.key_RHSh, key_states), (self.value_RHSh, value_states)):
-            store[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
+            store[self.row_R1, :, self.slot_RN] = _as_stored(states, store.dtype).transpose(1, 2)
         key_RHWh, value_RHWh = self.key_RHSh[:, :, : self.width], self.value_RHSh[:, :, : self.width]
         return (
             (key_RHWh[self.row_R1[:, 0]], value_RHWh[self.row_R1[:, 0]])
             if self.gathers_rows
             else (key_RHWh, value_RHWh)
         )
+
+
+def _as_stored(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values in the cache's dtype, if that holds them exactly: a forward that runs under autocast by itself,
+    as accelerate's mixed precision makes it, has narrower ones than its weights."""
+    if states.dtype != dtype and torch.promote_types(states.dtype, dtype) != dtype:
+        raise ModelError(
+            f"a layer's keys and values are {states.dtype}, but the model is {dtype}: load it in one dtype"
+        )
+    return states.to(dtype)
 
 
 class KVCache(Cache):

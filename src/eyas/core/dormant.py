@@ -382,7 +382,7 @@ class _FallbackSession:
                 self.new_rows.remove(row)
             if read < len(text) - 1:
                 tokens_T = torch.tensor(text[read:-1])
-                self.session.prefill(row, tokens_T, torch.empty(len(tokens_T), 0), read)
+                self.session.prefill(row, tokens_T, torch.empty(len(tokens_T), 0, dtype=torch.float32), read)
             self.read_tokens[row] = len(text)  # the session reads the root from `cycle_input`
         return self.session.draft(cycle_input)
 

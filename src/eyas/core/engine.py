@@ -37,11 +37,11 @@ from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RequestDraftSession, check_draft
 from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
-from eyas.core.target import Target
+from eyas.core.target import Target, refuse_autocast
 from eyas.core.tree import Cycle, Draft, Verdict
 from eyas.core.verify import verify
 from eyas.errors import EyasError, OptionError
-from eyas.threads import release_threads
+from eyas.threads import cpu_by_default, release_threads
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch"]
@@ -136,6 +136,11 @@ class Decoder:
             first a Step for each prompt that was completed, which holds its first token; then one
             for each row of the cycle. Empty if there was nothing to do.
         """
+        refuse_autocast(self.target.device)
+        with cpu_by_default():
+            return self._step()
+
+    def _step(self) -> list[Step]:
         prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
         timer = StageTimer()
         if (launched := self._launch(timer)) is None:

@@ -107,6 +107,7 @@ UNLIMITED = 2**20  # positions of a request in a model without positions, which 
 LOGIT_SCALES: Mapping[str, int] = {"logit_scale": 1, "logits_scaling": -1}
 EMBED_SCALES: Mapping[str, int] = {"embedding_multiplier": 1}
 SOFTCAPS = ("final_logit_softcapping",)
+WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the weights of an lm_head that is not quantised
 # Model types that multiply by a field by which the other types divide.
 MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
@@ -142,6 +143,9 @@ class Family:
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself computes
     them; on the device of the hidden states."""
+    weight = getattr(family.head, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dtype in WIDE_DTYPES:
+        hidden = hidden.to(dtype=weight.dtype)  # Mamba's are float32 in every model (residual_in_fp32)
     logits: torch.Tensor = family.head(hidden).to(hidden.device)
     if family.logit_scale != 1.0:
         logits = logits * family.logit_scale

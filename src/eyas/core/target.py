@@ -37,9 +37,19 @@ from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.formats import EXACT, WeightFormat
 
-__all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession"]
+__all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession", "refuse_autocast"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
+
+
+def refuse_autocast(device: torch.device) -> None:
+    """Raise OptionError under torch.autocast: caches and kernels have the model's dtype, and plain decoding there has
+    another text."""
+    if torch.is_autocast_enabled(device.type):
+        raise OptionError(
+            f"torch.autocast is on, but eyas computes in the model's own dtype: "
+            f'call eyas outside of it, or under torch.autocast("{device.type}", enabled=False)'
+        )
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         if model.training:
             raise ModelError("the model is in training mode: call model.eval() first")
+        refuse_autocast(model.device)
         self.model, self.name = model, name
         self.family = families.describe(model)
         self.device, self.dtype = model.device, model.dtype
@@ -275,7 +286,7 @@ class Target:
                     "cannot be read: use a method that reads the last hidden states or none, like eagle1 or suffix"
                 )
             here = [caught[k].to(self.device) for k in feature_layers]
-            return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0)
+            return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0, dtype=self.dtype, device=self.device)
 
         with ExitStack() as hooks:
             for k in feature_layers:

@@ -224,7 +224,7 @@ class Method(DynamicEagle):
         net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)
         with torch.no_grad():
             net.fc.weight.zero_()
-            net.fc.weight[:, -D:] = torch.eye(D)
+            torch.nn.init.eye_(net.fc.weight[:, -D:])
             for layer in (net.layer, *net.later_layers):
                 layer.attention.o.weight.zero_()
                 layer.mlp.down.weight.zero_()

@@ -25,7 +25,7 @@ from eyas.core.ops import Ops
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
-from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat
+from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat, floats
 from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._proofs import Proof
@@ -109,7 +109,7 @@ class CpuRunner:
             replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format,
         )
         self._rotary: nn.Module = base.rotary_emb
-        self._cosine = self._sine = torch.empty(0, head_dim)
+        self._cosine = self._sine = floats(0, head_dim)
         self.thread_chooser = Threads(torch.get_num_threads())
         self.ops: Ops = CpuOps(self.current_threads, head, self.output)
 
@@ -135,7 +135,7 @@ class CpuRunner:
         most, session = torch.get_num_threads(), self.target.run_with(self).open(1)
         counts = sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)})
         took: dict[int, list[float]] = {count: [] for count in counts}
-        tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long), Tree.chain(1, 4)
+        tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long, device="cpu"), Tree.chain(1, 4)
         first = time.perf_counter()
         for turn in range(TURNS):
             if turn > 1 and time.perf_counter() - first > TIMING_SECONDS:
@@ -172,7 +172,8 @@ class CpuRunner:
     def _run_unpadded(self, inputs: ForwardInput) -> TargetOutput:
         """Run a forward without the padding behind `inputs.counts`."""
         R, Q = inputs.tokens_RQ.shape
-        index_M = torch.tensor([r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)])
+        places = [r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)]
+        index_M = torch.tensor(places, device=inputs.tokens_RQ.device)
 
         def spread(x_MX: Tensor) -> Tensor:
             spread_MX = x_MX.new_empty(R * Q, x_MX.shape[1]).index_copy_(0, index_M, x_MX)
@@ -185,15 +186,15 @@ class CpuRunner:
         has."""
         target, D, M = self.target, self.shape.hidden, tokens.numel()
         x_MD = target.embed(tokens).reshape(M, D)  # a new tensor, which the kernels overwrite
-        features_MF = torch.empty(M, D * len(inputs.feature_layers))
+        features_MF = floats(M, D * len(inputs.feature_layers))
         inner = sorted({k for k in inputs.feature_layers if k < target.num_layers})
         in_order = list(inputs.feature_layers) == inner or list(inputs.feature_layers) == [*inner, target.num_layers]
-        taps_MF = features_MF if in_order else torch.empty(M, D * len(inner))
+        taps_MF = features_MF if in_order else floats(M, D * len(inner))
         self.layers(x_MD, self._attention_pass(inputs), inner, taps_MF)
         last_MD = (
             features_MF[:, D * len(inner) :]
             if in_order and target.num_layers in inputs.feature_layers
-            else torch.empty(M, D)
+            else floats(M, D)
         )
         logits_MV = self._logits(x_MD, last_MD, len(inputs.tokens_RQ) if inputs.last_only else None)
         if not in_order:
@@ -240,8 +241,8 @@ class CpuRunner:
     def _extend(self, positions: int) -> None:
         """Compute cosines and sines of more positions with the model's own rotary module."""
         count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
-        every_1P = torch.arange(count)[None]
-        cosine, sine = self._rotary(torch.empty(1, 1, 1), every_1P)
+        every_1P = torch.arange(count, device="cpu")[None]
+        cosine, sine = self._rotary(floats(1, 1, 1), every_1P)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
     def check(self) -> None:

@@ -70,7 +70,7 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {device!r} cannot be used here: {first_line(error)}") from error
     return device

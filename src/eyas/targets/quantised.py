@@ -153,7 +153,7 @@ def _token(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
     place = next(_places(layer), None)
     if not isinstance(width, int) or place is None:
         return None
-    x_TK = REST * torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    x_TK = REST * torch.randn(1, width, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     x_TK[0, 0] = PEAK
     # meta: the weight is offloaded, and is fetched when it is used
     return x_TK.to("cpu" if place.type == "meta" else place, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Unpack, cast, overload
@@ -418,7 +419,7 @@ class LLM:
         decoder = idle[1]
 
         def give_back() -> None:
-            if decoder.finished and is_worth_keeping(decoder.cycle_runner):
+            if decoder.finished and not decoder.broken and is_worth_keeping(decoder.cycle_runner):
                 self._idle = decoder_key, decoder
 
         return decoder, give_back
@@ -437,6 +438,7 @@ class Chat:
             raise InputError(f"a system message must be a string, not {type(system).__name__}")
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._decoders: dict[str, Decoder] = {}  # by adapter: keys and values of one are useless to another
+        self._streaming: Callable[[], Stream | None] = lambda: None  # a weak reference to the caller's stream
 
     def __repr__(self) -> str:
         last = f", last {self.messages[-1]['role']}: {shorten(self.messages[-1]['content'])!r}" if self.messages else ""
@@ -446,39 +448,48 @@ class Chat:
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
         """Send a user's message; append it and the answer to the conversation. `LLM.generate` explains the
         parameters."""
-        stream = self.stream(text, **keywords)
+        stream, append = self._begin(text, keywords, lambda: None)
         for _ in stream:
             pass
+        append()
         return stream.result()
 
     @with_generate_keywords
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
         """Send a user's message as `send` does, and return the answer piece by piece. When the stream is closed early,
         the text so far is appended to the conversation."""
-        if not all(decoder.finished for decoder in self._decoders.values()):
+        stream, _ = self._begin(text, keywords, None)
+        self._streaming = weakref.ref(stream)
+        return stream
+
+    def _begin(
+        self, text: str, keywords: GenerateKeywords, at_end: Callable[[], None] | None
+    ) -> tuple[Stream, Callable[[], None]]:
+        """Return the stream of an answer, and what appends it to the conversation; None: the stream does that at its end."""
+        if (streaming := self._streaming()) is not None and streaming._open:
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
+        # a request that Ctrl-C has interrupted is nobody's, and its keys may be half written
+        self._decoders = {name: one for name, one in self._decoders.items() if one.finished and not one.broken}
         if not isinstance(text, str) or not text.strip():
             raise InputError(
                 "the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}"
             )
         params = generate_keywords(keywords, self.keywords)
         answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
-        return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
+
+        def append() -> None:
+            """Append question and answer to the conversation."""
+            if answer.totals.token_ids:
+                reply = answer.result().text
+                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+
+        return Stream(self._decoder(answer.request.adapter or ""), answer, at_end or append), append
 
     def _decoder(self, adapter: str) -> Decoder:
         if adapter not in self._decoders:
             target, drafter, policy = self.llm.view(adapter)
             self._decoders[adapter] = Decoder(target, with_policy(drafter, policy), rows=1, reuse=True)
         return self._decoders[adapter]
-
-    def _append(self, text: str, answer: Answer) -> None:
-        """Append question and answer to the conversation."""
-        if answer.totals.token_ids:
-            reply = answer.result().text
-            self.messages += [
-                {"role": "user", "content": text},
-                {"role": "assistant", "content": reply},
-            ]
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:

@@ -151,6 +151,7 @@ class AdapterSet:
         """Switch the model to one adapter; "": to none."""
         if name == self._used and (not name or self.tuned.active_adapter == self._inner[name]):
             return
+        self._used = None  # until the switch is complete
         if name:
             self.tuned.base_model.enable_adapter_layers()
             self.tuned.set_adapter(self._inner[name], inference_mode=True)

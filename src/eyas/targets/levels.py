@@ -14,7 +14,7 @@ all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,20 +124,19 @@ class _Projections:
         self._part: dict[Any, Tensor] = {}  # the outputs of the first layers, for the present level
         self._input: Tensor | None = None  # the module's input, at the present level
         self._last_input: Tensor | None = None  # the last layer's input, at the present level
-        self._patches: list[Any] = []
+        self._patches = ExitStack()
 
     def __enter__(self) -> _Projections:
-        for linear in self._whole:
-            self._patches.append(replaced_forward(linear, self._first(linear, linear.forward)))
-        if self._module is not None and self._module.last is not None:
-            self._patches.append(replaced_forward(self._module.last, self._last(self._module.last)))
-        for patch in self._patches:
-            patch.__enter__()
+        with ExitStack() as patches:
+            for linear in self._whole:
+                patches.enter_context(replaced_forward(linear, self._first(linear, linear.forward)))
+            if self._module is not None and self._module.last is not None:
+                patches.enter_context(replaced_forward(self._module.last, self._last(self._module.last)))
+            self._patches = patches.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for patch in self._patches:
-            patch.__exit__(None, None, None)
+        self._patches.close()
 
     def _first(self, linear: Any, forward: Forward) -> Forward:
         return lambda value: self._part[linear] if value is self._input else forward(value)
@@ -169,14 +168,15 @@ class _Projections:
 def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
     """Let calls of the module run `forward` within this context. Its class is not changed, and a forward of the
     instance (accelerate's) is put back afterwards."""
-    before = vars(module).get("forward")
-    vars(module)["forward"] = forward
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = forward
     try:
         yield
-    finally:
-        del vars(module)["forward"]
+    finally:  # without a call, at which Ctrl-C could leave it
+        del attributes["forward"]
         if before is not None:
-            vars(module)["forward"] = before
+            attributes["forward"] = before
 
 
 def _join(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:

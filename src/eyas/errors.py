@@ -18,18 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 __all__ = [
-    "CheckpointError",
-    "EyasError",
-    "FitError",
-    "InputError",
-    "ModelError",
-    "OptionError",
-    "UnknownOptionError",
-    "code_of_request",
-    "first_line",
-    "near",
-    "one_line",
-]
+    "CheckpointError", "EyasError", "FitError", "InputError", "ModelError", "OptionError", "UnknownOptionError",
+    "code_of_request", "first_line", "near", "one_line",
+]  # fmt: skip
 
 
 class EyasError(ValueError):

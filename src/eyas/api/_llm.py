@@ -171,7 +171,8 @@ class LLM:
                 elsewhere.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: most tokens of the answer. None is 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, seed: see `Sampling`, whose defaults (greedy decoding) None stands for.
+            temperature, top_k, top_p, min_p, seed: see `Sampling`, whose defaults (greedy decoding) None stands for. Of the
+                model's generation_config.json only the end tokens count.
             repetition_penalty, presence_penalty, frequency_penalty, logit_bias: see `Sampling`. logit_bias may be a
                 dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
@@ -193,7 +194,7 @@ class LLM:
             features: what else the request asks for, each a `core.requests.RequestFeature`, such as
                 `eyas.recall.Recalled` or one of your own.
             ignore_eos: go on to max_new_tokens, whatever token ends an answer.
-            raw: take a string as it is, without the chat template.
+            raw: take a string as it is, without the chat template. A BOS that it begins with is not added again.
             tools: functions that the model may call, in OpenAI's form, for the chat template.
             chat_template_kwargs: variables of the chat template, such as enable_thinking.
             response_format, regex, grammar, choice: the texts that the answer may have

@@ -23,31 +23,11 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
-    "MEDIA_PARTS",
-    "MODES",
-    "STRUCTURE_KEYWORDS",
-    "GenerateKeywords",
-    "MediaIds",
-    "Messages",
-    "Prompt",
-    "as_draft",
-    "as_logit_bias",
-    "as_processors",
-    "as_prompts",
-    "as_stop_token_ids",
-    "device_name",
-    "dtype_name",
-    "generate_keywords",
-    "has_media",
-    "load_keywords",
-    "mode_of",
-    "on_or_off",
-    "placement_of",
-    "plain_number",
-    "request_features",
-    "whole_number",
-    "with_generate_keywords",
-]
+    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "MediaIds", "Messages", "Prompt", "as_draft",
+    "as_logit_bias", "as_processors", "as_prompts", "as_stop_token_ids", "device_name", "dtype_name",
+    "generate_keywords", "has_media", "load_keywords", "mode_of", "on_or_off", "placement_of", "plain_number",
+    "request_features", "whole_number", "with_generate_keywords",
+]  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -21,18 +21,9 @@ from eyas.checkpoints._files import find, mapping, read_config, read_tensors, wr
 from eyas.errors import CheckpointError, near
 
 __all__ = [
-    "ExportTarget",
-    "Format",
-    "Published",
-    "Shape",
-    "Weights",
-    "differences",
-    "expect",
-    "formats",
-    "load",
-    "refuse_dtypes",
-    "save",
-]
+    "ExportTarget", "Format", "Published", "Shape", "Weights", "differences", "expect", "formats", "load",
+    "refuse_dtypes", "save",
+]  # fmt: skip
 
 Shape = tuple[int, ...]
 Published = tuple[dict[str, Any], dict[str, Tensor]]

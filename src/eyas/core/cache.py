@@ -67,21 +67,10 @@ class LayerCache:
     """
 
     def __init__(
-        self,
-        key_RHSh: Tensor,
-        value_RHSh: Tensor,
-        row_R1: Tensor,
-        slot_RN: Tensor,
-        width: int,
-        gathers_rows: bool = False,
-    ) -> None:
-        self.key_RHSh, self.value_RHSh, self.row_R1, self.slot_RN, self.width = (
-            key_RHSh,
-            value_RHSh,
-            row_R1,
-            slot_RN,
-            width,
-        )
+        self, key_RHSh: Tensor, value_RHSh: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int, gathers_rows: bool = False,
+    ) -> None:  # fmt: skip
+        self.key_RHSh, self.value_RHSh, self.row_R1 = key_RHSh, value_RHSh, row_R1
+        self.slot_RN, self.width = slot_RN, width
         self.gathers_rows = gathers_rows  # the tensors also hold rows that are not in the forward
 
     def update(
@@ -120,14 +109,9 @@ class KVCache(Cache):
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        commit: Commit | None = None,
+        self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, commit: Commit | None = None,
         devices: Sequence[torch.device | None] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
         self.slots = 0
@@ -236,8 +220,7 @@ class KVCache(Cache):
         return layer in self._entries_of_layer
 
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
-        """Move the nodes of each row's path (-1 past its end) to the slots after its committed
-        ones."""
+        """Move the nodes of each row's path (-1 past its end) to the slots after its committed ones."""
         if path_BP.shape[1] == 1:
             return
         for (_, _, device), store in self._stores.items():
@@ -308,8 +291,7 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, h] to the slots after its
-    committed ones.
+    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, h] to the slots after its committed ones.
 
     The root is there already: it is node 0, and so in the first slot after the committed ones.
     """

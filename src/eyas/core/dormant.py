@@ -343,8 +343,7 @@ class DormantSession(DraftSession):
             self.fallback.session.end(row)
 
     def _wake(self, cycle_input: CycleInput) -> None:
-        """Let the session read what it missed in every row that it drafts for, or has drafted
-        for."""
+        """Let the session read what it missed in every row that it drafts for, or has drafted for."""
         for row in range(self.rows):
             active = row in cycle_input.active_rows
             if active or self.has_drafted[row]:

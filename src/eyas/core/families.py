@@ -116,9 +116,7 @@ MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one loaded model, filled by `describe`. The modules are the model's own, not
-    copies.
-    """
+    """Facts about one loaded model, filled by `describe`. The modules are the model's own, not copies."""
 
     model_type: str
     mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys of the dict of masks
@@ -325,8 +323,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers: the outermost list with as many modules as the configuration has
-    layers."""
+    """Return the decoder layers: the outermost list with as many modules as the configuration has layers."""
     count = config.num_hidden_layers
     # LongCat's configuration counts its attentions, two in each layer
     counts = (count, getattr(config, "num_layers", count))

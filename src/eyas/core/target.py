@@ -495,16 +495,9 @@ class TargetSession:
         return TargetOutput(spread(output.logits_BNV), spread(output.features_BNF))
 
     def _run(
-        self,
-        rows: Sequence[int],
-        tokens_RQ: Tensor,
-        depth_RT: Tensor,
-        visible_RQT: Tensor,
-        width: int,
-        last_only: bool = False,
-        prompt: bool = False,
-        counts: tuple[int, ...] = (),
-    ) -> TargetOutput:
+        self, rows: Sequence[int], tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int, last_only: bool = False,
+        prompt: bool = False, counts: tuple[int, ...] = (),
+    ) -> TargetOutput:  # fmt: skip
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]
         self.cache.prepare(rows, lambda: length_R[:, None] + torch.arange(T - Q, T, device=target.device), width)

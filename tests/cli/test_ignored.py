@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from eyas import cli, drafters
+from eyas import drafters
 from eyas.cli import _options
 from eyas.drafters.eagle3 import choose_draft_vocabulary
 from eyas.option_texts import list_options
@@ -17,18 +19,15 @@ from eyas.option_texts import list_options
 
 @pytest.mark.parametrize("command", ["train", "features"])
 @pytest.mark.parametrize("value", ["on", "fixed", "compile"])
-def test_kernels_where_features_are_read(
-    command: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_where_features_are_read(command: str, value: str, run: Callable[..., Any], tmp_path: Path) -> None:
     """Bug: `train --kernels compile` and `features --kernels on` read the features by the model's own forward, and say
     nothing."""
     data = tmp_path / "chats.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}\n')
     arguments = [command, "--data", str(data), "--output", str(tmp_path / "out"), "--kernels", value]
-    with pytest.raises(SystemExit) as end:
-        cli.main([*arguments, "--method", "eagle3"])
-    assert end.value.code == 2
-    assert f"--kernels {value}: features are read by the model's own forward" in capsys.readouterr().err
+    result = run(*arguments, "--method", "eagle3")
+    assert result.exit_code == 2
+    assert f"--kernels {value}: features are read by the model's own forward" in result.stderr
 
 
 def test_no_option_of_a_method_has_a_commands_name() -> None:

@@ -49,8 +49,8 @@ def play(rng: random.Random) -> str:
 def _answers(rng: random.Random, model: PreTrainedModel, method: str, wanted: list[int]) -> str:
     """Answer, and answer again after each of some interruptions."""
     llm = eyas.load(model, tokenizer=False, kernels=rng.choice(["on", "off"]), method=method)
-    lines = lines_of(lambda: _ids(llm))
     assert _ids(llm) == wanted, (method, wanted)
+    lines = lines_of(lambda: _ids(llm))  # of a later answer: the first one prepares more
     struck = 0
     for _ in range(3):
         point = rng.randrange(1, lines)

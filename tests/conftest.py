@@ -1,5 +1,6 @@
 """For every test: a cache folder of its own, so that no measurement from elsewhere is read and none
-is left behind; and a limit of work. Which tests run: tests/tiers.py."""
+is left behind; and a limit of work. Which tests run: tests/tiers.py; which run
+again: tests/again.py."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from types import FrameType
 import pytest
 import torch
 
+from again import pytest_configure  # noqa: F401  # a hook of pytest
 from tiers import (  # noqa: F401  # hooks of pytest
     pytest_addoption,
     pytest_collection_modifyitems,

@@ -478,6 +478,13 @@ def test_llama3_rope_is_handed_on(key: str) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only silu"),
         ({"bias": 1}, "bias 1; it must be true or false"),
         ({"rms_norm_eps": -1}, "rms_norm_eps -1"),
+        ({"layer_norm_eps": 1e-6}, "layer_norm_eps 1e-06, but the norms' epsilon is rms_norm_eps, which is 1e-05"),
+        ({"mlp_bias": True}, "mlp_bias true"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64},
+            "a sliding window of 64 tokens, which the layer of EAGLE-1",
+        ),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "a sliding window of 64 tokens"),
         ({"rope_theta": "big"}, "rope_theta 'big'"),
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor"),
@@ -490,6 +497,26 @@ def test_impossible_configs(changes: dict[str, Any], says: str) -> None:
     """Guards against a wrong setting that shows only as bad acceptance, or as a shape error deep in a net."""
     with pytest.raises(CheckpointError, match=says):
         safeailab.read_config(CONFIG | changes)
+
+
+def test_settings_that_say_nothing(tmp_path: Path) -> None:
+    """Guards published heads, whose configs are the target's: a window that is off or wider than the trained length, an
+    epsilon by two equal names, biases that are not there."""
+    settings = {"use_sliding_window": False, "sliding_window": 64, "layer_norm_eps": 1e-5, "attention_bias": False}
+    assert load(put(tmp_path / "a", CONFIG | settings)).config["qkv_bias"] is False
+    load(put(tmp_path / "b", CONFIG | {"use_sliding_window": True, "sliding_window": 512}))
+
+
+def test_biases_by_the_name_of_llama(tmp_path: Path) -> None:
+    """Bug: attention_bias, LLaMA's name, is ignored: the biases are refused as unknown tensors, or missing ones are not
+    missed."""
+    config, tensors = published(qkv_bias=True)
+    del config["qkv_bias"]
+    biased = load(put(tmp_path / "a", config | {"attention_bias": True}, tensors))
+    assert biased.config["qkv_bias"] is True
+    assert same(biased.tensors, {safeailab.NAMES[name]: tensor for name, tensor in tensors.items()})
+    with pytest.raises(CheckpointError, match=r"self_attn\.q_proj\.bias"):
+        load(put(tmp_path / "b", CONFIG | {"attention_bias": True}))
 
 
 def test_expect(tmp_path: Path) -> None:

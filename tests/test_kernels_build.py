@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from eyas import kernels
+from eyas.errors import OptionError
 from eyas.kernels import _build, _memory
 
 Compiler = Callable[[str], Path]
@@ -126,6 +127,13 @@ def test_threads_that_a_compiler_cannot_build(library: Path, compiler: Compiler,
     assert runs(tmp_path) == 2
 
 
+def test_a_switch_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: EYAS_KERNELS=disabled leaves the kernels on, without a word."""
+    monkeypatch.setenv("EYAS_KERNELS", "disabled")
+    with pytest.raises(OptionError, match="EYAS_KERNELS must be on or off; it is 'disabled'"):
+        reason()
+
+
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
@@ -133,6 +141,7 @@ def test_threads_that_a_compiler_cannot_build(library: Path, compiler: Compiler,
         ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
         ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
         ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
+        ({"EYAS_KERNELS": "False"}, "^EYAS_KERNELS is off$"),
         (
             {"XDG_CACHE_HOME": "/dev/null/cache"},
             "the cache folder /dev/null/cache/eyas/kernels cannot be used: not a directory",

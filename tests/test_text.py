@@ -4,13 +4,14 @@ strings cut where a search does."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eyas.errors import InputError
@@ -537,6 +538,34 @@ def test_template_that_says_nothing() -> None:
     tokenizer.chat_template = "{# nothing #}"
     with pytest.raises(InputError, match="makes no token"):
         render(tokenizer, [{"role": "user", "content": "Hello"}])
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [("", ""), ("<s>", ""), ("<s>", "</s>"), ("[gMASK]<sop>", ""), ("", "</s>")], ids=str
+)
+def test_special_tokens_are_added_once(begin: str, end: str) -> None:
+    """Bug: a chat that was rendered by hand and is given as a raw prompt begins with two <s>. What the text says itself
+    stays: two of them are two."""
+    words = ["<s>", "</s>", "[gMASK]", "<sop>", "user", "hello", "[UNK]"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(words[:4])
+    before, after = (re.findall(r"<.*?>|\[.*?\]", part) for part in (begin, end))
+    single = [*before, "$A", *after]
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(word, words.index(word)) for word in {*before, *after}]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+    def written(text: str) -> list[str]:
+        return [words[token] for token in encode(tokenizer, text)]
+
+    assert written("user hello") == [*before, "user", "hello", *after]
+    assert written(f"{begin}user hello") == [*before, "user", "hello", *after]
+    assert written(f"{begin}{begin}user") == ([*before, *before, "user", *after] if begin else ["user", *after])
+    if begin:
+        assert written(begin) == [*before, *after]
+        assert written("</s>user") == [*before, "</s>", "user", *after]
 
 
 def test_encode() -> None:

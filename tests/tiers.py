@@ -48,6 +48,7 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the exhaustive cases too, as `make test-all` does")
+    parser.addoption("--again", action="store_true", help="run a failed test again, alone, as CI does (tests/again.py)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers

@@ -35,8 +35,11 @@ class UnknownOptionError(OptionError):
     """An option that a method or a training does not have; `option` is its dotted name."""
 
     def __init__(self, option: str, hint: str) -> None:
-        super().__init__(f"unknown option {option!r}; {hint}")
+        super().__init__(option, hint)  # what pickle calls the class with again
         self.option = option
+
+    def __str__(self) -> str:
+        return f"unknown option {self.args[0]!r}; {self.args[1]}"
 
 
 class InputError(EyasError):

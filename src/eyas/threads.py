@@ -1,15 +1,38 @@
-"""The OpenMP threads of torch."""
+"""What torch keeps for a whole process or thread: its OpenMP threads, its default dtype and device."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
-__all__ = ["release_threads"]
+import torch
+
+__all__ = ["cpu_by_default", "plain_defaults", "release_threads"]
 
 OMP_PAUSE_HARD = 2  # value of omp_pause_resource_t in OpenMP 5.0
+
+
+def cpu_by_default() -> AbstractContextManager[object]:
+    """Return a context for this thread that undoes torch.set_default_device: new tensors are on the CPU, unless the code
+    names a device."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+@contextmanager
+def plain_defaults() -> Iterator[None]:
+    """Undo torch.set_default_dtype and set_default_device within this context, in which nets are made. As in
+    from_pretrained of transformers, the dtype is that of the process, so it is set for a moment only."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with cpu_by_default():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def release_threads() -> None:

@@ -238,7 +238,7 @@ def test_stop(target: Target) -> None:
     """Guards the confidence head's threshold: with one that nothing reaches no child may be
     accepted; with 0 it is not asked."""
     for stop, any_child in ((0.0, True), (0.999999, False)):
-        drafter, drafts = made("dspark", target, stop=stop), []
+        drafter, drafts = made("dspark", target, min_confidence=stop), []
         with torch.no_grad():
             drafter.net.confidence.bias.fill_(-5.0)  # type: ignore[union-attr]
             drafter.net.confidence.weight.zero_()  # type: ignore[union-attr]
@@ -269,7 +269,7 @@ def test_trees_are_no_deeper_than_the_block(name: str, target: Target) -> None:
         ("dflash", {"train.objective": "law"}, "train.objective"),
         ("dflash", {"train.weights": "even"}, "train.weights"),
         ("dflash", {"train.smoothing": 0}, "train.smoothing"),
-        ("dspark", {"stop": 1}, "stop"),
+        ("dspark", {"min_confidence": 1}, "min_confidence"),
         ("dspark", {"head.markov_rank": 0}, "head.confidence"),
         ("dspark", {"train.overlap": -1}, "train.overlap"),
     ],

@@ -15,6 +15,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eyas
+from eyas.errors import OptionError
 from eyas.targets import gguf_files
 from quantised_models import quiet, write_gguf
 
@@ -163,6 +164,15 @@ def test_the_least_recently_used_is_removed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("EYAS_GGUF_CACHE_GB", "0")
     gguf_files._remove_unused(folders[3])
     assert [folder.exists() for folder in folders] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("given", ["20GB", "-1", "nan", "all"])
+def test_a_limit_that_is_no_number(given: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: EYAS_GGUF_CACHE_GB=20GB is a traceback, and comes after minutes of conversion."""
+    monkeypatch.setenv("EYAS_GGUF_CACHE_GB", given)
+    monkeypatch.setattr(gguf_files, "_convert", lambda *_: pytest.fail("it is converted first"))
+    with pytest.raises(OptionError, match=f"EYAS_GGUF_CACHE_GB must be a number of gigabytes.*it is '{given}'"):
+        gguf_files.kept_folder(file)
 
 
 def test_without_the_cache_nothing_is_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,9 +170,14 @@ def test_processes_that_cannot_share_a_step(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_process_needs_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in ("", "1", "none"):
+    for size in ("", "1"):
         monkeypatch.setenv("WORLD_SIZE", size)
         assert type(dist.join(torch.device("cpu"), "fsdp")) is dist.SingleProcess
+    for size in ("none", "-1", "2.0"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(OptionError, match=f"WORLD_SIZE must be a whole number.*it is '{size}'"):
+            dist.join(torch.device("cpu"), "fsdp")
+    monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(OptionError, match="share_target divides the target among several processes"):
         TrainConfig(share_target=True).check_processes(1)
     assert TrainConfig().check_processes(1) is None  # type: ignore[func-returns-value]

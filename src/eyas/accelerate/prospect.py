@@ -35,10 +35,16 @@ CHAIN_DEPTH = 5  # draft tokens of an evaluation's chain (`chain_figures`)
 ROWS = {"cpu": 8}  # conversations that are answered at a time; elsewhere OTHER_ROWS
 OTHER_ROWS = 16
 MOST_NEW_TOKENS = 256  # an answer is cut there
-LOOK_SHARE = 0.05  # share of the time for measuring; once it is over, no further method is tried
+LOOK_SHARE, MOST_LOOK_SECONDS = (
+    0.05,
+    20.0,
+)  # for trying methods: share of the time, and its limit; then no further one is tried
 LENGTHS, MOST_LENGTH = 4, 1024  # a training example is cut at so many mean lengths, and at so many tokens
 TRIAL_SHARE, MOST_TRIAL_SECONDS = 0.03, 15.0  # share of the time for the trial of answering, and its limit
-TRIAL_LENGTH, TRIAL_BATCH = 256, 512  # tokens of an example and of a batch in the trial of a training
+TRIAL_LENGTH, TRIAL_BATCH = 256, 512  # tokens of an example and of a batch in the trial of a training, at most
+LEAST_BATCH = 32  # tokens of such a batch where the target is slow
+TRIAL_PASSES = 10  # batches that the trial of a method reads or trains on, about
+AT_BEST = 2.0  # factor of a speed that is estimated from sizes, so that no training is refused that would fit
 COUNTED_SHARE = 0.8  # share of these tokens that are an answer's
 CLUSTERING = 1.5  # factor of the deviation, as the tokens of one text are not independent
 
@@ -109,7 +115,8 @@ def look(models: Models, material: Material, methods: Sequence[str], seconds: fl
     log.info("trying how fast each step is on this machine (%s)", " and ".join(methods))
     training = models.for_training()
     loading, target = models.loading_seconds, training.target
-    rates = _rates_of(methods, target, LOOK_SHARE * seconds)
+    _judge_by_size(target, loading, len(material.answers), seconds)
+    rates = _rates_of(methods, target, min(MOST_LOOK_SECONDS, LOOK_SHARE * seconds))
     chain_pass = trial.chain_pass_seconds(target)
     del training, target
     llm = models.for_answers()
@@ -160,7 +167,7 @@ def _rates_of(methods: Sequence[str], target: Target, seconds: float) -> dict[st
             log.info("%s is left out: to try it takes too much of the time; --method %s takes it", name, name)
             continue
         try:
-            rates[name] = _rates(drafters.find(name), target)
+            rates[name] = _rates(drafters.find(name), target, seconds / len(methods))
         except EyasError as error:
             refusals.append(error)
             log.info("%s is left out: %s", name, error)
@@ -169,12 +176,34 @@ def _rates_of(methods: Sequence[str], target: Target, seconds: float) -> dict[st
     return rates
 
 
-def _rates(kind: type[DraftMethod], target: Target) -> _Rates:
-    length = min(TRIAL_LENGTH, target.context)
+def _judge_by_size(target: Target, loading: float, questions: int, seconds: float) -> None:
+    """Raise InputError if the time is too short for a training even at the speed that sizes alone allow: of a
+    multiplication on this machine, and of the target. It takes a moment."""
+    parameters = sum(p.numel() for p in target.family.layers.parameters())
+    rate = AT_BEST * trial.multiplications_per_second(target) / max(1, parameters)
+    log.info(
+        "by its size alone this model reads at most %s tokens/s here; a closer look takes up to a minute",
+        f"{rate:,.0f}",
+    )
+    tokens = LEAST_BATCH / 2  # short conversations need the fewest tokens
+    speeds = Speeds(
+        loading_seconds=loading, rows=1, answer_rate=rate, answer_tokens=tokens, prompt_tokens=tokens, feature_rate=rate,
+        train_rate=rate, chain_pass_seconds=1 / rate, plain_rate=rate,
+    )  # fmt: skip
+    make_plan(seconds, speeds, questions, LEAST_BATCH)
+
+
+def _rates(kind: type[DraftMethod], target: Target, seconds: float) -> _Rates:
+    """Return the rates of a method, by a trial that takes about so many seconds at most: on a slow machine its batches
+    are smaller."""
+    length = min(LEAST_BATCH, target.context)
+    slow = trial.feature_rate(target, (), length, length) * seconds / TRIAL_PASSES
+    batch = max(LEAST_BATCH, min(TRIAL_BATCH, _above(slow + 1) // 2))
+    length = min(TRIAL_LENGTH, batch, target.context)
     every_token_V = torch.ones(target.vocab_size, dtype=torch.long)
     drafter = kind.init_for_training(target, kind.Options(), 0, every_token_V)
-    reading = trial.feature_rate(target, drafter.train_feature_layers, length, TRIAL_BATCH)
-    return _Rates(reading, trial.training_rate(drafter, length, int(COUNTED_SHARE * length), TRIAL_BATCH))
+    reading = trial.feature_rate(target, drafter.train_feature_layers, length, batch)
+    return _Rates(reading, trial.training_rate(drafter, length, int(COUNTED_SHARE * length), batch))
 
 
 def _above(number: float) -> int:

@@ -27,8 +27,16 @@ from eyas.train.log import read_log
 from eyas.train.loop import train
 from eyas.train.regenerate import Conversation, DataLine, GenerationSettings, parse_conversation, regenerate
 
-__all__ = ["AnswerSpeed", "answer_speed", "chain_pass_seconds", "feature_rate", "training_rate"]
+__all__ = [
+    "AnswerSpeed",
+    "answer_speed",
+    "chain_pass_seconds",
+    "feature_rate",
+    "multiplications_per_second",
+    "training_rate",
+]
 
+MATRIX, MATRIX_TOKENS = 1024, 128  # sizes of a product that shows the speed of the machine
 TRAINING_STEPS = 3  # the first one warms up
 CHAIN_NODES = 6  # nodes of the chains that an evaluation drafts, the root included
 
@@ -104,6 +112,14 @@ def _usable(lines: Sequence[DataLine], settings: GenerationSettings, count: int)
     if not found:
         raise InputError(f"{lines[0].where}: no line holds a question that can be answered")
     return found
+
+
+def multiplications_per_second(target: Target) -> float:
+    """Return how many numbers of a large matrix this machine multiplies in a second, for many tokens at a time."""
+    weight_OI = torch.ones(MATRIX, MATRIX, dtype=target.dtype, device=target.device)
+    tokens_TI = weight_OI[:MATRIX_TOKENS]
+    seconds = min(seconds_of(lambda: tokens_TI @ weight_OI.T, target.device) for _ in range(10))
+    return MATRIX_TOKENS * MATRIX * MATRIX / seconds
 
 
 def feature_rate(target: Target, layers: Sequence[int], length: int, batch_tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Unpack, cast, overload
@@ -149,7 +150,8 @@ class LLM:
                 elsewhere.
             n: answers to each prompt, with the seeds seed, seed + 1, ...; the prompt is read once.
             max_new_tokens: most tokens of the answer. None is 256, or as many as fit the context.
-            temperature, top_k, top_p, min_p, seed: see `Sampling`, whose defaults (greedy decoding) None stands for.
+            temperature, top_k, top_p, min_p, seed: see `Sampling`, whose defaults (greedy decoding) None stands for. Of the
+                model's generation_config.json only the end tokens count.
             repetition_penalty, presence_penalty, frequency_penalty, logit_bias: see `Sampling`. logit_bias may be a
                 dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
@@ -171,7 +173,7 @@ class LLM:
             features: what else the request asks for, each a `core.requests.RequestFeature`, such as
                 `eyas.recall.Recalled` or one of your own.
             ignore_eos: go on to max_new_tokens, whatever token ends an answer.
-            raw: take a string as it is, without the chat template.
+            raw: take a string as it is, without the chat template. A BOS that it begins with is not added again.
             tools: functions that the model may call, in OpenAI's form, for the chat template.
             chat_template_kwargs: variables of the chat template, such as enable_thinking.
             response_format, regex, grammar, choice: the texts that the answer may have
@@ -411,7 +413,7 @@ class LLM:
         decoder = idle[1]
 
         def give_back() -> None:
-            if decoder.finished and is_worth_keeping(decoder.cycle_runner):
+            if decoder.finished and not decoder.broken and is_worth_keeping(decoder.cycle_runner):
                 self._idle = decoder_key, decoder
 
         return decoder, give_back
@@ -430,6 +432,7 @@ class Chat:
             raise InputError(f"a system message must be a string, not {type(system).__name__}")
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._decoders: dict[str, tuple[Hashable, Decoder]] = {}  # by adapter, with the version: keys are made by both
+        self._streaming: Callable[[], Stream | None] = lambda: None  # a weak reference to the caller's stream
 
     def __repr__(self) -> str:
         last = f", last {self.messages[-1]['role']}: {shorten(self.messages[-1]['content'])!r}" if self.messages else ""
@@ -439,25 +442,54 @@ class Chat:
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
         """Send a user's message; append it and the answer to the conversation. `LLM.generate` explains the
         parameters."""
-        stream = self.stream(text, **keywords)
-        for _ in stream:
-            pass
+        stream = None
+        try:
+            with self.llm.target.turn:
+                stream, append = self._begin(text, keywords, lambda: None)
+                self._streaming = weakref.ref(stream)
+            for _ in stream:
+                pass
+        except BaseException:
+            if stream is not None and self._streaming() is stream:  # nobody reads it any more
+                self._streaming = lambda: None
+            raise
+        append()
         return stream.result()
 
     @with_generate_keywords
     def stream(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Stream:
         """Send a user's message as `send` does, and return the answer piece by piece. When the stream is closed early,
         the text so far is appended to the conversation."""
+        with self.llm.target.turn:
+            stream, _ = self._begin(text, keywords, None)
+            self._streaming = weakref.ref(stream)
+        return stream
+
+    def _begin(
+        self, text: str, keywords: GenerateKeywords, at_end: Callable[[], None] | None
+    ) -> tuple[Stream, Callable[[], None]]:
+        """Return the stream of an answer, and what appends it to the conversation; None: the stream does that at its end."""
+        if (streaming := self._streaming()) is not None and streaming._open:
+            raise InputError("the last answer is still being streamed: read it to its end, or close it")
+        # a request that Ctrl-C has interrupted is nobody's, and its keys may be half written
+        self._decoders = {key: one for key, one in self._decoders.items() if one[1].finished and not one[1].broken}
         if not isinstance(text, str) or not text.strip():
             raise InputError(
                 "the message is empty" if isinstance(text, str) else f"a message is a string, not {type(text).__name__}"
             )
         params = generate_keywords(keywords, self.keywords)
-        with self.llm.target.turn:
-            if not all(decoder.finished for _, decoder in self._decoders.values()):
-                raise InputError("the last answer is still being streamed: read it to its end, or close it")
-            answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
-            return Stream(self._decoder(answer.request.adapter or ""), answer, lambda: self._append(text, answer))
+        answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
+
+        def append() -> None:
+            """Append question and answer to the conversation."""
+            if answer.totals.token_ids:
+                reply: Mapping[str, Any] = {"role": "assistant", "content": answer.result().text}
+                if answer.reader.stop_string is None and self.llm.tokenizer is not None:
+                    ends = self.llm.eos | answer.request.eos
+                    reply = reply_message(self.llm.tokenizer, answer.totals.token_ids, ends)
+                self.messages += [{"role": "user", "content": text}, dict(reply)]
+
+        return Stream(self._decoder(answer.request.adapter or ""), answer, at_end or append), append
 
     def _decoder(self, adapter: str) -> Decoder:
         version, (made, decoder) = self.llm.version(), self._decoders.get(adapter, (None, None))
@@ -466,14 +498,6 @@ class Chat:
             decoder = Decoder(target, with_policy(drafter, policy), rows=1, reuse=True)
             self._decoders[adapter] = version, decoder
         return decoder
-
-    def _append(self, text: str, answer: Answer) -> None:
-        """Append question and answer to the conversation."""
-        if answer.totals.token_ids:
-            reply: Mapping[str, Any] = {"role": "assistant", "content": answer.result().text}
-            if answer.reader.stop_string is None and self.llm.tokenizer is not None:
-                reply = reply_message(self.llm.tokenizer, answer.totals.token_ids, self.llm.eos | answer.request.eos)
-            self.messages += [{"role": "user", "content": text}, dict(reply)]
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:

@@ -21,7 +21,7 @@ from eyas.core.sockets import ADAPTER, HEAD, RUNNER, TARGET, PlainRunner
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.errors import CheckpointError, OptionError, UnknownOptionError, near
-from eyas.threads import release_threads
+from eyas.threads import plain_defaults, release_threads
 
 __all__ = ["LOAD_KEYWORDS", "load"]
 
@@ -111,24 +111,27 @@ def load(
         draft = known.heads.get(drafters.find(method).head_format)
     adapters = None if adapter is None else ADAPTER.plug_for("adapters").adapters_of(adapter)
     settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, adapters, spread, gguf_file)
-    loaded_target, loaded_tokenizer = read_target(target, known, settings)
-    runner = RUNNER.plug or PlainRunner()
-    loaded_target = runner.with_fastest_runner(
-        loaded_target,
-        on_or_off(kernels),
-        own=isinstance(target, str | Path | None),
-        weights=weights,
-        activations=activations,
-        draft_weights=draft_weights,
-    )
-    if isinstance(draft, str) and draft == AUTO:
-        draft, drafter = _listed_drafter(loaded_target, method, options, draft_with)
-    else:
-        drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
-    runner.warm_up(drafter)
-    release_threads()
-    policy = new_policy(drafter) if mode == "auto" else None
-    return LLM(loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy)
+    with plain_defaults():
+        loaded_target, loaded_tokenizer = read_target(target, known, settings)
+        runner = RUNNER.plug or PlainRunner()
+        loaded_target = runner.with_fastest_runner(
+            loaded_target,
+            on_or_off(kernels),
+            own=isinstance(target, str | Path | None),
+            weights=weights,
+            activations=activations,
+            draft_weights=draft_weights,
+        )
+        if isinstance(draft, str) and draft == AUTO:
+            draft, drafter = _listed_drafter(loaded_target, method, options, draft_with)
+        else:
+            drafter = _load_drafter(loaded_target, draft, method, options, draft_with)
+        runner.warm_up(drafter)
+        release_threads()
+        policy = new_policy(drafter) if mode == "auto" else None
+        return LLM(
+            loaded_target, drafter, loaded_tokenizer, str(draft) if isinstance(draft, str | Path) else None, policy
+        )
 
 
 def _load_drafter(

@@ -72,7 +72,7 @@ def bandwidth(device: torch.device) -> float | None:
     """
     for size in (2**31, 2**29, 2**28) if device.type == "cuda" else (2**26,):
         try:
-            numbers = torch.empty(size, device=device).uniform_()
+            numbers = torch.empty(size, dtype=torch.float32, device=device).uniform_()
             best = min(_device_seconds(lambda: numbers.sum(), device) for _ in range(REPEATS))  # noqa: B023 - called at once
         except RuntimeError:  # out of memory
             continue

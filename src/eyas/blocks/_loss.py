@@ -132,7 +132,7 @@ def choose_anchors(batch: Batch, max_anchors: int, generator: torch.Generator | 
     place_N = torch.arange(len(counted_N))
     fits_N = counted_N & counted_N.roll(-1) & (place_N + 1 < end_N) & (place_N > begin_N)
     order_A = fits_N.nonzero()[:, 0]
-    draw_A = torch.rand(len(counted_N), generator=generator)[order_A].double()
+    draw_A = torch.rand(len(counted_N), dtype=torch.float32, generator=generator)[order_A].double()
     order_A = order_A[(begin_N[order_A] + draw_A).argsort(stable=True)]  # by document, at random within each
     first_A = torch.searchsorted(begin_N[order_A].contiguous(), begin_N[order_A].contiguous())
     return order_A[torch.arange(len(order_A)) - first_A < max_anchors].sort().values.to(batch.tokens_N.device)

@@ -125,9 +125,8 @@ class Convolution(nn.Module):
                 f"groups of {group} channels do not divide the width {size}: choose another head.channels"
             )
         self.taps, self.group = taps, group
-        base = torch.zeros(2, taps, size)
-        base[:, 0] = 1
-        self.base = nn.Parameter(base)  # before and after the part
+        self.base = nn.Parameter(torch.zeros(2, taps, size))
+        nn.init.ones_(self.base[:, 0])  # before and after the part
         self.kernel = nn.Linear(size, 2 * taps * (size // group), bias=False)
 
     def before(self, x_RnD: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ on their parent's token, and a confidence head, which says how far drafting pays
 Slot i (0, 1, ...) predicts the next token, i + 1 places after the root, so a block of n slots
 drafts n levels. The Markov head adds a matrix of low rank over pairs of tokens, so that the
 children of a node fit that node, at no further pass. The confidence head estimates at each node the
-share of q that the target would accept; `--stop` lets nodes below that estimate have no children.
+share of q that the target would accept; `--min-confidence` lets nodes below that estimate have no children.
 
 Trees, sessions and training are DFlash's: `_method.py`, `_session.py`, `_loss.py`.
 """
@@ -78,14 +78,16 @@ class Options:
     """Options of dspark."""
 
     tree: DynamicTree = field(default_factory=DynamicTree)
-    stop: float = 0.0
+    min_confidence: float = 0.0
     """A node gets no children where the confidence head expects less than this share of them to be
     accepted; 0: it is not asked."""
     train: TrainDSpark = field(default_factory=TrainDSpark)
     head: NewHead = field(default_factory=NewHead)
 
     def __post_init__(self) -> None:
-        check_number("stop", self.stop, lambda share: 0 <= share < 1, "a share, 0 or more and below 1")
+        check_number(
+            "min_confidence", self.min_confidence, lambda share: 0 <= share < 1, "a share, 0 or more and below 1"
+        )
 
 
 class Method(BlockMethod):
@@ -108,8 +110,8 @@ class Method(BlockMethod):
 
     def mask_leaves(self, logits_BQV: Tensor, hidden_B1D: Tensor, tokens_BQ: Tensor) -> Tensor:
         net: BlockNet = self.decoding_net
-        if not self.options.stop or net.confidence is None:
+        if not self.options.min_confidence or net.confidence is None:
             return logits_BQV
         confidence_logit_BQ = net.accepted(hidden_B1D.expand(-1, tokens_BQ.shape[1], -1), tokens_BQ)
-        threshold = math.log(self.options.stop / (1 - self.options.stop))
+        threshold = math.log(self.options.min_confidence / (1 - self.options.min_confidence))
         return logits_BQV.masked_fill((confidence_logit_BQ < threshold)[..., None], -math.inf)

@@ -63,6 +63,7 @@ from eyas.errors import CheckpointError
 __all__ = [
     "CARRIES", "DEEPSPEC", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "check_dtypes",
     "choice", "complete", "draft_ids", "is_eagle3", "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
+    "sliding_window",
 ]  # fmt: skip
 
 SGLANG, VLLM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
@@ -318,7 +319,7 @@ def _our_config(
         "fc_bias": _bias(config, "bias", "fc.bias" in tensors, strict),
         "qkv_bias": _bias(config, qkv_key, has_qkv_bias, strict),
     }
-    ours = complete({**base, **settings, "window": _window(config, base["max_positions"], settings["layers"])})
+    ours = complete({**base, **settings, "window": sliding_window(config, base["max_positions"], settings["layers"])})
     _check_sizes(ours, tensors)
     return ours
 
@@ -497,7 +498,7 @@ def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
         )
 
 
-def _window(config: Mapping[str, Any], positions: int, layers: int) -> int | None:
+def sliding_window(config: Mapping[str, Any], positions: int, layers: int) -> int | None:
     """Return the sliding window in tokens, where it is shorter than the trained length.
     Raise CheckpointError if layers have different ones."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")

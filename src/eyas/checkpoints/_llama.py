@@ -22,6 +22,14 @@ __all__ = [
 ]  # fmt: skip
 
 LARGEST_COUNT = 2**31
+EPSILONS = (
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "layernorm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+    "rms_eps",
+)  # of other families
 # tensors of queries and keys, whose rows are channels of heads
 _TURNED = frozenset({"q.weight", "k.weight", "q.bias", "k.bias", "q_norm.weight", "k_norm.weight"})
 # kinds of RoPE, with the numbers that they must and may have
@@ -93,6 +101,14 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     act = config.get("hidden_act", "silu")
     if act != "silu":
         raise CheckpointError(f"config.json has hidden_act {short(act)}; only silu is known in heads of this format")
+    if flag(config, "mlp_bias", False):
+        raise CheckpointError("config.json has mlp_bias true; the MLPs in heads of this format have no biases")
+    eps = number(config, "rms_norm_eps", 1e-6)
+    for name in EPSILONS:
+        if number(config, name, eps) != eps:
+            raise CheckpointError(
+                f"config.json has {name} {config[name]}, but the norms' epsilon is rms_norm_eps, which is {eps}"
+            )
     return {
         "hidden_size": hidden,
         "intermediate_size": count(config, "intermediate_size"),
@@ -100,7 +116,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_eps": number(config, "rms_norm_eps", 1e-6),
+        "rms_eps": eps,
         "max_positions": count(config, "max_position_embeddings", count(config, "max_sequence_length", 2048)),
         "act": act,
     }

@@ -1,6 +1,7 @@
 """EAGLE-1 and EAGLE-2 heads (the same weights) as their authors, SafeAILab, publish them.
 
-    config.json     a LLaMA config with extra keys `bias` (of fc; true when absent) and `qkv_bias`; num_hidden_layers is not read
+    config.json     a LLaMA config with extra keys `bias` (of fc; true when absent) and `qkv_bias` (or LLaMA's attention_bias);
+                    num_hidden_layers is not read: published heads leave it at the target's
     tensors         the keys of NAMES; layer 0 has no input_layernorm, there is no final norm and no lm_head
 
 Our config, which `read` returns and `write` takes:
@@ -28,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from eyas.checkpoints._block import is_block_head
-from eyas.checkpoints._eagle3 import is_eagle3
+from eyas.checkpoints._eagle3 import is_eagle3, sliding_window
 from eyas.checkpoints._llama import Shape, flag, layer_names, layer_shapes, mapping, read_layer, read_rope, write_layer
 from eyas.checkpoints._weights import ExportTarget, Published, differences, refuse_dtypes
 from eyas.errors import CheckpointError, near
@@ -130,11 +131,16 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inputs = mapping(config, "eyas").get("inputs", "shifted")
     if inputs not in INPUTS:
         raise CheckpointError(f'config.json has "eyas": "inputs" {inputs!r}; {near(str(inputs), INPUTS)}')
+    layer = read_layer(config)
+    if window := sliding_window(config, layer["max_positions"], 1):
+        raise CheckpointError(
+            f"config.json has a sliding window of {window} tokens, which the layer of EAGLE-1 does not have"
+        )
     ours = {
-        **read_layer(config),
+        **layer,
         **read_rope(config),
         "fc_bias": flag(config, "bias", True),
-        "qkv_bias": flag(config, "qkv_bias", False),
+        "qkv_bias": flag(config, "qkv_bias", False) or flag(config, "attention_bias", False),
         "inputs": inputs,
     }
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours

@@ -201,7 +201,9 @@ def _drafted_tokens(tensors: Mapping[str, Tensor], vocabulary: int, drafted: int
             f"a head that drafts {drafted} of {vocabulary} tokens has lm_head.weight and d2t; one is missing"
         )
     check_dtypes({name: tensors[name] for name in ("d2t", "t2d") if name in tensors})
-    if tuple(tensors["d2t"].shape) != (drafted,) or tensors.get("t2d", torch.zeros(vocabulary)).shape != (vocabulary,):
+    if tuple(tensors["d2t"].shape) != (drafted,) or tensors.get(
+        "t2d", torch.zeros(vocabulary, dtype=torch.bool)
+    ).shape != (vocabulary,):
         raise CheckpointError(f"d2t must have {drafted} entries and t2d {vocabulary}, as config.json says")
     ids = draft_ids(tensors, vocabulary, drafted)
     return {} if ids is None else {"draft_ids": ids}

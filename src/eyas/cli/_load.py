@@ -95,7 +95,9 @@ def plain_decoding(llm: LLM) -> LLM:
 
 
 def check_exact(model: TargetOptions) -> None:
-    """Refuse a rounded target where features are read."""
+    """Refuse a rounded target and kernels where features are read."""
+    if model.kernels not in ("auto", "off"):
+        raise OptionError(f"--kernels {model.kernels}: features are read by the model's own forward: leave it out")
     for name in ("weights", "activations"):
         if getattr(model, name) != "exact":
             raise OptionError(

@@ -118,7 +118,7 @@ def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> 
     if job.method is not None and job.method not in METHODS:
         raise OptionError(f"--method {job.method}: {near(job.method, METHODS)}")
     check_files(job.data)
-    check_exact(model)
+    check_exact(replace(model, kernels="auto"))  # those of the answers
     return replace(model, target=target or model.target)
 
 
@@ -153,7 +153,7 @@ class Models:
 
     def for_training(self) -> LLM:
         """Return the target by its own forward."""
-        return self._get("training", lambda: load_target(self.model))
+        return self._get("training", lambda: load_target(replace(self.model, kernels="auto")))
 
     def _get(self, purpose: str, load_llm: Callable[[], LLM]) -> LLM:
         if self._loaded is None or self._loaded[0] != purpose:

@@ -259,17 +259,19 @@ def train_head(
 
 def _rank() -> int:
     """Return the number of this process among those that torchrun has started; 0 without torchrun."""
-    from eyas.train.dist import world_size
+    from eyas.train.dist import launched_as, world_size
 
-    return int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
+    return launched_as("RANK", 0) if world_size() > 1 else 0
 
 
 def _device(name: str) -> str:
     """Return the GPU of this process: under torchrun each one of a machine has its own."""
     import torch
 
-    local = os.environ.get("LOCAL_RANK")
-    return f"cuda:{local}" if local and name in ("auto", "cuda") and torch.cuda.is_available() else name
+    from eyas.train.dist import launched_as
+
+    first_of_all = "LOCAL_RANK" not in os.environ or name not in ("auto", "cuda") or not torch.cuda.is_available()
+    return name if first_of_all else f"cuda:{launched_as('LOCAL_RANK', 0)}"
 
 
 def _trainable_method(name: str) -> type[DraftMethod]:

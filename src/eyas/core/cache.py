@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from eyas.errors import ModelError
+
 __all__ = [
     "KVCache",
     "LayerCache",
@@ -65,32 +67,34 @@ class LayerCache:
     """
 
     def __init__(
-        self,
-        key_RHSh: Tensor,
-        value_RHSh: Tensor,
-        row_R1: Tensor,
-        slot_RN: Tensor,
-        width: int,
-        gathers_rows: bool = False,
-    ) -> None:
-        self.key_RHSh, self.value_RHSh, self.row_R1, self.slot_RN = key_RHSh, value_RHSh, row_R1, slot_RN
-        self.width, self.gathers_rows = (
-            width,
-            gathers_rows,
-        )  # whether the tensors also hold rows that are not in the forward
+        self, key_RHSh: Tensor, value_RHSh: Tensor, row_R1: Tensor, slot_RN: Tensor, width: int, gathers_rows: bool = False,
+    ) -> None:  # fmt: skip
+        self.key_RHSh, self.value_RHSh, self.row_R1 = key_RHSh, value_RHSh, row_R1
+        self.slot_RN, self.width = slot_RN, width
+        self.gathers_rows = gathers_rows  # the tensors also hold rows that are not in the forward
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """See `KVCache.update`."""
         for store, states in ((self.key_RHSh, key_states), (self.value_RHSh, value_states)):
-            store[self.row_R1, :, self.slot_RN] = states.transpose(1, 2)
+            store[self.row_R1, :, self.slot_RN] = _as_stored(states, store.dtype).transpose(1, 2)
         key_RHWh, value_RHWh = self.key_RHSh[:, :, : self.width], self.value_RHSh[:, :, : self.width]
         return (
             (key_RHWh[self.row_R1[:, 0]], value_RHWh[self.row_R1[:, 0]])
             if self.gathers_rows
             else (key_RHWh, value_RHWh)
         )
+
+
+def _as_stored(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values in the cache's dtype, if that holds them exactly: a forward that runs under autocast by itself,
+    as accelerate's mixed precision makes it, has narrower ones than its weights."""
+    if states.dtype != dtype and torch.promote_types(states.dtype, dtype) != dtype:
+        raise ModelError(
+            f"a layer's keys and values are {states.dtype}, but the model is {dtype}: load it in one dtype"
+        )
+    return states.to(dtype)
 
 
 class KVCache(Cache):
@@ -105,14 +109,9 @@ class KVCache(Cache):
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        commit: Commit | None = None,
+        self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, commit: Commit | None = None,
         devices: Sequence[torch.device | None] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
         self.slots = 0
@@ -221,8 +220,7 @@ class KVCache(Cache):
         return layer in self._entries_of_layer
 
     def commit(self, length_B: Tensor, path_BP: Tensor) -> None:
-        """Move the nodes of each row's path (-1 past its end) to the slots after its committed
-        ones."""
+        """Move the nodes of each row's path (-1 past its end) to the slots after its committed ones."""
         if path_BP.shape[1] == 1:
             return
         for (_, _, device), store in self._stores.items():
@@ -293,8 +291,7 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, h] to the slots after its
-    committed ones.
+    """Move the nodes of each row's path (-1 past its end) in [E, B, H, S, h] to the slots after its committed ones.
 
     The root is there already: it is node 0, and so in the first slot after the committed ones.
     """

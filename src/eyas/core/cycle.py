@@ -57,8 +57,7 @@ class CycleRunner:
                 those before the last cycle.
 
         Returns:
-            the cycle; None if it depends on something that the host must read first, and nothing was
-            run.
+            the cycle; None if it depends on something that the host must read first, and nothing was run.
         """
         return None
 

@@ -343,8 +343,7 @@ class DormantSession(DraftSession):
             self.fallback.session.end(row)
 
     def _wake(self, cycle_input: CycleInput) -> None:
-        """Let the session read what it missed in every row that it drafts for, or has drafted
-        for."""
+        """Let the session read what it missed in every row that it drafts for, or has drafted for."""
         for row in range(self.rows):
             active = row in cycle_input.active_rows
             if active or self.has_drafted[row]:
@@ -382,7 +381,7 @@ class _FallbackSession:
                 self.new_rows.remove(row)
             if read < len(text) - 1:
                 tokens_T = torch.tensor(text[read:-1])
-                self.session.prefill(row, tokens_T, torch.empty(len(tokens_T), 0), read)
+                self.session.prefill(row, tokens_T, torch.empty(len(tokens_T), 0, dtype=torch.float32), read)
             self.read_tokens[row] = len(text)  # the session reads the root from `cycle_input`
         return self.session.draft(cycle_input)
 

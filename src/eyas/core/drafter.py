@@ -43,16 +43,9 @@ if TYPE_CHECKING:
     from eyas.core.target import Target
 
 __all__ = [
-    "Capturable",
-    "CycleInput",
-    "DraftSession",
-    "Drafter",
-    "NoOptions",
-    "NodeChooser",
-    "TreeSize",
-    "build_options",
+    "Capturable", "CycleInput", "DraftSession", "Drafter", "NoOptions", "NodeChooser", "TreeSize", "build_options",
     "method_name",
-]
+]  # fmt: skip
 
 
 class TreeSize(NamedTuple):
@@ -84,8 +77,7 @@ class NodeChooser(Protocol):
 
 @dataclass(frozen=True)
 class CycleInput:
-    """The state of all rows when a cycle begins. Tensors are on the device, everything else is
-    known to the host."""
+    """The state of all rows when a cycle begins. Tensors are on the device, everything else is known to the host."""
 
     tokens_B: Tensor  # int64; the roots: each row's newest token, emitted and not yet in any cache; 0 in empty rows
     position_B: Tensor  # int64; the roots' absolute positions = numbers of committed tokens
@@ -114,9 +106,8 @@ class CycleInput:
 class Capturable:
     """A session whose cycles can be recorded as a CUDA graph and replayed.
 
-    It drafts and commits without reading any value on the host. The operations are the same for all
-    inputs with the same Sampling of each row (seeds may differ), the same `tree_size` and the same
-    `max_position`.
+    It drafts and commits without reading any value on the host. The operations are the same for all inputs with the
+    same Sampling of each row (seeds may differ), the same `tree_size` and the same `max_position`.
     """
 
     session: DraftSession
@@ -153,8 +144,7 @@ class DraftSession(ABC):
         return 0
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """Replace an empty row's state by the state after the first `length` tokens, or fewer, of another
-        row's text.
+        """Replace an empty row's state by the state after the first `length` tokens, or fewer, of another row's text.
 
         The other row may be in flight. Called before `begin`, when a new prompt shares its first
         tokens with the other row's text.
@@ -187,8 +177,7 @@ class DraftSession(ABC):
 
     @abstractmethod
     def draft(self, cycle_input: CycleInput) -> Draft:
-        """Propose a tree for every row. In a session that is `capturable`, shapes must not depend
-        on values."""
+        """Propose a tree for every row. In a session that is `capturable`, shapes must not depend on values."""
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
         """Read the accepted path; drop the state of all other nodes. `output` has the target's
@@ -243,8 +232,7 @@ class Drafter(ABC):
 
     @property
     def max_tree(self) -> TreeSize | None:
-        """The largest dynamic tree that `CycleInput.tree_size` may ask for; None: the method has
-        no dynamic trees."""
+        """The largest dynamic tree that `CycleInput.tree_size` may ask for; None: the method has no dynamic trees."""
         return None
 
     @property

@@ -24,7 +24,8 @@ path, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,11 +38,11 @@ from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
 from eyas.core.row_drafts import RequestDraftSession, check_draft
 from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
-from eyas.core.target import Target
+from eyas.core.target import Target, refuse_autocast
 from eyas.core.tree import Cycle, Draft, Verdict
 from eyas.core.verify import verify
-from eyas.errors import EyasError, OptionError
-from eyas.threads import release_threads
+from eyas.errors import EyasError, InputError, OptionError
+from eyas.threads import cpu_by_default, release_threads
 from eyas.timing import StageTimer
 
 __all__ = ["Decoder", "Request", "StageTimer", "Step", "Verify", "Watch"]
@@ -95,6 +96,8 @@ class Decoder:
         self._settings: RowSettings | None = None  # None: a request has entered or left a row since the last cycle
         self._root_tokens_B: Tensor | None = None  # the last cycle's bonus tokens, which are on the device already
         self._ahead: _Launched | None = None
+        # a step or a cancellation has been interrupted (Ctrl-C, out of memory): a request may be in no list, a row half written
+        self.broken = False
 
     @property
     def finished(self) -> bool:
@@ -120,13 +123,14 @@ class Decoder:
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
-        """Drop a request that is queued, whose prompt is being read, or that is being decoded."""
+        """Drop a request that is queued, whose prompt is being read, or that is being decoded. A broken decoder has none."""
         with self.target.turn:
-            if self.prompts.cancel(request_id):
+            if self.broken:
                 return
-            for b, row in enumerate(self.rows):
-                if row is not None and row.request_id == request_id:
-                    self._release(b)
+            with self._whole_change():
+                if not self.prompts.cancel(request_id):
+                    for b in [b for b, row in enumerate(self.rows) if row is not None and row.request_id == request_id]:
+                        self._release(b)
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
@@ -137,19 +141,32 @@ class Decoder:
             first a Step for each prompt that was completed, which holds its first token; then one
             for each row of the cycle. Empty if there was nothing to do.
         """
-        with self.target.turn:
-            prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
-            timer = StageTimer()
-            if (launched := self._launch(timer)) is None:
-                return prefills
-            self._ahead = self._launch_ahead(launched, timer)
-            cycle_input, cycle = launched.cycle_input, launched.cycle
-            steps = self._emit(cycle, launched.live_rows(self.rows), timer)
-            self.draft_session.observe(steps)
-            self.prompts.observe(steps[0].seconds)
-            if self.watch is not None:
-                self.watch(cycle_input, cycle.draft, cycle.scores_BNV.float(), cycle.verdict)
-            return prefills + steps
+        refuse_autocast(self.target.device)
+        with self.target.turn, self._whole_change(), cpu_by_default():
+            return self._step()
+
+    @contextmanager
+    def _whole_change(self) -> Iterator[None]:
+        """Mark the decoder as broken if the block does not reach its end."""
+        if self.broken:
+            raise InputError("an earlier step of this Decoder did not reach its end: make a new Decoder")
+        self.broken = True
+        yield
+        self.broken = False
+
+    def _step(self) -> list[Step]:
+        prefills = [self._first_token(prompt, read) for prompt, read in self.prompts.read()]
+        timer = StageTimer()
+        if (launched := self._launch(timer)) is None:
+            return prefills
+        self._ahead = self._launch_ahead(launched, timer)
+        cycle_input, cycle = launched.cycle_input, launched.cycle
+        steps = self._emit(cycle, launched.live_rows(self.rows), timer)
+        self.draft_session.observe(steps)
+        self.prompts.observe(steps[0].seconds)
+        if self.watch is not None:
+            self.watch(cycle_input, cycle.draft, cycle.scores_BNV.float(), cycle.verdict)
+        return prefills + steps
 
     def _launch(self, timer: StageTimer) -> _Launched | None:
         """Return the cycle that ran ahead, if a row of it is still in flight; else launch one for all rows

@@ -68,8 +68,7 @@ class TargetState:
         """Commit the first `count_B` nodes of each row, which are a chain."""
 
     def longest_known_prefix(self, row: int, length_B: Tensor, max_length: int) -> int:
-        """Return the most tokens, up to `max_length`, to which the row can be cut, or of which it can be
-        copied."""
+        """Return the most tokens, up to `max_length`, to which the row can be cut, or of which it can be copied."""
         return max_length
 
     def truncate(self, row: int, length: int, length_B: Tensor) -> None:

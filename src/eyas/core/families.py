@@ -104,6 +104,7 @@ UNLIMITED = 2**20  # positions of a request in a model without positions, which 
 LOGIT_SCALES: Mapping[str, int] = {"logit_scale": 1, "logits_scaling": -1}
 EMBED_SCALES: Mapping[str, int] = {"embedding_multiplier": 1}
 SOFTCAPS = ("final_logit_softcapping",)
+WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the weights of an lm_head that is not quantised
 # Model types that multiply by a field by which the other types divide.
 MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
@@ -112,9 +113,7 @@ MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one loaded model, filled by `describe`. The modules are the model's own, not
-    copies.
-    """
+    """Facts about one loaded model, filled by `describe`. The modules are the model's own, not copies."""
 
     model_type: str
     mask_kinds: tuple[str, ...]  # () = one mask; otherwise the keys of the dict of masks
@@ -139,6 +138,9 @@ class Family:
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself computes
     them; on the device of the hidden states."""
+    weight = getattr(family.head, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dtype in WIDE_DTYPES:
+        hidden = hidden.to(dtype=weight.dtype)  # Mamba's are float32 in every model (residual_in_fp32)
     logits: torch.Tensor = family.head(hidden).to(hidden.device)
     if family.logit_scale != 1.0:
         logits = logits * family.logit_scale
@@ -318,8 +320,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers: the outermost list with as many modules as the configuration has
-    layers."""
+    """Return the decoder layers: the outermost list with as many modules as the configuration has layers."""
     count = config.num_hidden_layers
     # LongCat's configuration counts its attentions, two in each layer
     counts = (count, getattr(config, "num_layers", count))

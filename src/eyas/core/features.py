@@ -46,16 +46,9 @@ from eyas.core.tree import Cycle
 from eyas.errors import EyasError
 
 __all__ = [
-    "MAX_CONTINUATION",
-    "Constraint",
-    "Continuation",
-    "Guess",
-    "OpenNodes",
-    "PromptLogits",
-    "RowFeature",
-    "RowNodes",
+    "MAX_CONTINUATION", "Constraint", "Continuation", "Guess", "OpenNodes", "PromptLogits", "RowFeature", "RowNodes",
     "TextEnd",
-]
+]  # fmt: skip
 
 MAX_CONTINUATION = 16  # tokens
 
@@ -79,8 +72,7 @@ class Guess(NamedTuple):
 
 
 class Constraint(Protocol):
-    """The texts that one request may have. It follows the emitted tokens, so it serves one request,
-    once."""
+    """The texts that one request may have. It follows the emitted tokens, so it serves one request, once."""
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Return the tokens that may follow each node of a tree.
@@ -92,10 +84,9 @@ class Constraint(Protocol):
                 last token.
 
         Returns:
-            bool [N, V] on the CPU. No True for a node that completes the text, so that nothing may
-            follow. All True for a node that the constraint forbids: one whose token its parent's row
-            excludes, or that is below such a node, or after the end of the text. Such nodes are
-            never accepted.
+            bool [N, V] on the CPU. No True for a node that completes the text, so that nothing may follow. All True
+            for a node that the constraint forbids: one whose token its parent's row excludes, or that is below such a
+            node, or after the end of the text. Such nodes are never accepted.
         """
         ...
 

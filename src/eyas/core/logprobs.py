@@ -28,9 +28,8 @@ WIDTHS = (0, 1, 5, 20)  # numbers of top tokens that are gathered; above 20, pow
 class TokenLogprobs:
     """The log-probability of one token, and the most probable tokens in its place.
 
-    They are the float32 log-softmax of the target's raw logits, before penalties, masks and
-    temperature. `logprob` and the values in `top` are the same floats where the token is among
-    them.
+    They are the float32 log-softmax of the target's raw logits, before penalties, masks and temperature. `logprob`
+    and the values in `top` are the same floats where the token is among them.
     """
 
     token: int
@@ -39,8 +38,7 @@ class TokenLogprobs:
 
 
 def width_for(counts: Iterable[int | None], vocab: int) -> int | None:
-    """Return the smallest width that is enough for all of these numbers of tokens; None if all are
-    None."""
+    """Return the smallest width that is enough for all of these numbers of tokens; None if all are None."""
     max_count = max((count for count in counts if count is not None), default=None)
     if max_count is None:
         return None

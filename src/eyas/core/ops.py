@@ -42,8 +42,7 @@ class Ops(Rule):
         return GumbelNoise.from_sampling(sampling, device)
 
     def scores(self, logits_BNV: Tensor, sampling: Sequence[Sampling], adjustments: Adjustments | None) -> Tensor:
-        """See `core.sampling.apply_sampling_rows`. Logits that nothing changes may keep their
-        dtype."""
+        """See `core.sampling.apply_sampling_rows`. Logits that nothing changes may keep their dtype."""
         return apply_sampling_rows(logits_BNV, sampling, adjustments)
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:

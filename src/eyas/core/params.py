@@ -88,8 +88,7 @@ class Sampling:
 
     @property
     def is_raw_softmax(self) -> bool:
-        """Whether temperature and filters change nothing (temperature 1, no top-k, top-p or
-        min-p)."""
+        """Whether temperature and filters change nothing (temperature 1, no top-k, top-p or min-p)."""
         return self.temperature == 1.0 and not self.has_filters
 
     @property

@@ -237,8 +237,7 @@ class PromptReader:
     # --- prefixes
 
     def _start(self, prompt: Prompt) -> None:
-        """Give the prompt an empty row, which then holds the longest prefix of the prompt that any
-        row holds."""
+        """Give the prompt an empty row, which then holds the longest prefix of the prompt that any row holds."""
         request, prompt.timer = prompt.request, StageTimer()
         self.waiting.remove(prompt)
         self.target.reserve(len(request.prompt) + request.max_new_tokens + self.extra_slots)

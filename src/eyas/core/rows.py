@@ -65,8 +65,7 @@ class Row:
         return TextEnd(self.request.eos, self.remaining, self.request.stops_after)
 
     def adjustments(self) -> Adjustments | None:
-        """Return the adjustments of the text so far; None if the next tokens' distribution does not depend
-        on it."""
+        """Return the adjustments of the text so far; None if the next tokens' distribution does not depend on it."""
         if self.penalty_state is None or self.penalty_state.end_tokens is None:
             return self.penalty_state
         missing = self.request.min_tokens - self.emitted
@@ -216,8 +215,7 @@ def first_token_cycle(row: Row, logits_V: Tensor, target: Target) -> Cycle:
 
 
 def _adjustments(request: Request, vocab: int, device: torch.device) -> Adjustments | None:
-    """Return the adjustments [V] of the prompt; None if the request's distribution does not depend on the
-    text."""
+    """Return the adjustments [V] of the prompt; None if the request's distribution does not depend on the text."""
     sampling, ends = request.sampling, list(request.eos)
     if not sampling.has_adjustments and not (request.min_tokens and ends):
         return None

@@ -27,14 +27,8 @@ from eyas.core.adjustments import Adjustments
 from eyas.core.params import Sampling
 
 __all__ = [
-    "GumbelNoise",
-    "Processor",
-    "Sampling",
-    "apply_sampling",
-    "apply_sampling_rows",
-    "equal_but_for_seeds",
-    "probs",
-]
+    "GumbelNoise", "Processor", "Sampling", "apply_sampling", "apply_sampling_rows", "equal_but_for_seeds", "probs",
+]  # fmt: skip
 
 # Hugging Face's LogitsProcessor: (ids [1, T], scores [1, V]) -> scores [1, V]
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -168,8 +162,7 @@ class GumbelNoise:
     """Random numbers of B rows as pure functions of (seed, stream, position, index). A row with
     greedy sampling gets no noise.
 
-    Streams keep uses apart (docs/random_numbers.md says who reads which number, and why none is
-    read twice):
+    Streams keep uses apart (docs/random_numbers.md says who reads which number, and why none is read twice):
 
         TARGET   the target's draw                     (absolute position, token)
         ACCEPT   acceptance tests of drawn siblings    (position of the sibling, its number among its siblings)
@@ -182,11 +175,10 @@ class GumbelNoise:
     TARGET, ACCEPT, DRAFT, BLOCK, SEARCH = range(5)
 
     def __init__(self, seed_B: Tensor, greedy_B: Tensor, all_greedy: bool | None = None) -> None:
-        """
-        Args:
-            seed_B: int64.
-            greedy_B: bool; rows whose Gumbel noise is zero.
-            all_greedy: whether all rows are greedy, if the host knows it; None to read it from `greedy_B`.
+        """Args:
+        seed_B: int64.
+        greedy_B: bool; rows whose Gumbel noise is zero.
+        all_greedy: whether all rows are greedy, if the host knows it; None to read it from `greedy_B`.
         """
         self.seed_B, self.greedy_B = seed_B, greedy_B
         self.all_greedy = bool(greedy_B.all()) if all_greedy is None else all_greedy

@@ -40,7 +40,7 @@ from eyas.core.tree import TargetOutput, Tree, Verdict
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.formats import EXACT, WeightFormat
 
-__all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession", "turn_of"]
+__all__ = ["Adapters", "ForwardInput", "ModelRunner", "Runner", "Target", "TargetSession", "refuse_autocast", "turn_of"]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at a time
 _turns = WeakKeyDictionary[nn.Module, Any](), threading.RLock()  # locks by model, and the lock to look one up
@@ -52,6 +52,16 @@ def turn_of(model: nn.Module) -> AbstractContextManager[Any]:
     locks, looking_up = _turns
     with looking_up:
         return locks.setdefault(model, threading.RLock())  # type: ignore[no-any-return]
+
+
+def refuse_autocast(device: torch.device) -> None:
+    """Raise OptionError under torch.autocast: caches and kernels have the model's dtype, and plain decoding there has
+    another text."""
+    if torch.is_autocast_enabled(device.type):
+        raise OptionError(
+            f"torch.autocast is on, but eyas computes in the model's own dtype: "
+            f'call eyas outside of it, or under torch.autocast("{device.type}", enabled=False)'
+        )
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         if model.training:
             raise ModelError("the model is in training mode: call model.eval() first")
+        refuse_autocast(model.device)
         self.model, self.name = model, name
         self.family = families.describe(model)
         self.device, self.dtype = model.device, model.dtype
@@ -294,7 +305,7 @@ class Target:
                     "cannot be read: use a method that reads the last hidden states or none, like eagle1 or suffix"
                 )
             here = [caught[k].to(self.device) for k in feature_layers]
-            return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0)
+            return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0, dtype=self.dtype, device=self.device)
 
         with self.turn, ExitStack() as hooks:
             self._use_adapter()
@@ -498,8 +509,8 @@ class TargetSession:
         return TargetOutput(spread(output.logits_BNV), spread(output.features_BNF))
 
     def _run(
-        self, rows: Sequence[int], tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int,
-        last_only: bool = False, prompt: bool = False, counts: tuple[int, ...] = (),
+        self, rows: Sequence[int], tokens_RQ: Tensor, depth_RT: Tensor, visible_RQT: Tensor, width: int, last_only: bool = False,
+        prompt: bool = False, counts: tuple[int, ...] = (),
     ) -> TargetOutput:  # fmt: skip
         target, Q, T = self.target, tokens_RQ.shape[1], depth_RT.shape[1]
         length_R = self.length_B[rows.start : rows.stop] if isinstance(rows, range) else self.length_B[list(rows)]

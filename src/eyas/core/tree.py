@@ -80,8 +80,7 @@ class Tree:
 
     @classmethod
     def chain(cls, rows: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """Return the tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain
-        decoding."""
+        """Return the tree 0 - 1 - 2 - ... of a drafter that proposes one continuation. One node: plain decoding."""
         parents_BN = torch.arange(-1, nodes - 1, device=device).expand(rows, nodes)
         return cls.build(parents_BN, nodes - 1)
 
@@ -159,8 +158,7 @@ class TargetOutput:
     features_BNF: Tensor  # hidden states of the layers that the drafter reads (`Drafter.feature_layers`), concatenated
 
     def features_at(self, path_BP: Tensor) -> Tensor:
-        """Return the features [B, P, F] at these nodes; past the end of a path, where it is -1, the
-        root's."""
+        """Return the features [B, P, F] at these nodes; past the end of a path, where it is -1, the root's."""
         index_BP1 = path_BP.clamp(min=0)[..., None]
         return self.features_BNF.gather(1, index_BP1.expand(-1, -1, self.features_BNF.shape[-1]))
 
@@ -316,8 +314,7 @@ def chain_choices(depth: int) -> Choices:
 def check_choices(choices: Iterable[Sequence[int]]) -> Choices:
     """Sort the paths of a static tree by depth, then rank; raise OptionError if they do not form a tree.
 
-    A path lists, from the root down, the rank of each node among its parent's children: (0,), (1,),
-    (0, 0), ...
+    A path lists, from the root down, the rank of each node among its parent's children: (0,), (1,), (0, 0), ...
     """
     paths = sorted({tuple(c) for c in choices}, key=lambda c: (len(c), c))
     known = set(paths)

@@ -60,8 +60,7 @@ class Rule:
     def draw(
         self, scores_BNV: Tensor, tree: Tree, position_B: Tensor, noise: GumbelNoise
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score
-        in greedy rows.
+        """Draw the target's token after each node: argmax(log p + Gumbel noise); the largest score in greedy rows.
 
         The noise belongs to the position after the node, so nodes of one depth share it.
 

@@ -413,7 +413,7 @@ def grow_static(
     coupled = noise == "coupled" and not cycle_input.noise.all_greedy
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
     tokens_BN[:, 0] = cycle_input.tokens_B
-    log_q_BN = torch.zeros(B, N, device=device)
+    log_q_BN = torch.zeros(B, N, dtype=torch.float32, device=device)
     acceptable_BN = torch.ones(B, N, dtype=torch.bool, device=device)
     q_BNV: Tensor | None = None
     hidden_BND = net_steps.hidden_BD[:, None].repeat(1, N, 1)  # the net's output at each node
@@ -441,7 +441,7 @@ def grow_static(
             place_BQ = cycle_input.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
             key_BQV = torch.where(cycle_input.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
             key_BQV = key_BQV + cycle_input.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
-            q_BNV = torch.zeros(B, N, scores_BQV.shape[-1], device=device) if q_BNV is None else q_BNV
+            q_BNV = q_BQV.new_zeros(B, N, q_BQV.shape[-1]) if q_BNV is None else q_BNV
             q_BNV[:, inner_Q] = q_BQV
         key_BQK, token_BQK = key_BQV.topk(level.width)
         log_q_BQK = _log_q(scores_BQV).gather(-1, token_BQK)

@@ -187,7 +187,7 @@ def heads_loss(
     """
     tokens_N, N, device = batch.tokens_N, len(batch.tokens_N), batch.tokens_N.device
     order_N, end_N = torch.arange(N, device=device), batch.documents.end_N(device)
-    total, count = torch.zeros((), device=device), torch.zeros((), dtype=torch.long)
+    total, count = torch.zeros((), dtype=torch.float32, device=device), torch.zeros((), dtype=torch.long)
     right = dict[int, Tensor]()
     for k in range(heads):
         goal_N = order_N + 2 + k

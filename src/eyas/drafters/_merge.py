@@ -62,7 +62,7 @@ class Session(DraftSession):
         self.width = drafter.target.hidden_size
         self.drafts: tuple[Draft, Draft] | None = None
         # the node of the first tree with the same path of tokens as each of the second, or -1
-        self.match_BM = torch.empty(0)
+        self.match_BM = torch.empty(0, dtype=torch.long)
 
     def truncate(self, row: int, length: int) -> int:
         """Return the number of tokens that both sessions still know; each may know less than it is asked to keep."""

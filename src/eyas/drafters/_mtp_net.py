@@ -224,9 +224,10 @@ def new_net(target: Target, seed: int) -> Net:
     """
     net = random_net(target, seed)
     module: Any = net.module
-    feature_half = torch.eye(target.hidden_size), torch.zeros(target.hidden_size, target.hidden_size)
     first = getattr(module.config, "mtp_hidden_states_first", False)
-    module.eh_proj.weight.copy_(torch.cat(feature_half if first else feature_half[::-1], dim=1))
+    of_feature, of_embedding = module.eh_proj.weight.chunk(2, dim=1)[:: 1 if first else -1]
+    nn.init.eye_(of_feature)
+    nn.init.zeros_(of_embedding)
     for name, weight in module.mtp_block.named_parameters():
         if name.endswith(ADDED):
             weight.zero_()

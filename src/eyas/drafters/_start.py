@@ -107,7 +107,8 @@ def attend_to_itself(attention: Attention, map_YX: Tensor, inputs_MX: Tensor) ->
     by_head = full_YKh.view(-1, K, 1, h).expand(-1, K, groups, h)  # the query heads of a group read the same values
     attention.o.weight.copy_(by_head.reshape(len(full_YKh), -1))
     # of a generator of its own: several processes must make the same ones
-    keys = torch.randn(attention.k.weight.shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(attention.k.weight.shape, generator=generator, dtype=torch.float32, device="cpu")
     keys = keys.to(attention.k.weight) * SHARPNESS * map_YX.shape[1] ** -0.5
     attention.k.weight.copy_(keys)
     attention.q.weight.copy_(keys.view(K, 1, h, -1).expand(K, groups, h, -1).reshape_as(attention.q.weight))

@@ -313,7 +313,7 @@ class Method(EagleMethod):
         device = batch.features_NF.device
         if self.options.noise == "none" or not self.net.training:
             return torch.zeros((), dtype=self.dtype, device=device)
-        noise_ND = (torch.rand(batch.features_NF.shape, generator=generator) - 0.5).to(
+        noise_ND = (torch.rand(batch.features_NF.shape, dtype=torch.float32, generator=generator) - 0.5).to(
             device=device, dtype=self.dtype
         ) * 0.2
         if self.options.noise == "reference":

@@ -23,6 +23,7 @@ draft.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self
@@ -57,6 +58,8 @@ from eyas.losses import DraftLosses, draft_losses, smooth_l1
 from eyas.nn import Documents, LayerShape
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
+
+log = logging.getLogger(__name__)  # the command line shows its messages
 
 MAX_DRAFT_VOCABULARY = 32_000  # the paper's, for new heads unless the options say otherwise
 DRAFT_IDS = "draft_ids"  # the draft vocabulary in a checkpoint
@@ -227,7 +230,7 @@ class Method(DynamicEagle):
         net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)
         with torch.no_grad():
             net.fc.weight.zero_()
-            net.fc.weight[:, -D:] = torch.eye(D)
+            torch.nn.init.eye_(net.fc.weight[:, -D:])
             for layer in (net.layer, *net.later_layers):
                 layer.attention.o.weight.zero_()
                 layer.mlp.down.weight.zero_()
@@ -382,12 +385,15 @@ class Method(DynamicEagle):
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
-    """Return the most frequent tokens, int64 [v], ascending; None for the whole vocabulary. Raise OptionError if fewer
-    than `size` tokens occur."""
+    """Return the most frequent tokens, int64 [v], ascending; None for the whole vocabulary. With `size` tokens, or as many
+    as occur."""
     distinct = int((counts_V > 0).sum())
     if size is not None and size > distinct:
-        raise OptionError(
-            f"head.draft_vocab is {size}, but the training data has only {distinct} distinct tokens that count; lower it"
+        log.info(
+            "head.draft_vocab %d: the training data has %d different tokens that count, so it is %d",
+            size,
+            distinct,
+            distinct,
         )
     size = min(size or MAX_DRAFT_VOCABULARY, max(distinct, 1))
     if size >= len(counts_V):

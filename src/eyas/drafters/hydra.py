@@ -240,7 +240,7 @@ class Method(EagleMethod):
             for weight in net.mlp.parameters():
                 weight.zero_()
             for k in range(method.heads):
-                net.mlp[k].get_parameter("0.residual.weight")[:, :D] = torch.eye(D)
+                nn.init.eye_(net.mlp[k].get_parameter("0.residual.weight")[:, :D])
                 lm_head = net.lm_head[k].get_parameter("weight")
                 lm_head.copy_(lm_head_like(target, lm_head))
             if net.prefix is not None:

@@ -33,6 +33,7 @@ from eyas.kernels._linear import (
     pack_gated,
     rms_norm,
 )
+from eyas.kernels._records import floats
 
 __all__ = [
     "EXACT",
@@ -54,6 +55,7 @@ __all__ = [
     "commit",
     "draft_format",
     "draw",
+    "floats",
     "follow",
     "grow",
     "gumbel",

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from eyas.errors import near, one_line
+from eyas.errors import OptionError, near, one_line
 from eyas.files import user_cache, write_atomically
 
 __all__ = ["ISAS", "UnavailableError", "library", "outcome", "runnable_isas"]
@@ -73,8 +73,11 @@ def library() -> ctypes.CDLL:
 @cache
 def outcome() -> ctypes.CDLL | str:
     """Return the loaded kernels, or the reason why there are none. Decided once per process."""
-    if os.environ.get("EYAS_KERNELS", "").lower() in ("off", "0"):
+    wanted = os.environ.get("EYAS_KERNELS", "").strip().lower()
+    if wanted in ("off", "0", "no", "false"):
         return "EYAS_KERNELS is off"
+    if wanted not in ("", "on", "1", "yes", "true", "auto"):
+        raise OptionError(f"EYAS_KERNELS must be on or off; it is {wanted!r}")
     if os.name != "posix":
         return "the kernels need Linux or macOS"
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.kernels._build import library
 from eyas.kernels._linear import ThreadCount, count
-from eyas.kernels._records import address
+from eyas.kernels._records import address, flags, floats, longs
 
 __all__ = ["commit", "draw", "follow", "gumbel"]
 
@@ -32,15 +32,12 @@ def follow(
         bonus token, int64 [B].
     """
     B, N = tokens_BN.shape
-    inputs = tuple(x.contiguous() for x in (tokens_BN, parents_BN, acceptable_BN, draw_BN))
-    path_BP = torch.empty(B, longest, dtype=torch.long)
-    path_tokens_BP = torch.empty(B, longest, dtype=torch.long)
-    length_B = torch.empty(B, dtype=torch.long)
-    bonus_B = torch.empty(B, dtype=torch.long)
+    tokens, parents, acceptable, draws = (x.contiguous() for x in (tokens_BN, parents_BN, acceptable_BN, draw_BN))
+    path_BP, path_tokens_BP, length_B, bonus_B = longs(B, longest), longs(B, longest), longs(B), longs(B)
     matching_siblings = library().eyas_follow(
-        *(c_void_p(address(x)) for x in inputs),
+        *(_integers(tokens), _integers(parents), _flags(acceptable), _integers(draws)),
         *map(c_int64, (B, N, longest)),
-        *(c_void_p(address(x)) for x in (path_BP, path_tokens_BP, length_B, bonus_B)),
+        *map(_integers, (path_BP, path_tokens_BP, length_B, bonus_B)),
     )
     assert not matching_siblings, "siblings with the same token; unite them before verification"
     return path_BP, path_tokens_BP, length_B, bonus_B
@@ -53,8 +50,8 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     library().eyas_commit(
         c_void_p(address(store)),
         *map(c_int64, store.shape),
-        c_void_p(address(length_B)),
-        c_void_p(address(path_BP)),
+        _integers(length_B),
+        _integers(path_BP),
         c_int64(path_BP.shape[1]),
     )
 
@@ -68,17 +65,17 @@ def gumbel(
         vocab: the size of the vocabulary, or the V token ids.
     """
     (B, N), V = position_BN.shape, vocab if isinstance(vocab, int) else len(vocab)
-    noise_BNV = torch.empty(B, N, V)
+    noise_BNV = floats(B, N, V)
     seed_B, greedy_B, position_BN = (x.contiguous() for x in (seed_B, greedy_B, position_BN))
     ids_V = None if isinstance(vocab, int) else vocab.contiguous()
     library().eyas_gumbel(
-        c_void_p(address(seed_B)),
-        c_void_p(address(greedy_B)),
+        _integers(seed_B),
+        _flags(greedy_B),
         c_int64(stream),
-        c_void_p(address(position_BN)),
+        _integers(position_BN),
         c_int64(B),
         c_int64(N),
-        c_void_p(address(ids_V)),
+        _integers(ids_V),
         c_int64(V),
         c_void_p(address(noise_BNV)),
         c_int64(1 if B * N * V <= SMALL // 4 else count(threads)),
@@ -109,15 +106,23 @@ def draw(
         int64 [B, N] tokens; bool [B]: rows with a NaN score at one of these nodes.
     """
     B, N, V = scores_BNV.shape
-    inputs = tuple(x.contiguous() for x in (scores_BNV, depth_BN, acceptable_BN, seed_B, greedy_B, position_B))
-    scores, depth, acceptable, seed, greedy, position = (c_void_p(address(x)) for x in inputs)
-    drawn_BN = torch.empty(B, N, dtype=torch.long)
-    has_nan_B = torch.empty(B, dtype=torch.bool)
+    inputs = (scores_BNV, depth_BN, acceptable_BN, seed_B, greedy_B, position_B)
+    scores, depth, acceptable, seed, greedy, position = (x.contiguous() for x in inputs)
+    drawn_BN, has_nan_B = longs(B, N), flags(B)
     library().eyas_draw(
-        *(scores, depth, acceptable, seed, greedy, c_int64(stream), position),
+        *(c_void_p(address(scores)), _integers(depth), _flags(acceptable), _integers(seed), _flags(greedy)),
+        *(c_int64(stream), _integers(position)),
         *map(c_int64, (B, N, V)),
-        c_void_p(address(drawn_BN)),
-        c_void_p(address(has_nan_B)),
+        _integers(drawn_BN),
+        _flags(has_nan_B),
         c_int64(1 if B * N * V <= SMALL else count(threads)),
     )
     return drawn_BN, has_nan_B
+
+
+def _integers(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(address(tensor, torch.long))
+
+
+def _flags(tensor: Tensor) -> c_void_p:
+    return c_void_p(address(tensor, torch.bool))

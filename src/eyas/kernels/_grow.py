@@ -14,7 +14,7 @@ from eyas.kernels import _records
 from eyas.kernels._build import library
 from eyas.kernels._layers import Layers, Pass
 from eyas.kernels._linear import Matrix
-from eyas.kernels._records import address
+from eyas.kernels._records import address, flags, floats, longs
 
 __all__ = ["Grown", "Net", "Pending", "TreeOptions", "grow"]
 
@@ -45,11 +45,12 @@ class Net:
 
     @cached_property
     def record(self) -> _records.Net:
-        norms_and_ids = (self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.norm_D, self.ids_v)
+        norms = (self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.norm_D)
         return _records.Net(
             *(self.fc is None, self.residual_normed, self.norm_output),
             *(_records.Matrix() if m is None else m.record for m in (self.fuse, self.fc, self.head)),
-            *map(address, (self.embeddings_VD, *norms_and_ids)),
+            *map(address, (self.embeddings_VD, *norms)),
+            address(self.ids_v, torch.long),
             self.head.outputs,
         )
 
@@ -97,34 +98,33 @@ class Grown:
     @classmethod
     def empty(cls, rows: int, nodes: int, drafted: int) -> Grown:
         """Return trees to be filled. `drafted`: number of nodes that are drafted, without the root."""
-        tokens, parents, depth = (torch.empty(rows, nodes, dtype=torch.long) for _ in range(3))
         return cls(
-            tokens_BN=tokens,
-            parents_BN=parents,
-            depth_BN=depth,
-            log_q_BN=torch.empty(rows, nodes),
-            value_BN=torch.empty(rows, nodes),
-            acceptable_BN=torch.empty(rows, nodes, dtype=torch.bool),
-            mask_BNN=torch.empty(rows, nodes, nodes, dtype=torch.bool),
-            drafted_parents_BX=torch.empty(rows, 1 + drafted, dtype=torch.long),
-            drafted_value_BX=torch.empty(rows, 1 + drafted),
+            tokens_BN=longs(rows, nodes),
+            parents_BN=longs(rows, nodes),
+            depth_BN=longs(rows, nodes),
+            log_q_BN=floats(rows, nodes),
+            value_BN=floats(rows, nodes),
+            acceptable_BN=flags(rows, nodes),
+            mask_BNN=flags(rows, nodes, nodes),
+            drafted_parents_BX=longs(rows, 1 + drafted),
+            drafted_value_BX=floats(rows, 1 + drafted),
         )
 
     def spread(self, row_R: Tensor, root_tokens_B: Tensor) -> Grown:
         """Return the trees of B rows: these R ones, and in the other rows the root alone."""
         B, N = len(root_tokens_B), self.tokens_BN.shape[1]
-        first_1N = torch.arange(N)[None] == 0
-        first_1X = torch.arange(self.drafted_value_BX.shape[1])[None] == 0
+        first_1N = torch.arange(N, device="cpu")[None] == 0
+        first_1X = torch.arange(self.drafted_value_BX.shape[1], device="cpu")[None] == 0
         roots = Grown(
             tokens_BN=root_tokens_B[:, None].expand(B, N),
             parents_BN=-first_1N.long().expand(B, N),
-            depth_BN=torch.zeros(B, N, dtype=torch.long),
-            log_q_BN=torch.zeros(B, N),
-            value_BN=torch.zeros(B, N),
+            depth_BN=longs(B, N).zero_(),
+            log_q_BN=floats(B, N).zero_(),
+            value_BN=floats(B, N).zero_(),
             acceptable_BN=first_1N.expand(B, N),
-            mask_BNN=torch.eye(N, dtype=torch.bool).expand(B, N, N),
+            mask_BNN=torch.eye(N, dtype=torch.bool, device="cpu").expand(B, N, N),
             drafted_parents_BX=-first_1X.long().expand(B, -1),
-            drafted_value_BX=torch.zeros(B, first_1X.shape[1]),
+            drafted_value_BX=floats(B, first_1X.shape[1]).zero_(),
         )
         names = [field.name for field in fields(self)]
         return Grown(**{name: getattr(roots, name).index_copy(0, row_R, getattr(self, name)) for name in names})
@@ -154,7 +154,8 @@ def grow(
     drafted = K + (tree_options.depth - 1) * K * K
     N = 1 + min(tree_options.nodes - 1, drafted if tree_options.rerank else tree_options.depth * K)
     grown = Grown.empty(R, N, drafted)
-    out = _records.Grown(*(address(getattr(grown, field.name)) for field in fields(grown)))
+    every = [getattr(grown, field.name) for field in fields(grown)]
+    out = _records.Grown(*(address(x, x.dtype) for x in every))
     with layers.lock:
         largest = replace(forward, position_RQ=forward.position_RQ.expand(R, max(P, K)))
         record, cache, kept = layers._prepare(largest)
@@ -164,10 +165,10 @@ def grow(
             c_int64(len(layers.layers)),
             *map(byref, (layers._shape, record, cache, tree_options.record)),
             c_void_p(address(pending.features_RPF)),
-            c_void_p(address(pending.tokens_RP)),
+            c_void_p(address(pending.tokens_RP, torch.long)),
             c_int64(P),
-            c_void_p(address(pending.count_R)),
-            c_void_p(address(root_tokens_R)),
+            c_void_p(address(pending.count_R, torch.long)),
+            c_void_p(address(root_tokens_R, torch.long)),
             byref(out),
         )
         del kept

@@ -14,7 +14,7 @@ from torch import Tensor
 from eyas.kernels import _records
 from eyas.kernels._build import library
 from eyas.kernels._linear import Matrix, ThreadCount, count, lanes
-from eyas.kernels._records import address
+from eyas.kernels._records import address, floats
 
 __all__ = ["HEAD_DIMS", "Layer", "LayerSizes", "Layers", "Pass"]
 
@@ -137,18 +137,19 @@ class Layers:
         """Return the records of a pass, and the tensors that must live as long as they do."""
         R, Q = forward.position_RQ.shape
         T, store = forward.visible_RQT.shape[-1], forward.store
+        entry, row, head, slot, _ = store.stride()
         threads = count(self.threads)
         score_stride = -(-store.shape[3] // lanes()) * lanes() + 2 * lanes()
         masks = (forward.visible_RQT, forward.visible_in_window_RQT)
-        begin = torch.tensor([0, *accumulate(forward.counts)]) if forward.counts else None
-        tensors = (begin, forward.length_R, forward.position_RQ, *masks, forward.cosine, forward.sine)
+        begin = _integers([0, *accumulate(forward.counts)]) if forward.counts else None
+        integers, angles = (begin, forward.length_R, forward.position_RQ), (forward.cosine, forward.sine)
+        begin_R = _integers([b * row for b in forward.rows])
         buffers = self._work_space(sum(forward.counts) or R * Q, threads, score_stride)
-        record = _records.Pass(R, Q, T, *map(address, tensors), score_stride, *buffers, threads)
-        entry, row, head, slot, _ = store.stride()
-        begin_R = torch.tensor([b * row for b in forward.rows])
-        keys = store.data_ptr()
-        cache = _records.KVCache(keys, keys + 4 * entry, begin_R.data_ptr(), 2 * entry, head, slot)
-        return record, cache, (*tensors, begin_R)
+        pointers = [address(x, torch.long) for x in integers] + [address(x, torch.bool) for x in masks]
+        record = _records.Pass(R, Q, T, *pointers, *map(address, angles), score_stride, *buffers, threads)
+        keys = address(store) or 0
+        cache = _records.KVCache(keys, keys + 4 * entry, address(begin_R, torch.long), 2 * entry, head, slot)
+        return record, cache, (*integers, *masks, *angles, begin_R)
 
     def _work_space(self, M: int, threads: int, score_stride: int) -> tuple[int, ...]:
         """Return the addresses of the buffers for a pass over M tokens, which grow as needed."""
@@ -163,7 +164,11 @@ class Layers:
             }
             for name, needed in counts.items():
                 if name not in self._buffers or self._buffers[name].numel() < needed:
-                    self._buffers[name] = torch.empty(needed)
+                    self._buffers[name] = floats(needed)
                     self._addresses.clear()
             self._addresses[M, threads, score_stride] = tuple(self._buffers[name].data_ptr() for name in counts)
         return self._addresses[M, threads, score_stride]
+
+
+def _integers(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.long, device="cpu")

@@ -16,7 +16,7 @@ from eyas.formats import EXACT, ThreadCount, WeightFormat
 from eyas.kernels import _records
 from eyas.kernels._build import library
 from eyas.kernels._memory import in_huge_pages
-from eyas.kernels._records import address
+from eyas.kernels._records import address, floats
 
 __all__ = [
     "EXACT", "Matrix", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_dots",
@@ -66,7 +66,7 @@ class Matrix:
 
     @cached_property
     def record(self) -> _records.Matrix:
-        pointers = map(address, (self.data, self.scale_O, self.bias_O))
+        pointers = address(self.data, self.data.dtype), address(self.scale_O), address(self.bias_O)
         return _records.Matrix(*pointers, KINDS.index(self.kind), self.limbs, self.inputs, self.padded)
 
 
@@ -211,7 +211,7 @@ def count(threads: ThreadCount) -> int:
 def linear(matrix: Matrix, x: Tensor, threads: ThreadCount = None) -> Tensor:
     """Return the product [..., O] with inputs x [..., I], float32."""
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
-    y_MO = torch.empty(x_MI.shape[0], matrix.padded)
+    y_MO = floats(x_MI.shape[0], matrix.padded)
     library().eyas_linear(
         byref(matrix.record),
         c_void_p(address(x_MI)),
@@ -227,7 +227,7 @@ def head(
 ) -> Tensor | None:
     """Write the RMS norm of x to `normed`, whose rows may be apart; return its logits [M, O] if
     there is a matrix."""
-    logits_MO = None if matrix is None else torch.empty(len(x_MD), matrix.padded)
+    logits_MO = None if matrix is None else floats(len(x_MD), matrix.padded)
     library().eyas_head(
         c_void_p(address(x_MD)),
         *map(c_int64, x_MD.shape),

@@ -20,7 +20,7 @@ BLOCK = 16 * HUGE_PAGE  # bytes taken from the system at a time; small matrices 
 ALIGNMENT = 64  # each matrix begins at a cache line
 
 _lock = Lock()
-_free = torch.empty(0, dtype=torch.uint8)  # the rest of the last block
+_free = torch.empty(0, dtype=torch.uint8, device="cpu")  # the rest of the last block
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:

@@ -5,14 +5,37 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
+import torch
 from torch import Tensor
 
-__all__ = ["Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address"]
+__all__ = [
+    "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address", "flags", "floats", "longs",
+]  # fmt: skip
 
 
-def address(tensor: Tensor | None) -> int | None:
-    """Return where the tensor's data begins; None for no tensor."""
-    return None if tensor is None else tensor.data_ptr()
+def address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    """Return where the tensor's data begins; None for no tensor. Kernels trust this address, so a tensor of another
+    dtype or device, such as torch.set_default_dtype makes, must not come here."""
+    if tensor is None:
+        return None
+    assert tensor.dtype is dtype, f"the kernels take {dtype}, not {tensor.dtype}"
+    assert tensor.is_cpu, f"the kernels take tensors on a CPU, not on {tensor.device}"
+    return tensor.data_ptr()
+
+
+def floats(*shape: int) -> Tensor:
+    """Return memory for kernels to write float32 to, whatever torch's default dtype and device are."""
+    return torch.empty(*shape, dtype=torch.float32, device="cpu")
+
+
+def longs(*shape: int) -> Tensor:
+    """Return memory for int64."""
+    return torch.empty(*shape, dtype=torch.long, device="cpu")
+
+
+def flags(*shape: int) -> Tensor:
+    """Return memory for bool."""
+    return torch.empty(*shape, dtype=torch.bool, device="cpu")
 
 
 class Matrix(ctypes.Structure):

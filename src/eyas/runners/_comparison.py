@@ -26,9 +26,9 @@ def output_pairs(target: Target, runner: Runner) -> list[tuple[Tensor, Tensor]]:
         ModelError: the model's own logits are NaN.
     """
     count = max(1, min(24, target.context - 3))  # the tree's third level has a position, too
-    ids = torch.randint(0, target.vocab_size, (1, count + 4), generator=torch.Generator().manual_seed(0)).to(
-        target.device
-    )
+    ids = torch.randint(
+        0, min(target.vocab_size, target.num_embeddings), (1, count + 4), generator=torch.Generator().manual_seed(0)
+    ).to(target.device)
     tree = Tree.build(torch.tensor([[-1, 0, 0, 1]], device=target.device), 2)
     outputs = list[TargetOutput]()
     for run in (ModelRunner(), runner):

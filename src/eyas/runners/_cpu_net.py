@@ -51,7 +51,7 @@ class CpuLayer:
         )
         self.layer = kernels.Layers(self.shape, [packed], threads)
         self.frequency_h = attention.frequency(torch.device("cpu"))
-        self._cosine = self._sine = torch.empty(0, shape.head_dim)
+        self._cosine = self._sine = kernels.floats(0, shape.head_dim)
 
     @staticmethod
     def suits(shape: LayerShape) -> bool:
@@ -86,7 +86,7 @@ class CpuLayer:
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [P, h] of at least this many positions."""
         if positions > len(self._cosine):
-            angle = torch.arange(max(256, 2 * positions))[:, None] * self.frequency_h.repeat(2)
+            angle = torch.arange(max(256, 2 * positions), device="cpu")[:, None] * self.frequency_h.repeat(2)
             self._cosine, self._sine = angle.cos(), angle.sin()
         return self._cosine, self._sine
 

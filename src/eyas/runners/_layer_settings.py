@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from eyas.core.families import FULL, SLIDING
 from eyas.core.target import Target
 
@@ -15,9 +17,12 @@ def layer_windows(target: Target) -> list[int]:
     kinds = getattr(target.model.config, "layer_types", None)
     window = target.family.window or 0
     kinds = kinds or [SLIDING if window else FULL] * target.num_layers
-    return [window if kind == SLIDING else 0 for kind in kinds]
+    return [
+        window if kind == SLIDING else 0 for kind in kinds[: target.num_layers]
+    ]  # of a pruned model there may be more
 
 
 def norm_eps(norm: Any) -> float:
     """Return the epsilon of an RMS norm."""
-    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+    return torch.finfo(norm.weight.dtype).eps if eps is None else float(eps)  # torch's own norm without a number

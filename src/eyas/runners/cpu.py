@@ -24,8 +24,8 @@ from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
-from eyas.errors import OptionError
-from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat
+from eyas.errors import OptionError, one_line
+from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat, floats
 from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._proofs import Proof
@@ -88,15 +88,9 @@ class CpuRunner:
         _refuse(target)
         self.target = target
         self.weight_format = weight_format
-        family = target.family
+        family, windows = target.family, layer_windows(target)
         layers: Any = family.layers
-        first = layers[0].self_attn
-        head_dim = int(first.head_dim)
-        self.shape = LayerSizes(
-            target.hidden_size, first.q_proj.out_features // head_dim, first.k_proj.out_features // head_dim, head_dim,
-            layers[0].mlp.gate_proj.out_features, norm_eps(layers[0].input_layernorm), float(first.scaling),
-        )  # fmt: skip
-        windows = layer_windows(target)
+        self.shape = _sizes(target)
         self.layers = Layers(
             self.shape, [_layer(layer, window, weight_format) for layer, window in zip(layers, windows, strict=True)]
         )
@@ -109,7 +103,7 @@ class CpuRunner:
             replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format,
         )
         self._rotary: nn.Module = base.rotary_emb
-        self._cosine = self._sine = torch.empty(0, head_dim)
+        self._cosine = self._sine = floats(0, self.shape.head_dim)
         self.thread_chooser = Threads(torch.get_num_threads())
         self.ops: Ops = CpuOps(self.current_threads, head, self.output)
 
@@ -135,7 +129,7 @@ class CpuRunner:
         most, session = torch.get_num_threads(), self.target.run_with(self).open(1)
         counts = sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i < most)})
         took: dict[int, list[float]] = {count: [] for count in counts}
-        tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long), Tree.chain(1, 4)
+        tokens_1N, tree = torch.zeros(1, 4, dtype=torch.long, device="cpu"), Tree.chain(1, 4)
         first = time.perf_counter()
         for turn in range(TURNS):
             if turn > 1 and time.perf_counter() - first > TIMING_SECONDS:
@@ -172,7 +166,8 @@ class CpuRunner:
     def _run_unpadded(self, inputs: ForwardInput) -> TargetOutput:
         """Run a forward without the padding behind `inputs.counts`."""
         R, Q = inputs.tokens_RQ.shape
-        index_M = torch.tensor([r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)])
+        places = [r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)]
+        index_M = torch.tensor(places, device=inputs.tokens_RQ.device)
 
         def spread(x_MX: Tensor) -> Tensor:
             spread_MX = x_MX.new_empty(R * Q, x_MX.shape[1]).index_copy_(0, index_M, x_MX)
@@ -185,15 +180,15 @@ class CpuRunner:
         has."""
         target, D, M = self.target, self.shape.hidden, tokens.numel()
         x_MD = target.embed(tokens).reshape(M, D)  # a new tensor, which the kernels overwrite
-        features_MF = torch.empty(M, D * len(inputs.feature_layers))
+        features_MF = floats(M, D * len(inputs.feature_layers))
         inner = sorted({k for k in inputs.feature_layers if k < target.num_layers})
         in_order = list(inputs.feature_layers) == inner or list(inputs.feature_layers) == [*inner, target.num_layers]
-        taps_MF = features_MF if in_order else torch.empty(M, D * len(inner))
+        taps_MF = features_MF if in_order else floats(M, D * len(inner))
         self.layers(x_MD, self._attention_pass(inputs), inner, taps_MF)
         last_MD = (
             features_MF[:, D * len(inner) :]
             if in_order and target.num_layers in inputs.feature_layers
-            else torch.empty(M, D)
+            else floats(M, D)
         )
         logits_MV = self._logits(x_MD, last_MD, len(inputs.tokens_RQ) if inputs.last_only else None)
         if not in_order:
@@ -240,7 +235,7 @@ class CpuRunner:
         """Return cosines and sines [P, h] of at least this many positions, by the model's own rotary module."""
         if positions > len(self._cosine):
             count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
-            cosine, sine = self._rotary(torch.empty(1, 1, 1), torch.arange(count)[None])
+            cosine, sine = self._rotary(floats(1, 1, 1), torch.arange(count, device="cpu")[None])
             self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
         return self._cosine, self._sine
 
@@ -299,21 +294,67 @@ def _refuse(target: Target) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsuitedError(f"the kernels do not know its rotary positions ({rope.get('rope_type')})")
-    first: Any = family.layers[0]
+    if getattr(config, "hidden_act", "silu") != "silu" or family.softcap is not None or family.logit_scale != 1.0:
+        raise UnsuitedError("the kernels know silu, and no softcap or scale of logits")
     for k, layer in enumerate(family.layers):  # self-speculation leaves parts of layers out
         if not hasattr(layer.self_attn, "q_proj") or not hasattr(layer.mlp, "gate_proj"):
             raise UnsuitedError(f"the kernels run whole layers, and layer {k} has no attention or no MLP")
-    shapes = {getattr(layer.self_attn, "head_dim", None) for layer in family.layers}
-    if len(shapes) != 1 or first.self_attn.head_dim not in HEAD_DIMS:
+    size, base = _sizes(target), family.base
+    if size.head_dim not in HEAD_DIMS:
         raise UnsuitedError(
-            f"the kernels do not know heads of width {sorted(map(str, shapes))}; known: {', '.join(map(str, HEAD_DIMS))}"
+            f"the kernels do not know heads of width {size.head_dim}; known: {', '.join(map(str, HEAD_DIMS))}"
         )
-    if (
-        target.hidden_size % 32 or first.mlp.gate_proj.out_features % 32 or len(set(target.layout) - {None}) != 1
-    ):  # None: a layer that is left out
-        raise UnsuitedError("the kernels need widths that are multiples of 32, the same in every layer")
-    if getattr(config, "hidden_act", "silu") != "silu" or family.softcap is not None or family.logit_scale != 1.0:
-        raise UnsuitedError("the kernels know silu, and no softcap or scale of logits")
+    cached = [sizes for sizes in target.layout if sizes is not None]  # None: a layer that is left out
+    if size.hidden % 32 or cached != [(size.kv_heads, size.head_dim, size.head_dim)] * target.num_layers:
+        raise UnsuitedError("the kernels need widths that are multiples of 32, and keys of one size in every layer")
+    for k, layer in enumerate(family.layers):
+        if fault := _fault(layer, size):
+            raise UnsuitedError(f"the kernels run equal layers, and layer {k} is pruned or edited: {fault}")
+    if fault := _weight_fault(family.head, (target.vocab_size, size.hidden)) or _weight_fault(
+        base.norm, (size.hidden,)
+    ):
+        raise UnsuitedError(f"the kernels know a linear lm_head after an RMS norm: {fault}")
+
+
+def _sizes(target: Target) -> LayerSizes:
+    """Return the sizes of the decoder layers: of the first of them, but for the width of the widest MLP."""
+    layers: Any = target.family.layers
+    first, head_dim = layers[0].self_attn, int(layers[0].self_attn.head_dim)
+    return LayerSizes(
+        target.hidden_size, _outputs(first.q_proj) // head_dim, _outputs(first.k_proj) // head_dim, head_dim,
+        max(_outputs(layer.mlp.gate_proj) for layer in layers), norm_eps(layers[0].input_layernorm), float(first.scaling),
+    )  # fmt: skip
+
+
+def _outputs(linear: Any) -> int:
+    return int(getattr(linear, "out_features", 0))
+
+
+def _fault(layer: Any, size: LayerSizes) -> str:
+    """Return which part of a layer has other sizes or settings, or another kind of module; "" for none. The kernels would
+    read past its weights."""
+    attention, mlp, D, h = layer.self_attn, layer.mlp, size.hidden, size.head_dim
+    inner = _outputs(mlp.gate_proj)
+    three, gated = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    queries, keys = size.heads * h, size.kv_heads * h
+    shapes = [(queries, D), (keys, D), (keys, D), (inner, D), (inner, D), (D, queries), (D, inner)]
+    faults = list(map(_weight_fault, (*three, *gated, attention.o_proj, mlp.down_proj), shapes))
+    norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    faults += [_weight_fault(norm, (h,), size.eps) for norm in norms]
+    faults += [_weight_fault(norm, (D,), size.eps) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    if any(len({module.bias is None for module in group}) > 1 for group in (three, gated)):
+        faults.append("some of its matrices have biases, and some none")
+    if (attention.head_dim, attention.scaling) != (h, size.scale):
+        faults.append("its heads have another width or scale")
+    return next(filter(None, faults), f"its MLP has {inner} inner units, no multiple of 32" if inner % 32 else "")
+
+
+def _weight_fault(module: Any, shape: tuple[int, ...], eps: float | None = None) -> str:
+    """Return what a linear layer or a norm is, in its own words, if it is not the one of this shape (and epsilon)."""
+    weight = getattr(module, "weight", None)
+    kind = isinstance(module, nn.Linear) or len(shape) == 1
+    fits = isinstance(weight, Tensor) and weight.dtype == torch.float32 and weight.shape == shape
+    return "" if kind and fits and eps in (None, norm_eps(module)) else one_line(module, 120)
 
 
 def _layer(layer: Any, window: int, weight_format: WeightFormat) -> kernels.Layer:

@@ -101,13 +101,13 @@ def _fusing_matrix(net: Any) -> kernels.Matrix | None:
 
 @lru_cache(maxsize=64)
 def _temperatures(sampling: tuple[Sampling, ...]) -> Tensor:
-    return torch.tensor([0.0 if s.greedy else s.temperature for s in sampling], dtype=torch.float32)
+    return torch.tensor([0.0 if s.greedy else s.temperature for s in sampling], dtype=torch.float32, device="cpu")
 
 
 @cache
 def _one_node_mask(rows: int) -> Tensor:
     """Return the tree mask of one node in each row."""
-    return torch.ones(rows, 1, 1, dtype=torch.bool)
+    return torch.ones(rows, 1, 1, dtype=torch.bool, device="cpu")
 
 
 class CpuTreeBuilder:
@@ -130,7 +130,7 @@ class CpuTreeBuilder:
     ) -> Draft:  # fmt: skip
         """See `drafters._grow.FusedTreeBuilder`."""
         rows: Sequence[int] = cycle_input.active_rows or range(len(length_B))
-        row_R = None if len(rows) == len(length_B) else torch.tensor(rows)
+        row_R = None if len(rows) == len(length_B) else torch.tensor(rows, device="cpu")
 
         def active(x_BX: Tensor) -> Tensor:
             """Return the tensor without empty rows."""
@@ -140,7 +140,7 @@ class CpuTreeBuilder:
         noise_RLv = None
         if tree.noise == "coupled" and not cycle_input.noise.all_greedy:
             vocab = self.net.head.outputs if self.net.ids_v is None else self.net.ids_v
-            depth_L = torch.arange(1, tree.depth + 1)
+            depth_L = torch.arange(1, tree.depth + 1, device="cpu")
             noise_RLv = active(cycle_input.noise.gumbel(cycle_input.position_B[:, None] + depth_L, vocab))
         tree_options = kernels.TreeOptions(
             depth=tree.depth,

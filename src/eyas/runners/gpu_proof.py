@@ -68,7 +68,7 @@ def fault_of_runner(target: Target, runner: Runner) -> str:
 
 def _random(device: torch.device, *shape: int) -> Tensor:
     """Return the same numbers on every device."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(device)
+    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(len(shape))).to(device)
 
 
 def _same(name: str, *pairs: tuple[Tensor, Tensor]) -> str:
@@ -113,7 +113,7 @@ def _rotation(device: torch.device) -> str:
     q, k, v = torch.split(qkv, [256, 128, 128], -1)
     position, frequency = length_R[:, None] + torch.arange(3, device=device), 0.9 ** torch.arange(32, device=device)
     angle = torch.arange(40, device=device)[:, None] * frequency
-    key, value = (torch.zeros(2, 2, 40, 64, device=device) for _ in range(2))
+    key, value = (torch.zeros(2, 2, 40, 64, dtype=torch.float32, device=device) for _ in range(2))
     found = gpu.rotate_and_store(
         q, k, v, angle.cos(), angle.sin(), position, length_R, 1, key, value, None, None, 0.0, None
     )
@@ -170,7 +170,7 @@ def _children(device: torch.device) -> str:
     logits, zeros, flags = (
         _random(device, 2, 3, 2500),
         torch.zeros(2, dtype=torch.long, device=device),
-        torch.ones(2, device=device),
+        torch.ones(2, dtype=torch.float32, device=device),
     )
     index, log_q, log_confidence = gpu.best_children(
         logits, None, zeros, flags.bool(), zeros, 0, 1.0, 0.5, False, True, 4
@@ -189,9 +189,13 @@ def _trees(device: torch.device) -> str:
     """One level, the choice of the best nodes, and their tree."""
     B, K, X = 2, 3, 13
     tokens, parents = (torch.zeros(B, X, dtype=torch.long, device=device) for _ in range(2))
-    log_q, values = (torch.zeros(B, X, device=device) for _ in range(2))
+    log_q, values = (torch.zeros(B, X, dtype=torch.float32, device=device) for _ in range(2))
     drafted, roots = (tokens, log_q, values, parents), torch.tensor([50, 60], device=device)
-    nodes = torch.zeros(B, 1, device=device), roots[:, None], torch.zeros(B, 1, 0, dtype=torch.bool, device=device)
+    nodes = (
+        torch.zeros(B, 1, dtype=torch.float32, device=device),
+        roots[:, None],
+        torch.zeros(B, 1, 0, dtype=torch.bool, device=device),
+    )
     for first, Q in ((1, 1), (1 + K, K)):
         log_confidence = -_random(device, B, Q, K).abs()
         index = torch.arange(Q * K, device=device).view(1, Q, K).expand(B, -1, -1).contiguous()

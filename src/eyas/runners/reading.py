@@ -46,10 +46,10 @@ def _features(runner: CpuRunner, tokens_M: Tensor, lengths: Sequence[int], featu
     target, shape, threads = runner.target, runner.shape, torch.get_num_threads()
     R, T, M, D, L = len(lengths), max(lengths), len(tokens_M), shape.hidden, target.num_layers
     inner = [k for k in feature_layers if k < L]
-    features_MF = torch.empty(M, D * len(feature_layers))
+    features_MF = kernels.floats(M, D * len(feature_layers))
     x_MD = target.embed(tokens_M).clone()  # the kernels overwrite it
     causal_RTT = torch.ones(T, T, dtype=torch.bool).tril().expand(R, T, T).contiguous()
-    store = torch.empty(2 * L, R, shape.kv_heads, T, shape.head_dim)
+    store = kernels.floats(2 * L, R, shape.kv_heads, T, shape.head_dim)
     cosine, sine = runner.tables(T)
     attention_pass = Pass(
         torch.zeros(R, dtype=torch.long), torch.arange(T).expand(R, T).contiguous(), causal_RTT, causal_RTT, cosine, sine,

@@ -77,12 +77,15 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)  # what pickle calls the class with again
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self, anthropic: bool = False) -> dict[str, Any]:
         """Return the object that clients read; the one that Anthropic's clients read."""

@@ -156,6 +156,7 @@ class AdapterSet:
         """Switch the model to one adapter; "": to none."""
         if (name, self._state) == self._used:
             return
+        self._used = ()  # until the switch is complete
         if name:
             self.tuned.base_model.enable_adapter_layers()
             self.tuned.set_adapter(self._inner[name], inference_mode=True)

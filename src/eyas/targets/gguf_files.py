@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -101,6 +102,7 @@ def kept_folder(path: Path) -> Path:
     from filelock import FileLock
 
     _check(path.parent, path.name)
+    _limit_bytes()  # a wrong number is said before a file is converted
     prepare_folder(_cache())
     folder = _cache() / _key(path)
     with write_errors(folder), FileLock(_cache() / f".{folder.name}.lock"):  # a second process waits, and finds it
@@ -216,13 +218,24 @@ def _make(path: Path, folder: Path) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def _limit_bytes() -> float:
+    """Return how much the cache may hold. Raise OptionError if the environment says no number."""
+    given = os.environ.get("EYAS_GGUF_CACHE_GB") or str(DEFAULT_LIMIT_GB)
+    try:
+        gigabytes = float(given)
+    except ValueError:
+        gigabytes = math.nan
+    if not gigabytes >= 0:
+        raise OptionError(f"EYAS_GGUF_CACHE_GB must be a number of gigabytes, 0 or more, such as 20; it is {given!r}")
+    return gigabytes * 1e9
+
+
 def _remove_unused(newest: Path) -> None:
     """Remove the folders that were used least recently, until the others fit the limit."""
-    limit = float(os.environ.get("EYAS_GGUF_CACHE_GB") or DEFAULT_LIMIT_GB) * 1e9
+    room = _limit_bytes()
     with suppress(OSError):  # another process removes them, too
         folders = [path for path in _cache().iterdir() if path.is_dir() and not path.name.startswith(".")]
         used = {path: path.stat().st_mtime for path in folders}
-        room = limit
         for path in sorted(folders, key=lambda path: -used[path]):
             room -= sum(file.stat().st_size for file in path.iterdir())
             if room < 0 and path != newest and used[path] < used[newest] - RECENT_SECONDS:

@@ -14,7 +14,7 @@ all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
@@ -125,20 +125,19 @@ class _Projections:
         self._part: dict[Any, Tensor] = {}  # the outputs of the first layers, for the present level
         self._input: Tensor | None = None  # the module's input, at the present level
         self._last_input: Tensor | None = None  # the last layer's input, at the present level
-        self._patches: list[Any] = []
+        self._patches = ExitStack()
 
     def __enter__(self) -> _Projections:
-        for linear in self._whole:
-            self._patches.append(replaced_forward(linear, self._first(linear, linear.forward)))
-        if self._module is not None and self._module.last is not None:
-            self._patches.append(replaced_forward(self._module.last, self._last(self._module.last)))
-        for patch in self._patches:
-            patch.__enter__()
+        with ExitStack() as patches:
+            for linear in self._whole:
+                patches.enter_context(replaced_forward(linear, self._first(linear, linear.forward)))
+            if self._module is not None and self._module.last is not None:
+                patches.enter_context(replaced_forward(self._module.last, self._last(self._module.last)))
+            self._patches = patches.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for patch in self._patches:
-            patch.__exit__(None, None, None)
+        self._patches.close()
 
     def _first(self, linear: Any, forward: Forward) -> Forward:
         return lambda value: self._part[linear] if value is self._input else forward(value)
@@ -170,14 +169,15 @@ class _Projections:
 def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
     """Let the calling thread's calls of the module run `forward` within this context. Its class is not changed, and a
     forward of the instance (accelerate's) is put back afterwards."""
-    before, own, thread = vars(module).get("forward"), module.forward, get_ident()
-    vars(module)["forward"] = lambda *args, **kwargs: (forward if get_ident() == thread else own)(*args, **kwargs)
+    attributes = vars(module)
+    before, own, thread = attributes.get("forward"), module.forward, get_ident()
+    attributes["forward"] = lambda *args, **kwargs: (forward if get_ident() == thread else own)(*args, **kwargs)
     try:
         yield
-    finally:
-        del vars(module)["forward"]
+    finally:  # without a call, at which Ctrl-C could leave it
+        del attributes["forward"]
         if before is not None:
-            vars(module)["forward"] = before
+            attributes["forward"] = before
 
 
 def _join(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:

@@ -49,24 +49,24 @@ def load_target(
     model: Any = read_model(
         path, pick_dtype(dtype, place), trust_remote_code, role, device_map, device=place, own_dtype=own_dtype
     )
-    try:
-        return target_of(model, name or str(path), adapters)
-    except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the model's own code, with the values of a configuration that may be broken
-        reason = one_line(error, 200)
-        raise ModelError(f"{role} {str(path)!r} cannot be run: {type(error).__name__}: {reason}") from error
+    return target_of(model, name or str(path), adapters, role)
 
 
-def target_of(model: Any, name: str = "", adapters: AdapterFolders = None) -> Target:
-    """Return a target from a model or a PeftModel.
+def target_of(model: Any, name: str = "", adapters: AdapterFolders = None, role: str = "target") -> Target:
+    """Return a target from a model or a PeftModel. Raise ModelError if it cannot be run.
 
     `adapters` change the model: a single one, by its folder, is merged into the weights, or
     added in layers of its own if they are quantised; several, by name, are switched between.
     """
-    if not adapters and not is_peft_model(model):
-        return Target(model, name)
-    return ADAPTER.plug_for("adapters").target_with_adapters(model, name, adapters)
+    try:
+        if not adapters and not is_peft_model(model):
+            return Target(model, name)
+        return ADAPTER.plug_for("adapters").target_with_adapters(model, name, adapters)
+    except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the model's own code: its layers may be edited, its configuration broken
+        reason = one_line(error, 200)
+        raise ModelError(f"{role} {name!r} cannot be run: {type(error).__name__}: {reason}") from error
 
 
 def is_peft_model(model: object) -> bool:
@@ -99,7 +99,7 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {device!r} cannot be used here: {first_line(error)}") from error
     return device

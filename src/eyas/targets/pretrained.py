@@ -34,8 +34,8 @@ from eyas.core.sockets import FILES
 from eyas.errors import ModelError, OptionError, one_line
 
 __all__ = [
-    "REASON_LENGTH", "DeviceMap", "check_config", "check_path", "has_tokenizer", "is_missing_path", "one_line_errors", "read_model",
-    "read_tokenizer",
+    "REASON_LENGTH", "DeviceMap", "check_config", "check_path", "has_tokenizer", "is_missing_path", "one_line_errors",
+    "read_model", "read_tokenizer",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)  # the command line shows its messages

@@ -33,6 +33,7 @@ __all__ = ["Extension", "layers_of", "library_of", "mixing_layer", "reference_ou
 TOLERANCE = {torch.float32: 1e-3}
 CLOSE_ROUNDED = 0.05  # the same in bfloat16 and float16
 OUTLIER = 100.0  # value of every input of the neighbouring tokens; far above the threshold of LLM.int8 (6)
+PACKED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")  # the modules of torch's quantize_dynamic
 # largest input of the tested token, below that threshold, and the scale of its other inputs
 PEAK, REST = 5.5, 0.05
 
@@ -125,6 +126,8 @@ def reference_output(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
 def _is_quantised(module: nn.Module) -> bool:
     if getattr(module, "quantization_scheme", None) is not None:  # compressed-tensors
         return True
+    if type(module).__module__.startswith(PACKED) and hasattr(module, "in_features"):  # torch's own, without parameters
+        return True
     stored: list[Tensor] = list(module.parameters(recurse=False))
     if hasattr(module, "in_features"):  # GPTQ and AWQ keep integers in buffers
         stored += list(module.buffers(recurse=False))
@@ -150,10 +153,10 @@ def _mixes(layer: nn.Module, dtype: torch.dtype) -> bool:
 def _token(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
     """Return fixed inputs [1, K] of a layer: one large value, the others small."""
     width = getattr(layer, "in_features", None)
-    place = next(_places(layer), None)
-    if not isinstance(width, int) or place is None:
+    place = next(_places(layer), torch.device("cpu"))  # torch's own layers have no parameters, and no other place
+    if not isinstance(width, int):
         return None
-    x_TK = REST * torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    x_TK = REST * torch.randn(1, width, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     x_TK[0, 0] = PEAK
     # meta: the weight is offloaded, and is fetched when it is used
     return x_TK.to("cpu" if place.type == "meta" else place, dtype)

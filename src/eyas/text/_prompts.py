@@ -44,7 +44,7 @@ QUESTION = [{"role": "user", "content": "?"}]
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Tokenize a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or
-    none).
+    none). It adds none that the text, such as a rendered chat, begins with.
 
     Raises:
         InputError: the prompt is not a string, is empty, is not valid Unicode, or gives no token.
@@ -59,7 +59,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     ids: list[int] = list(tokenizer(prompt, verbose=False)["input_ids"])
     if not ids:
         raise InputError(f"the tokenizer makes no token of the prompt {prompt[:40]!r}: give it another one")
-    return ids
+    added = list(tokenizer("", verbose=False)["input_ids"])  # at the beginning, and after it at the end
+    counts = range(len(added), 0, -1)
+    return next((ids[k:] for k in counts if ids[:k] == ids[k : 2 * k] == added[:k]), ids)
 
 
 def encode_part(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:

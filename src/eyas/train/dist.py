@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from eyas.drafters import Batch, DraftMethod, Loss
 from eyas.errors import OptionError, one_line
 
-__all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "connect", "join", "world_size"]
+__all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "connect", "join", "launched_as", "world_size"]
 
 T = TypeVar("T")
 LossFunction = Callable[[Batch, torch.Generator], Loss]
@@ -41,8 +41,15 @@ CONNECTION_ERRORS = (
 
 def world_size() -> int:
     """Return the number of processes that the launcher has started."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    return int(size) if size.isdecimal() else 1
+    return launched_as("WORLD_SIZE", 1)
+
+
+def launched_as(name: str, default: int) -> int:
+    """Return a number that the launcher has put into the environment. Raise OptionError if it is not a whole number."""
+    given = os.environ.get(name) or str(default)
+    if not given.isdecimal():
+        raise OptionError(f"{name} must be a whole number, as torchrun sets it; it is {given!r}")
+    return int(given)
 
 
 def join(device: torch.device, parallel: str) -> SingleProcess:

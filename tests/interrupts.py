@@ -1,0 +1,57 @@
+"""Ctrl-C at a chosen line of eyas: KeyboardInterrupt from a trace function, as a signal's handler raises it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import eyas
+
+SOURCE = str(Path(eyas.__file__).parent)
+
+
+@contextmanager
+def interrupted_at(line: int) -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt when so many lines of eyas have begun within this context; 0: never. Yield the number of
+    lines so far. Finalisers are left alone: Python swallows what they raise."""
+    begun = [0]
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            begun[0] += 1
+            if begun[0] == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        ours = frame.f_code.co_filename.startswith(SOURCE) and frame.f_code.co_name != "__del__"
+        return on_line if ours else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield begun
+    finally:
+        sys.settrace(before)
+
+
+def interrupt(do: Callable[[], object], line: int) -> bool:
+    """Do something until this line; return whether it was interrupted."""
+    try:
+        with interrupted_at(line):
+            do()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def lines_of(do: Callable[[], object]) -> int:
+    """Return how many lines of eyas something takes."""
+    with interrupted_at(0) as begun:
+        do()
+    return begun[0]

@@ -1,0 +1,228 @@
+"""What a program has set in torch for the whole process or thread, default dtype and device and autocast: it changes no id
+and no draft, or eyas refuses it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import eyas
+import zoo
+from eyas import checkpoints, drafters, kernels
+from eyas.core.cache import KVCache
+from eyas.core.engine import Decoder, Request
+from eyas.core.target import Target
+from eyas.errors import ModelError, OptionError
+from eyas.kernels._records import address
+from eyas.runners import with_fastest_runner
+from reference import SAMPLINGS, run
+from test_lossless import make
+
+SOURCE = Path(eyas.__file__).parent
+DEFAULTS = ("bfloat16", "float16", "float64", "meta")
+MAKERS = {"empty", "zeros", "ones", "rand", "randn", "eye", "linspace"}
+PROMPT = list(range(3, 43))
+NEW = 16
+
+
+@contextmanager
+def default(name: str) -> Iterator[None]:
+    """Set a default dtype, or a default device on which nothing can be computed."""
+    if name == "meta":
+        torch.set_default_device(name)
+    else:
+        torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    """A model that the compiled kernels run."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    common = {"vocab_size": 160, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **common, **changes})).eval()
+
+
+@cache
+def model() -> PreTrainedModel:
+    return llama()
+
+
+@cache
+def runnable(with_kernels: bool) -> Target:
+    return with_fastest_runner(Target(model()), "on" if with_kernels and kernels.available() else "off")
+
+
+def steps(name: str, with_kernels: bool) -> Any:
+    """What a method does with four requests in two rows: ids and accepted paths."""
+    drafter = make(name, runnable(with_kernels))
+    return steps_of(drafter)
+
+
+def steps_of(drafter: drafters.Drafter) -> list[tuple[Any, ...]]:
+    requests = [
+        Request(tuple((7 * i * k + 3) % 150 for i in range(9 + k)), 12, sampling)
+        for k, sampling in enumerate(SAMPLINGS)
+    ]
+    _, every = run(Decoder(drafter.target, drafter, 2), requests)
+    return [(step.request_id, step.tokens, step.path) for step in every]
+
+
+def generated(llm: eyas.LLM) -> list[int]:
+    return list(llm.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True).token_ids)
+
+
+def plain(of: PreTrainedModel) -> list[int]:
+    """The ids of transformers' own generate."""
+    ids = torch.tensor([PROMPT])
+    settings = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": -1}
+    return of.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.cover
+@pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "own forward"])
+@pytest.mark.parametrize("what", DEFAULTS)
+@pytest.mark.parametrize("name", drafters.names())
+def test_every_method_decodes_the_same(name: str, what: str, with_kernels: bool) -> None:
+    """Bug: a tensor whose dtype or device nobody names has the process's default, so kernels write past its end, torch
+    refuses to mix, or drafts change. Ids and accepted paths of greedy and sampled rows stay."""
+    expected, drafter = steps(name, with_kernels), make(name, runnable(with_kernels))
+    with default(what):
+        assert steps_of(drafter) == expected
+
+
+@pytest.mark.parametrize("what", DEFAULTS)
+@pytest.mark.parametrize("with_kernels", ["on", "off"])
+def test_a_load_is_as_without(what: str, with_kernels: str, tmp_path: Path) -> None:
+    """Bug: the net of a head is made in the default dtype, and rounds its weights, or stays without any on another
+    device. The head is an EAGLE-3 head whose first draft is right."""
+    if with_kernels == "on" and not kernels.available():
+        pytest.skip("no compiled kernels")
+    drafter = make("eagle3", Target(model()), **{"head.layers": "1,2,3"})
+    checkpoints.save(drafter.weights(), tmp_path / "head")
+    model().save_pretrained(tmp_path / "model")
+    folders = {"target": tmp_path / "model", "draft": tmp_path / "head", "tokenizer": False, "kernels": with_kernels}
+    first = eyas.load(**folders)
+    with default(what):
+        second = eyas.load(**folders)
+        assert torch.get_default_dtype() == (torch.float32 if what == "meta" else getattr(torch, what))
+        got = generated(second)
+    assert got == generated(first) == plain(model())
+    assert steps_of(second.drafter) == steps_of(first.drafter)
+    assert {p.dtype for p in second.drafter.net.parameters()} == {torch.float32}
+
+
+@pytest.mark.skipif(not kernels.available(), reason="no compiled kernels")
+def test_kernels_take_no_other_memory() -> None:
+    """Bug: an address of other numbers goes to C++, which reads or writes past their end."""
+    assert address(None) is None
+    assert address(torch.ones(3, dtype=torch.float32)) is not None
+    for wrong in (torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.long), torch.ones(3, device="meta")):
+        with pytest.raises(AssertionError, match="the kernels take"):
+            address(wrong)
+
+
+def test_new_tensors_name_their_dtype() -> None:
+    """Guards the rest of the source: who makes floats says which. Weights of a net, directly inside nn.Parameter,
+    follow the default as torch's own do: nets are made under `plain_defaults`."""
+    silent = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        weights = {
+            id(argument)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "nn.Parameter"
+            for argument in node.args
+        }
+        silent += [
+            f"{file.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)[:60]}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in {f"torch.{maker}" for maker in MAKERS}
+            and "dtype" not in {keyword.arg for keyword in node.keywords}
+            and id(node) not in weights
+        ]
+    assert not silent
+
+
+def test_autocast_is_refused() -> None:
+    """Bug: under torch.autocast the layers' keys have another dtype than the cache, and torch ends the request with its
+    own words; or kernels, which know no autocast, answer with another text than generate does there."""
+    llm, tiny = eyas.load(model(), tokenizer=False, kernels="off"), eyas.load()
+    wanted, chat, message = generated(llm), tiny.chat(max_new_tokens=8), "I want to book a table."
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for refused in (
+            lambda: eyas.load(model(), tokenizer=False),
+            lambda: generated(llm),
+            lambda: next(iter(llm.stream(PROMPT))),
+            lambda: chat.send(message),
+        ):
+            with pytest.raises(OptionError, match=r"torch.autocast is on.*enabled=False"):
+                refused()
+        with pytest.raises(OptionError, match=r"torch.autocast is on"), eyas.attach(model()):
+            pass
+        with torch.autocast("cpu", enabled=False):
+            assert generated(llm) == wanted
+    with (
+        eyas.attach(model()),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(OptionError, match="autocast"),
+    ):
+        plain(model())
+    assert generated(llm) == wanted
+    assert chat.send(message).text == tiny.chat(max_new_tokens=8).send(message).text
+
+
+@pytest.mark.parametrize("with_kernels", ["on", "off"])
+@pytest.mark.filterwarnings("ignore:the model runs by its own forward")
+def test_a_forward_that_runs_under_autocast_by_itself(with_kernels: str) -> None:
+    """Bug: accelerate's mixed precision puts autocast into the model's forward, whose keys are then bfloat16 in a float32
+    cache: a traceback of torch. The ids are those of generate with that forward."""
+    mixed = llama(num_hidden_layers=2)
+    without, inner = plain(mixed), mixed.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return inner(*inputs, **named)
+
+    mixed.forward = forward  # type: ignore[method-assign]
+    wanted = plain(mixed)
+    assert wanted != without, "autocast must change something, or this test proves nothing"
+    assert generated(eyas.load(mixed, tokenizer=False, kernels=with_kernels)) == wanted
+
+
+def test_keys_that_the_cache_would_round() -> None:
+    """Bug: keys of a wider dtype than the cache end in torch's words, or are rounded silently."""
+    cache = KVCache(((2, 4, 4),), 1, torch.bfloat16, torch.device("cpu"))
+    cache.prepare(range(1), lambda: torch.tensor([[0]]), 1)
+    exact = torch.full((1, 2, 1, 4), 0.5, dtype=torch.bfloat16)
+    assert cache.update(exact, exact, 0)[0].dtype == torch.bfloat16
+    with pytest.raises(ModelError, match=r"float32, but the model is torch.bfloat16: load it in one dtype"):
+        cache.update(exact, exact.float(), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_half_state_space_models(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bug: residual_in_fp32 leaves float32 hidden states for an lm_head in half precision. Given as a model and as a
+    folder, they answer as generate does, which keeps text of one row and one token at a time."""
+    half = zoo.HYBRIDS[family]().to(dtype)
+    half.save_pretrained(tmp_path)
+    wanted = plain(half)
+    for target in (half, tmp_path):
+        llm = eyas.load(target, tokenizer=False, method="vanilla", dtype=str(dtype).removeprefix("torch."))
+        assert llm.target.head_is_exact
+        assert generated(llm) == wanted

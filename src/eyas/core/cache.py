@@ -28,16 +28,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from eyas.errors import ModelError
 
 __all__ = [
-    "KVCache",
-    "LayerCache",
-    "Layout",
-    "additive_mask",
-    "commit_path",
-    "common_prefix",
-    "layout_of",
-    "slot_mask",
+    "KVCache", "LayerCache", "Layout", "additive_mask", "commit_path", "common_prefix", "layout_of", "slot_mask",
     "slot_positions",
-]  # fmt: skip
+]  # fmt: skip  # fmt: skip
 
 # per layer: (heads, head size of keys, head size of values); None = the layer stores nothing of its
 # own

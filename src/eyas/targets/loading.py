@@ -14,15 +14,9 @@ from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
 from eyas.targets.pretrained import DeviceMap, read_model
 
 __all__ = [
-    "BASE",
-    "AdapterFolders",
-    "is_peft_model",
-    "load_target",
-    "pick_device",
-    "pick_dtype",
-    "target_of",
+    "BASE", "AdapterFolders", "is_peft_model", "load_target", "pick_device", "pick_dtype", "target_of",
     "version_of",
-]
+]  # fmt: skip
 
 BASE = "base"  # in requests: the model without an adapter
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between

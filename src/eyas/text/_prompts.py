@@ -22,15 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "Span",
-    "encode",
-    "encode_part",
-    "for_template",
-    "has_place_for_tools",
-    "render",
-    "reply_message",
-    "write_chat",
-]
+    "Span", "encode", "encode_part", "for_template", "has_place_for_tools", "render", "reply_message", "write_chat",
+]  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]  # first and past the last character or token

@@ -11,8 +11,9 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod
 from eyas.drafters._eagle3_net import LaterLayer
-from eyas.drafters._start import FitsStart, attend_to_itself, copy_layer, least_squares, own_attention
 from eyas.nn import Attention, Documents, LayerShape
+from eyas.nn.fitting import attend_to_itself, copy_layer, least_squares, own_attention
+from eyas.train.start import FitsStart
 
 SHAPE = LayerShape(32, 48, 4, 4, 8)
 LENGTHS = (90, 120, 60)

@@ -26,9 +26,9 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from eyas.core.cache import KVCache, Layout, additive_mask, layout_of
 from eyas.core.families import FULL, SLIDING, cache_argument_of
 from eyas.core.target import Target
-from eyas.drafters._nets import final_scale, norm_scale, place_net, seeded
+from eyas.drafters._nets import final_scale, place_net, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError, one_line
-from eyas.nn import Documents, DraftKVCache
+from eyas.nn import Documents, DraftKVCache, norm_scale
 
 __all__ = ["LayoutCache", "Net", "load_net", "new_net", "random_net"]
 

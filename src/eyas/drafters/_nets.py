@@ -17,12 +17,12 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.target import Target
 from eyas.errors import CheckpointError, OptionError
-from eyas.nn import Attention, LayerShape, rope_factor
+from eyas.nn import Attention, LayerShape, norm_scale, rope_factor
 from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
     "EMBEDDING", "MARGIN", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
-    "load_head", "load_tensors", "mask_token", "norm_scale", "place_net", "random_net", "saved_head", "seeded",
+    "load_head", "load_tensors", "mask_token", "place_net", "random_net", "saved_head", "seeded",
     "target_layer_shape", "target_sizes",
 ]  # fmt: skip
 
@@ -72,14 +72,6 @@ def final_scale(target: Target) -> Tensor:
     ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
     scale = norm_scale(norms[-1], ones).to(target.device) if norms and target.hidden_size % 2 == 0 else ones
     return scale if bool(scale.isfinite().all()) else ones
-
-
-def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
-    """Return the factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a
-    norm without weights leaves as it is."""
-    signs_D = ones_D - 2 * (torch.arange(len(ones_D), device=ones_D.device) % 2)  # mean 0, mean square 1
-    scale_1D: Tensor = norm(signs_D[None])
-    return scale_1D[0].to(ones_D.device) * signs_D
 
 
 def place_net(net: NetT, target: Target) -> NetT:

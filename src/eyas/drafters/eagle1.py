@@ -47,11 +47,11 @@ from eyas.drafters._nets import (
     target_sizes,
 )
 from eyas.drafters._options import check_choice
-from eyas.drafters._start import before_others, least_squares, told
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import LayerShape
+from eyas.nn.fitting import before_others, least_squares, told
 
 __all__ = ["VERIFICATIONS", "HeadOptions", "Method", "Net", "StaticTree"]
 
@@ -272,7 +272,7 @@ class Method(EagleMethod):
 
     @torch.no_grad()
     def fit_start(self, batch: Batch) -> str:
-        """See `_start.py`: fc gives the next feature, to which the layer adds nothing yet."""
+        """See `nn/fitting.py`: fc gives the next feature, to which the layer adds nothing yet."""
         now_M = before_others(batch.documents, batch.tokens_N.device)
         features_MD, goal_MD = batch.features_NF[now_M].float(), batch.features_NF[now_M + 1].float()
         inputs_MX = torch.cat([self.embed(batch.tokens_N[now_M + 1]).float(), features_MD], dim=1)

@@ -52,10 +52,10 @@ from eyas.drafters._nets import (
 )
 from eyas.drafters._options import check_weight, check_whole
 from eyas.drafters._self_training import Predictions, SelfTraining
-from eyas.drafters._start import attend_to_itself, before_others, copy_layer, least_squares, own_attention, told
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_losses, smooth_l1
 from eyas.nn import Documents, LayerShape
+from eyas.nn.fitting import attend_to_itself, before_others, copy_layer, least_squares, own_attention, told
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
@@ -242,13 +242,13 @@ class Method(DynamicEagle):
 
     @property
     def start_layers(self) -> tuple[int, ...]:
-        """See `_start.FitsStart`: the fused ones, the input of the first copied layer, the final norm."""
+        """See `train.start.FitsStart`: the fused ones, the input of the first copied layer, the final norm."""
         L = self.target.num_layers
         return (*self.feature_layers, L - len(self.net.later_layers), L)
 
     @torch.no_grad()
     def fit_start(self, batch: Batch) -> str:
-        """See `_start.py`. A net that has no head of its own, or another width than the target, keeps its weights."""
+        """See `nn/fitting.py`. A net that has no head of its own, or another width than the target, keeps its weights."""
         net, D, L = self.net, self.target.hidden_size, self.target.num_layers
         if net.head is None or self.shape.hidden_size != D:
             return ""

@@ -37,11 +37,12 @@ from eyas.drafters._grow import DynamicTree
 from eyas.drafters._method import Batch, Loss
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
-from eyas.drafters._nets import check_head, load_tensors, norm_scale, saved_head, target_layer_shape, target_sizes
+from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
 from eyas.drafters._self_training import Predictions, SelfTraining
-from eyas.drafters._start import before_others, least_squares, told
 from eyas.errors import CheckpointError, ModelError
 from eyas.losses import FrozenHead, draft_losses
+from eyas.nn import norm_scale
+from eyas.nn.fitting import before_others, least_squares, told
 
 __all__ = ["Method", "Options"]
 
@@ -177,7 +178,7 @@ class Method(DynamicEagle):
 
     @torch.no_grad()
     def fit_start(self, batch: Batch) -> str:
-        """See `_start.py`: eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the
+        """See `nn/fitting.py`: eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the
         target's last layer behind a fit of its input predicted less (docs/log.md)."""
         now_M = before_others(batch.documents, batch.tokens_N.device)
         goal_MD = batch.features_NF[now_M + 1].float()

@@ -1,5 +1,5 @@
 """Parts of draft nets in plain torch: LLaMA layers (`_layers`), their cache (`_cache`), attention over
-packed documents for training (`_packed`).
+packed documents for training (`_packed`), first weights (`fitting`).
 
 Runners replace layers by faster ones (`DecoderLayer.fused`, `RMSNorm.by_kernel`). This package
 knows no method and no target.
@@ -19,6 +19,7 @@ from eyas.nn._layers import (
     SwiGLU,
     grouped_attention,
     join_normed,
+    norm_scale,
     rope,
     rope_factor,
     rope_frequencies,
@@ -42,6 +43,7 @@ __all__ = [
     "SwiGLU",
     "grouped_attention",
     "join_normed",
+    "norm_scale",
     "packed_attention",
     "rope",
     "rope_factor",

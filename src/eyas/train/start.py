@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from eyas.drafters import Batch, DraftMethod
-from eyas.drafters._start import FitsStart, sample_tokens
 from eyas.nn import Documents
+from eyas.nn.fitting import sample_tokens
 from eyas.train.data import Batches, Example
 from eyas.train.features import encode
 
-__all__ = ["fit_start"]
+__all__ = ["FitsStart", "fit_start"]
+
+
+@runtime_checkable
+class FitsStart(Protocol):
+    """A method whose new net can be fitted before its training."""
+
+    @property
+    def start_layers(self) -> tuple[int, ...]:
+        """The layers whose features the fit reads, ascending; (): nothing is fitted."""
+        ...
+
+    def fit_start(self, batch: Batch) -> str:
+        """Fit the first weights to a sample of the training data, with the features of `start_layers`. Return the
+        result in words."""
+        ...
 
 
 def fit_start(

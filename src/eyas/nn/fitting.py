@@ -20,17 +20,15 @@ This module knows no method. Letters: M samples, X inputs, Y outputs, D hidden, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eyas.drafters._method import Batch
-from eyas.drafters._nets import norm_scale
-from eyas.nn import Attention, DecoderLayer, Documents
+from eyas.nn._layers import Attention, DecoderLayer, norm_scale
+from eyas.nn._packed import Documents
 
 __all__ = [
-    "FitsStart",
     "attend_to_itself",
     "before_others",
     "copy_layer",
@@ -46,21 +44,6 @@ SHARPNESS = (
 )
 PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 MLP_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-
-
-@runtime_checkable
-class FitsStart(Protocol):
-    """A method whose new net can be fitted before its training."""
-
-    @property
-    def start_layers(self) -> tuple[int, ...]:
-        """The layers whose features the fit reads, ascending; (): nothing is fitted."""
-        ...
-
-    def fit_start(self, batch: Batch) -> str:
-        """Fit the first weights to a sample of the training data, with the features of `start_layers`. Return the
-        result in words."""
-        ...
 
 
 def before_others(documents: Documents, device: torch.device) -> Tensor:

@@ -88,32 +88,31 @@ def test_other_layers_are_not_copied() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "most"),
     [
-        ("eagle1", {}),
-        ("mtp", {}),
-        ("eagle3", {"head.layers": "0,1,3"}),
-        ("eagle3", {"head.layers": "0,1,3", "head.depth": 2, "head.norm_output": True, "head.fc_norm": True}),
-        ("peagle", {"head.layers": "0,1,3"}),
+        ("eagle1", {}, 0.8),
+        ("mtp", {}, 0.94),
+        ("eagle3", {"head.layers": "0,1,3"}, 0.93),
+        ("eagle3", {"head.layers": "0,1,3", "head.depth": 2, "head.norm_output": True, "head.fc_norm": True}, 0.95),
+        ("peagle", {"head.layers": "0,1,3"}, 1.0),
     ],
 )
-def test_the_first_loss_is_lower(name: str, options: dict[str, object]) -> None:
-    """Guards the place of goals and inputs: fitted to other texts, the first loss is below the unfitted one's. With the
-    goal a token off, it is not: the random target's next state hardly follows from the last one."""
+def test_the_first_loss_is_lower(name: str, options: dict[str, object], most: float) -> None:
+    """Guards the place of goals and inputs by the loss on other texts, as a share of the unfitted net's. With the state of
+    the same token as the goal it was 0.92, 1.00, 0.97, 0.97 and 1.01. The sums have one order: no false alarm."""
     target, kind = Target(zoo.tiny("llama", num_hidden_layers=4)), drafters.find(name)
     drafter = kind.init_for_training(target, build_options(kind.Options, options), 1)
     before = loss_of(drafter, 1)
     assert isinstance(drafter, FitsStart)
-    told = drafter.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
-    assert "explain" in told
-    assert loss_of(drafter, 1) < before
+    assert "explain" in drafter.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
+    assert loss_of(drafter, 1) < most * before
     again = kind.init_for_training(target, build_options(kind.Options, options), 1)
     assert isinstance(again, FitsStart)
     again.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
     assert drafter.net is not None
     assert again.net is not None
     same = again.net.state_dict()
-    assert all(torch.equal(value, same[name]) for name, value in drafter.net.state_dict().items()), (
+    assert all(torch.equal(value, same[key]) for key, value in drafter.net.state_dict().items()), (
         "another process differs"
     )
 

@@ -75,9 +75,9 @@ def test_rotary_tables_do_not_depend_on_their_length() -> None:
     """Guards positions: the table of cosines grows with the text, so its numbers must not depend on how many are
     computed at once."""
     whole, grown = CpuRunner(model("llama")), CpuRunner(model("llama"))
-    whole._extend(exact.CONTEXT)
+    whole.tables(exact.CONTEXT)
     for positions in (1, 255, 257, 700):
-        grown._extend(positions)
+        grown.tables(positions)
         count = len(grown._cosine)
         assert torch.equal(whole._cosine[:count], grown._cosine)
         assert torch.equal(whole._sine[:count], grown._sine)

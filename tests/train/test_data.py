@@ -266,10 +266,6 @@ def test_plain_text(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             r"part 1 of message 1 is of type 'image': only parts of text are read here",
         ),
-        (
-            {"messages": [{"role": "system", "content": "x"}, *TWO]},
-            r"the chat template refuses these messages: no system turns here \(message 1\)",
-        ),
         ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
         ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]}, r"Unicode"),
     ],

@@ -80,7 +80,7 @@ def offer(search: pytest.MonkeyPatch, value: str) -> None:
 
 def test_the_folders_extensions_in_their_order() -> None:
     """Guards the search: a module of eyas/targets with an `Extension` is found without being listed."""
-    assert extensions.known_extensions() == (Placement, Hooked, Quantised, AdapterLayers, Recurrent, Media)
+    assert extensions.known_extensions() == (Placement, Quantised, AdapterLayers, Recurrent, Media, Hooked)
 
 
 def test_an_installed_package_adds_an_extension(search: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ __all__ = ["Extension"]
 class Extension(TargetExtension):
     """Hooks or forwards that are there when the target is made."""
 
-    order = 20
+    order = 60  # after those that know why a forward is replaced, such as quantised layers
     own_forward_only: Mapping[str, str] = {
         "kernels": "the kernels would leave out the hooks or forwards that are set on its modules",
         "graphs": "no CUDA graphs: they would leave out the hooks or forwards that are set on the model's modules",

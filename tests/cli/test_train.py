@@ -287,10 +287,6 @@ def test_two_machines_train_what_one_process_does(
 
 BAD = {
     "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: dflash"),
-    "a draft vocabulary that the data does not have": (
-        ("--head.draft-vocab", 150),
-        "head.draft_vocab is 150, but the training data has only",
-    ),
     "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
     "a head that is as it is": (("--init", "head"), "--init names a finished head: leave --head.layers out"),
     "a tracker that is not there": (

@@ -1,4 +1,4 @@
-"""What torch keeps for a whole process or thread: its OpenMP threads, its default dtype and device."""
+"""Settings that torch keeps for a process or a thread: OpenMP threads, default dtype and device."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> 
     if job.method is not None and job.method not in METHODS:
         raise OptionError(f"--method {job.method}: {near(job.method, METHODS)}")
     check_files(job.data)
-    check_exact(replace(model, kernels="auto"))  # those of the answers
+    check_exact(replace(model, kernels="auto"))  # the features are read from the exact model, whatever kernels answer
     return replace(model, target=target or model.target)
 
 

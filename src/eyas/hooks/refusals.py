@@ -74,7 +74,7 @@ def check_call(
 
 
 def media_of(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of the model's forward beyond a prompt's text, such as those of its images; empty for text."""
+    """Return the inputs of the model's forward beyond a prompt's text, such as its images; empty for plain text."""
     given = {name: value for name, value in model_kwargs.items() if name not in PREPARED and value is not None}
     if all(tells_nothing(model, name, value) for name, value in given.items()):
         return {}

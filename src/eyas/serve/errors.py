@@ -88,7 +88,7 @@ class ApiError(Exception):
         return self.message
 
     def body(self, anthropic: bool = False) -> dict[str, Any]:
-        """Return the object that clients read; the one that Anthropic's clients read."""
+        """Return the error as a JSON object, in OpenAI's form or, with `anthropic`, in Anthropic's."""
         types, fault = (ANTHROPIC_TYPES, "api_error") if anthropic else (TYPES, "server_error")
         kind = types.get(self.status, fault if self.status >= 500 else "invalid_request_error")
         if anthropic:

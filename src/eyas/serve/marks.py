@@ -94,7 +94,7 @@ class Grammar:
     Attributes:
         first: marks that count at the beginning of the answer, and after a region.
         later: marks that count after text.
-        special: special tokens that are part of a mark, each as it is spelled in the text that is read.
+        special: special tokens that belong to a mark, by their spelling in the read text.
         calls: whether calls are read.
         channels: whether messages have heads, as gpt-oss writes them.
         structured: the answer has a structure, so that a region without an end is text.

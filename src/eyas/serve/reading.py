@@ -55,7 +55,7 @@ class Source:
         self.length = 0  # of the text so far, without special tokens
         self.ends: deque[int] = deque()  # of tokens in that text
         self._grammar = grammar
-        self._detokeniser = Detokeniser(grammar.llm.tokenizer)  # type: ignore[arg-type]  # without one there is no chat
+        self._detokeniser = Detokeniser(grammar.llm.tokenizer)  # type: ignore[arg-type]  # chats need a tokenizer
         self._written = 0  # length of the tokens' text, some of which a stop string may hold back or cut
         self._special: deque[tuple[int, str]] = deque()  # places in the tokens' text
 
@@ -86,7 +86,7 @@ class Reader:
 
     Attributes:
         called: whether a call was made: the reason of the end is then "tool_calls".
-        reasoning_tokens: tokens of the reasoning, without those of its marks.
+        reasoning_tokens: tokens of the reasoning; its marks are not counted.
         added: text for the end of the prompt, where the answer has a structure: it ends the template's reasoning.
     """
 

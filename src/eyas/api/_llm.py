@@ -378,8 +378,8 @@ class LLM:
         return fitting if max_new_tokens is None else max_new_tokens
 
     def version(self) -> Hashable:
-        """Return a key of the model as it is now (`targets.loading.version_of`). Raise ModelError if it is not the model that
-        was loaded, and does not run by its own forward, which alone follows changes."""
+        """Return a key of the model's present state (`targets.loading.version_of`). Raise ModelError if the model has
+        changed since it was loaded and kernels run it: only its own forward follows changes."""
         model, family = self.target.model, self.target.family
         if model.training:
             raise ModelError("the model is in training mode: call model.eval() first")

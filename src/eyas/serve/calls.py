@@ -1,7 +1,7 @@
 """From the text between the marks of a call to functions. A model writes them in one of these forms:
 
 {"name": "f", "arguments": {"a": "x"}}, or a list of these        Hermes, Qwen, Llama, Mistral, Phi, Granite, Command
-f{"a": "x"}, with marks of its own after the name                 Mistral, DeepSeek, Kimi, gpt-oss
+f{"a": "x"}, with a mark between name and arguments                 Mistral, DeepSeek, Kimi, gpt-oss
 call:f{a:<|"|>x<|"|>}                                             Gemma
 <function=f><parameter=a>x</parameter></function>                 Qwen3-Coder, Qwen3.5, Seed-OSS, Nemotron
 <invoke name="f"><parameter name="a">x</parameter></invoke>       MiniMax, DeepSeek V3.2

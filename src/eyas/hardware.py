@@ -37,7 +37,7 @@ def seconds(dtype):
         a @ b
         return time.thread_time() - began
     return min(once() for _ in range(12))
-print(seconds(torch.float32) / seconds(torch.bfloat16))
+print(max(1e-9, seconds(torch.float32)) / max(1e-9, seconds(torch.bfloat16)))  # some clocks are coarse
 """
 BFLOAT16_CURE = "torch's code for matrix units ends with an illegal instruction here; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 goes without it"
 

@@ -261,9 +261,13 @@ class Method(DynamicEagle):
                 net.later_layers, self.target.family.layers[L - len(net.later_layers) :], strict=True
             )
         ]
+        is_copied = bool(copied) and all(copied)
+        for layer in () if is_copied else net.later_layers:  # as new: they add nothing
+            layer.attention.o.weight.zero_()
+            layer.mlp.down.weight.zero_()
         scale_D = final_scale(self.target).float()
         before_norm_ND = final_ND / scale_D
-        goal_ND = state_ND if copied and all(copied) else before_norm_ND
+        goal_ND = state_ND if is_copied else before_norm_ND
         read_ND = final_ND if net.architecture.norm_output else before_norm_ND
         net.fc.weight.copy_(least_squares(net.fc_input(features_NF), read_ND))
         now_M = before_others(batch.documents, batch.tokens_N.device)
@@ -389,12 +393,8 @@ def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None
     as occur."""
     distinct = int((counts_V > 0).sum())
     if size is not None and size > distinct:
-        log.info(
-            "head.draft_vocab %d: the training data has %d different tokens that count, so it is %d",
-            size,
-            distinct,
-            distinct,
-        )
+        told_size = "head.draft_vocab %d: the training data has %d different tokens that count, so it is %d"
+        log.info(told_size, size, distinct, distinct)
     size = min(size or MAX_DRAFT_VOCABULARY, max(distinct, 1))
     if size >= len(counts_V):
         return None

@@ -168,6 +168,7 @@ class Target:
             because they alone act before every use of the model.
         draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "exact",
             "fp8" or "int4".
+        turn: the lock by which threads take turns (`turn_of`).
         layout: sizes that each layer caches.
         head_is_exact: whether `head` reproduces the model's logits.
 
@@ -183,14 +184,11 @@ class Target:
         self.family = families.describe(model)
         self.device, self.dtype = model.device, model.dtype
         self.runner: Runner = ModelRunner()
+        self.turn = turn_of(model)
         self.draft_weights = "exact"
         self.adapters: Adapters | None = None
         self.extensions = tuple(kind(self) for kind in known_extensions() if kind.applies(model))
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
-
-    @property
-    def turn(self) -> AbstractContextManager[Any]:
-        return turn_of(self.model)
 
     @property
     def num_layers(self) -> int:

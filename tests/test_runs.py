@@ -124,6 +124,32 @@ def test_formats_of_features(command: Any, tmp_path: Path, monkeypatch: pytest.M
     assert all(figures[name] > 0 for name in ("write", "in_order", "random", "random_one_layer"))
 
 
+def test_first_weights(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the record: each head before and after its fit, on examples that the fit did not read."""
+    output, data = tmp_path / "first.json", chats(tmp_path / "chat.jsonl", 30, "that is")
+    given = [
+        "--target",
+        str(model),
+        "--data",
+        str(data),
+        "--max-length",
+        "64",
+        "--heldout",
+        "0.3",
+        "--layers",
+        "0,3,6",
+    ]
+    script = command("first_weights")
+    monkeypatch.setattr(script, "HEADS", {name: script.HEADS[name] for name in ("EAGLE-1", "EAGLE-3")})
+    monkeypatch.setattr(sys, "argv", ["first_weights", *given, "--output", str(output)])
+    script.main()
+    heads = json.loads(output.read_text())["heads"]
+    for row in heads.values():
+        assert row["new"]["tokens"] == row["fitted"]["tokens"] > 0
+        assert row["new"]["loss"] != row["fitted"]["loss"]
+        assert "explain" in row["fit"]
+
+
 def test_the_results_are_made_from_the_records(command: Any) -> None:
     """Bug: a table of docs/results.md is edited by hand, or a record changes without it; a picture
     is missing."""

@@ -17,7 +17,7 @@ from eyas import kernels
 from eyas.core.target import Target
 from eyas.kernels import Pass
 from eyas.runners._comparison import UnsuitedError
-from eyas.runners.cpu import CpuRunner
+from eyas.runners.cpu import CpuRunner, make_cpu_runner
 
 __all__ = ["feature_reader"]
 
@@ -27,11 +27,10 @@ ROUNDED = kernels.WeightFormat("int8", "int16")
 def feature_reader(target: Target) -> Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] | None:
     """Return the function from tokens [M], the texts' lengths [R] and feature layers, ascending, to features [M, F]; None
     where the kernels do not suit the target or this machine."""
-    if kernels.why_not() is not None or not kernels.has_dots() or target.family.window is not None:
+    if target.family.window is not None:
         return None
     try:
-        CpuRunner(target).check()
-        runner = CpuRunner(target, ROUNDED)
+        runner = make_cpu_runner(target, ROUNDED, own=True)
     except UnsuitedError:
         return None
 

@@ -59,9 +59,9 @@ def main() -> None:
         kind = find(method)
         drafter = kind.init_for_training(llm.target, build_options(kind.Options, chosen), 0, counts_V)
         heldout = Batches(data.heldout, max(2_048, args.max_length))
-        rows[name] = {"new": figures(drafter, heldout)}
+        new = figures(drafter, heldout)
         told = fit_start(drafter, data.train, max(4_096, args.max_length), 0)
-        rows[name] |= {"fitted": figures(drafter, heldout), "fit": told}
+        rows[name] = {"new": new, "fitted": figures(drafter, heldout), "fit": told}
         print(name, rows[name], flush=True)
     write(args.output, {"target": args.target, "data": str(data.report), "heads": rows}, before, quiet=True)
 

@@ -19,10 +19,11 @@ from _gpu_lab import DENSE, EXPERTS, Entry, Lab, Plan, Results, Timing, timed_cy
 from _gpu_pieces import attention_rows, draft_ms, kernel_rows, reference_rows
 
 import eyas
-from eyas.bench import cost, machine
+from eyas.bench import cost
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
+from eyas.hardware import machine
 from eyas.metrics import first_difference
 
 Record = dict[str, Any]

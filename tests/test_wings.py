@@ -20,7 +20,7 @@ TESTS = {
     "adapt": ["adapt/test_guard.py"],
     "adaptive": ["adaptive/test_bandit.py", "adaptive/test_goodput.py"],
     "audit": ["audit/test_statistics.py"],
-    "bench": ["bench/test_rows.py", "bench/test_machine.py"],
+    "bench": ["bench/test_rows.py"],
     "blocks": ["checkpoints/test_block.py"],
     "cluster": ["cluster/test_gate.py", "cluster/test_options.py"],
     "exports": ["checkpoints/test_peagle.py"],

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from eyas.bench import rows as table_of
-from eyas.bench.machine import Used
 from eyas.bench.record import Answer, Differs, Memory, answer_from
 from eyas.core.engine import Step
 from eyas.core.tree import Draft
+from eyas.hardware.machine import Used
 from eyas.metrics import Cycle
 from steps import step
 

@@ -18,7 +18,6 @@ from eyas import drafters
 from eyas.api import LLM
 from eyas.bench import contestants, report
 from eyas.bench.contestants import Contestant, Drafting, Question, Transformers
-from eyas.bench.machine import Used, cores, snapshot
 from eyas.bench.probe import Probe, chain_alpha, probe
 from eyas.bench.record import Answer
 from eyas.bench.run import ANSWERS, SETTINGS, Bench
@@ -33,6 +32,7 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
+from eyas.hardware.machine import Used, cores, snapshot
 from eyas.locks import locked_folder
 from eyas.metrics import acceptance_by_depth
 

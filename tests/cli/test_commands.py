@@ -16,9 +16,9 @@ import pytest
 import eyas
 import processes
 from eyas import drafters, tiny
-from eyas.bench import machine
 from eyas.cli import demo, doctor
 from eyas.cli._app import names
+from eyas.hardware import machine
 from eyas.option_texts import list_options
 
 Run = Callable[..., Any]

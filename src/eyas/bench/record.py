@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from eyas.bench.machine import Used
 from eyas.core.engine import Step
+from eyas.hardware.machine import Used
 from eyas.metrics import Cycle, cycle_of
 
 __all__ = ["FORMAT", "Answer", "Differs", "Memory", "answer_from"]

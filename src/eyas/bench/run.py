@@ -30,13 +30,13 @@ import torch
 
 from eyas.api import LLM
 from eyas.bench.contestants import Contestant, Question
-from eyas.bench.machine import gpus, snapshot, used
 from eyas.bench.record import FORMAT, Answer, Differs
 from eyas.bench.tasks import Prompt
 from eyas.core.engine import Request
 from eyas.errors import FitError, InputError, one_line
 from eyas.files import parse_json, write_text
 from eyas.hardware import cpu_name, versions
+from eyas.hardware.machine import gpus, snapshot, used
 from eyas.metrics import first_difference, margin
 from eyas.targets.fingerprints import fingerprint
 

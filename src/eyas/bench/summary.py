@@ -12,13 +12,13 @@ from typing import Any
 
 from eyas.bench import cost, report, rows
 from eyas.bench.contestants import Drafting
-from eyas.bench.machine import Snapshot, Used, busy, card
 from eyas.bench.probe import probe
 from eyas.bench.record import FORMAT, Answer
 from eyas.bench.run import VANILLA, Bench, OnPrompt
 from eyas.bench.tasks import Prompt
 from eyas.bench.trees import deepest_cycle, tree_lines, tree_nodes
 from eyas.files import write_text
+from eyas.hardware.machine import Snapshot, Used, busy, card
 from eyas.passes import verify_cost
 
 __all__ = ["summarise", "write", "wrong_texts"]

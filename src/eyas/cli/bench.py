@@ -130,8 +130,8 @@ def run_bench(bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str]
     """Run a bench, or go on with it, and write its files; returns its summary. See `summarise`."""
     import sys
 
-    from eyas.bench.machine import snapshot
     from eyas.bench.summary import summarise, write
+    from eyas.hardware.machine import snapshot
 
     before, command_line = snapshot(), shlex.join(["eyas", *sys.argv[1:]])
     message = f"whole prompts are kept in {folder}; the same command goes on from there"

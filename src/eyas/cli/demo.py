@@ -27,7 +27,7 @@ from eyas.cli._files import file_errors
 from eyas.cli._load import load, plain_decoding, quiet
 from eyas.cli._options import TREE, VERBOSE, DraftOptions, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, print_table
-from eyas.errors import EyasError, FitError, InputError
+from eyas.errors import EyasError, FitError, InputError, ModelError, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +65,13 @@ LEAST_GAIN = 1.03  # speed of drafts over plain decoding in the probe; nobody co
 FRAME_SECONDS = 1 / 15
 BUDGET_SECONDS = 40.0  # no further prompt of ours is begun after them
 DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
+GREEDY: dict[str, Any] = {  # keywords of `model.generate`
+    "do_sample": False,
+    "temperature": None,
+    "top_k": None,
+    "top_p": None,
+    "repetition_penalty": 1.0,
+}
 TREE_LIMITS = {"nodes": "nodes", "depth": "levels", "branch": "children a node"}  # entries of `describe` in words
 EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
@@ -187,18 +194,15 @@ class Demo:
     """Runs rounds, shows them, reports."""
 
     def __init__(self, best: LLM, max_new_tokens: int, console: Console) -> None:
-        from eyas.bench.contestants import Transformers
-
         self.best = best
         self.max_new_tokens = max_new_tokens
         self.console = console
         self.plain = plain_decoding(best)
         self.sides = [self.plain, best]
-        self.transformers = Transformers(best.target)
 
     def warm_up(self, prompt: Prompt) -> None:
         """Run once without measuring: first runs allocate and tune."""
-        from eyas.bench.machine import snapshot
+        from eyas.hardware.machine import snapshot
 
         for llm in self.sides:
             llm.generate(prompt.text, raw=prompt.raw, max_new_tokens=WARM_UP_TOKENS)
@@ -259,12 +263,21 @@ class Demo:
 
     def _generate(self, token_ids: Sequence[int], length: int) -> tuple[tuple[int, ...], float]:
         """Run `model.generate` on the very same model; return (new ids, seconds)."""
-        from eyas.bench.contestants import Question
-        from eyas.core.engine import Request
+        import torch
 
-        with quiet():
-            answer = self.transformers.answer(Question("", "", 0, Request(tuple(token_ids), length, eos=self.best.eos)))
-        return answer.token_ids, answer.seconds
+        model: Any = self.best.target.model
+        vocabulary = self.best.target.vocab_size
+        ids_1T = torch.tensor([token_ids], device=self.best.target.device)
+        eos = sorted(token for token in self.best.eos if 0 <= token < vocabulary) or [vocabulary]  # not a token
+        keywords = {"eos_token_id": eos, "pad_token_id": eos[0] % vocabulary, "max_new_tokens": length, **GREEDY}
+        with quiet(), torch.inference_mode():
+            began = time.perf_counter()
+            try:
+                output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **keywords)
+            except (ValueError, RuntimeError, TypeError) as error:
+                raise ModelError(f"transformers refuses to generate: {one_line(error, 200)}") from error
+            new_ids = tuple(output[0, len(token_ids) :].tolist())
+            return new_ids, time.perf_counter() - began
 
     def _difference(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> str:
         """Return a message that says where an answer differs from plain decoding's; empty when it does not."""
@@ -283,7 +296,7 @@ class Demo:
         """Print the table of this run's numbers, and what limits them."""
         import torch
 
-        from eyas.bench.machine import busy, used
+        from eyas.hardware.machine import busy, used
 
         if not rounds:
             return

@@ -75,7 +75,7 @@ def _machine() -> dict[str, Any]:
     import torch
 
     from eyas import hardware
-    from eyas.bench.machine import cores
+    from eyas.hardware.machine import cores
 
     known = set(hardware.cpu().get("flags", "").split())
     cpu = {"name": hardware.cpu_name(), "usable_cores": len(cores()), "threads": torch.get_num_threads()}

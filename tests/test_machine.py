@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eyas.bench import machine
-from eyas.bench.machine import Snapshot, Used, busy, card, commit, snapshot, used
+from eyas.hardware import machine
+from eyas.hardware.machine import Snapshot, Used, busy, card, commit, snapshot, used
 
 BEFORE = Snapshot(seconds=100.0, all_seconds=1000.0, own_seconds=50.0, load=0.5)
 

@@ -24,7 +24,7 @@ EYAS = Path(__file__).resolve().parents[1] / "src" / "eyas"
 # A new package gets its layer here, and its line in the table of CONTRIBUTING.md.
 LAYERS = {
     "errors": -3,  # the lowest: every package may refuse what it cannot serve
-    **dict.fromkeys(["files", "formats"], -2),
+    **dict.fromkeys(["elsewhere", "files", "formats"], -2),
     **dict.fromkeys(["gpu", "hardware", "kernels", "locks", "objectives", "threads", "timing"], -1),
     "core": 0,
     **dict.fromkeys(

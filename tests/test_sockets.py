@@ -95,25 +95,30 @@ def test_an_optional_part_is_missing(hidden: str, target: Path, tmp_path: Path) 
 DISTRIBUTION = {
     "my_method.py": "from eyas.drafters.suffix import Method as Suffix\n\nclass Method(Suffix):\n    pass\n",
     "my_format.py": "NAME = 'mine'\n\ndef recognises(config, names):\n    return False\n",
+    "my_command.py": "GROUP = 'Answers'\n\ndef command() -> None:\n    'Say something.'\n    print('said')\n",
     "my_parts-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: my-parts\nVersion: 1.0\n",
-    "my_parts-1.0.dist-info/entry_points.txt": "[eyas.methods]\nmine = my_method\n\n[eyas.formats]\nmine = my_format\n",
+    "my_parts-1.0.dist-info/entry_points.txt": "[eyas.methods]\nmine = my_method\n\n[eyas.formats]\nmine = my_format\n\n"
+    "[eyas.commands]\nmine = my_command\n\n[eyas.parts]\nmine = my_format\n",
 }
 ASKED = """
 import eyas
 from eyas import drafters
+from eyas import cli, elsewhere
 from eyas.checkpoints._weights import formats
 
+assert cli.run(["mine"]) == 0
+assert elsewhere.part("mine", "a test").NAME == "mine"
 assert "mine" in drafters.names() and drafters.find("mine").__module__ == "my_method"
 assert "mine" in [getattr(form, "NAME", "") for form in formats()]
 """
 
 
 @pytest.mark.slow
-def test_methods_and_formats_of_other_distributions(tmp_path: Path) -> None:
-    """Guards the way by which a method or a format becomes a distribution: its entry point is enough."""
+def test_what_other_distributions_register(tmp_path: Path) -> None:
+    """Guards the way by which a command, method, format or part becomes a distribution: its entry point is enough."""
     for name, content in DISTRIBUTION.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(PACKAGE.parent)!r}]\n"
     done = processes.run([sys.executable, "-c", paths + ASKED], warm=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, "said" in done.stdout) == (0, True), done.stderr

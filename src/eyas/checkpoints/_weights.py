@@ -240,5 +240,9 @@ def _recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Form
     for form in formats():
         if hasattr(form, "recognises") and form.recognises(config, tensors.keys()):
             return form
+    from eyas import elsewhere
+
+    for key in config:
+        elsewhere.check("heads", key, f"a draft head with {key} in its config.json")
     some = ", ".join(sorted(tensors)[:4]) + ", ..." * (len(tensors) > 4)
     raise CheckpointError(f"not a draft head of a format known here; it holds {len(tensors)} tensors: {some}")

@@ -1,6 +1,11 @@
 """From the arguments of `eyas` to a call of a command's function, with cyclopts.
 
-A command is a file of this folder. It defines
+A command is a file of this folder, or a module that another distribution names:
+
+    [project.entry-points."eyas.commands"]
+    mine = "mypackage.mymodule"
+
+It defines
 
     command        a function; its docstring is the help, its parameters are the options
     GROUP          the group of commands that it belongs to on the page of `eyas --help`
@@ -16,9 +21,11 @@ from __future__ import annotations
 import inspect
 import itertools
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
@@ -26,7 +33,7 @@ import cyclopts
 from cyclopts import App, Group, Parameter
 from rich.markup import escape
 
-from eyas import __version__
+from eyas import __version__, elsewhere
 from eyas.cli._errors import UsageError
 from eyas.cli._load import collector_paused
 from eyas.cli._options import STDIN, MethodOptions, annotate, given, placeholders
@@ -49,9 +56,17 @@ GROUPS = {name: Group(name, sort_key=i) for i, name in enumerate(("Answers", "He
 HELP_FLAGS = ("--help", "-h", "--help-all")
 
 
+@cache
+def _modules() -> Mapping[str, str]:
+    """Return the module of each command, by the command's name; those of this folder come before others."""
+    others = {point.name: point.value for point in entry_points(group="eyas.commands")}
+    files = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_")]
+    return others | {name: f"eyas.cli.{name}" for name in files}
+
+
 def names() -> list[str]:
-    """Return the commands: the files of this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_"))
+    """Return the commands: the files of this folder, and those of other distributions."""
+    return sorted(_modules())
 
 
 def dispatch(arguments: Sequence[str]) -> int:
@@ -74,10 +89,11 @@ def dispatch(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
     """Return what to call, the command or its help, with its arguments.
 
-    Raise CycloptsError or UsageError when the arguments do not fit.
+    Raise CycloptsError or UsageError when the arguments do not fit, OptionError for a command that is not installed.
     """
     tokens = [STDIN if token == "-" else token for token in arguments]
     if tokens and tokens[0] not in names() and tokens[0] not in (*HELP_FLAGS, "--version"):
+        elsewhere.check("commands", tokens[0], f"eyas {tokens[0]}")
         kind = "option" if tokens[0].startswith("-") else "command"
         raise UsageError(f"unknown {kind} {tokens[0]!r}; {near(tokens[0], names())}")
     parsed = ["--help" if token == "--help-all" else token for token in tokens]
@@ -101,7 +117,7 @@ def _place(arguments: Sequence[str]) -> str:
     """Return the command line up to its options: `eyas datastore build`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     known = words[:1] if words and words[0] in names() else []
-    if known and words[1:2] and words[1] in getattr(import_module(f"eyas.cli.{known[0]}"), "COMMANDS", {}):
+    if known and words[1:2] and words[1] in getattr(import_module(_modules()[known[0]]), "COMMANDS", {}):
         known = words[:2]
     return " ".join(["eyas", *known])
 
@@ -124,7 +140,7 @@ def _app(tokens: Sequence[str]) -> App:
 
 
 def _add(app: App, name: str, tokens: Sequence[str]) -> None:
-    module = import_module(f"eyas.cli.{name}")
+    module = import_module(_modules()[name])
     epilogue = _epilogue(getattr(module, "EXAMPLES", ""), getattr(module, "NOTES", ()))
     group = GROUPS[module.GROUP]
     if hasattr(module, "COMMANDS"):

@@ -4,7 +4,7 @@ help as the docstring below the field. cyclopts reads them.
     TargetOptions, DraftOptions, ...     groups of options that several commands share
     MethodOptions                        placeholder for the options of the methods: `--tree.nodes` is the
                                          field `nodes` of the field `tree` of a method's `Options`
-    TrainingOptions                      placeholder for the fields of `TrainConfig`
+    ConfigOptions                        placeholder for the fields of a config, such as `TrainConfig`
 
 The last two are replaced by dataclasses that are made when the command is known (`placeholders`),
 because the options depend on --method and because reading them imports torch. A command then gets
@@ -244,8 +244,13 @@ class TrainMethodOptions(MethodOptions):
     uses = frozenset({"new heads only", "training only"})
 
 
-class TrainingOptions(dict[str, Any]):
-    """The fields of TrainConfig that were given."""
+class ConfigOptions(dict[str, Any]):
+    """The fields of a dataclass that were given."""
+
+    @staticmethod
+    def declared() -> type:
+        """Return the dataclass, which is imported only when its options are read."""
+        raise NotImplementedError
 
 
 def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> type | None:
@@ -257,8 +262,8 @@ def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> ty
     """
     if not isinstance(annotation, type):
         return None
-    if issubclass(annotation, TrainingOptions):
-        return _config_class(wants_help)
+    if issubclass(annotation, ConfigOptions):
+        return _config_class(annotation.declared(), wants_help)
     if not issubclass(annotation, MethodOptions):
         return None
     named = tuple(name for name in (_value_of("--method", tokens) or "").split(",") if name)
@@ -315,12 +320,10 @@ def _merge(by_method: Mapping[str, Option]) -> Option:
 
 
 @functools.cache
-def _config_class(for_help: bool) -> type:
-    """Return a dataclass with the options of a training."""
-    from eyas.train.config import TrainConfig
-
+def _config_class(config: type, for_help: bool) -> type:
+    """Return a dataclass with the options that the fields of a config are."""
     shown = (
-        replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(TrainConfig, described=for_help)
+        replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(config, described=for_help)
     )
     return _options_class(shown, "Training", flags=True)
 

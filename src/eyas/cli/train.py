@@ -20,7 +20,7 @@ from cyclopts.types import PositiveFloat, PositiveInt
 from eyas.cli._data import check_source, training_data, training_options
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note
 from eyas.cli._load import check_exact, load_target, need_packages, quiet
-from eyas.cli._options import TargetOptions, TrainingOptions, TrainMethodOptions, option_group
+from eyas.cli._options import ConfigOptions, TargetOptions, TrainMethodOptions, option_group
 from eyas.cli._show import progress_bar
 from eyas.cli._spread import Here, cores_for, wants_gpu
 from eyas.errors import EyasError, OptionError
@@ -74,6 +74,17 @@ class HeadOptions:
     does. All machines must see --output."""
     min_workers: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Start with N processes, and go on with N, while the cluster has no room for all of --workers."""
+
+
+class TrainingOptions(ConfigOptions):
+    """The fields of TrainConfig that were given."""
+
+    @staticmethod
+    def declared() -> type:
+        """Return the config of a training."""
+        from eyas.train.config import TrainConfig
+
+        return TrainConfig
 
 
 def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOptions, options: TrainMethodOptions) -> int:

@@ -47,6 +47,9 @@ def find(name: str) -> type[DraftMethod]:
         raise OptionError(f"a method is the name of one, not {type(name).__name__}; known: {', '.join(names())}")
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if not dotted and name not in _modules():
+        from eyas import elsewhere
+
+        elsewhere.check("methods", name, f"method {name}")
         raise OptionError(f"unknown method {name!r}; {near(name, names())}; a module of your own needs a dotted path")
     try:
         method = importlib.import_module(name if dotted else _modules()[name]).Method

@@ -1,0 +1,50 @@
+"""What other distributions of this project bring, by name: whoever uses one without its distribution reads
+which package to install.
+
+They register by entry points (groups eyas.commands, eyas.methods, eyas.formats and eyas.parts). This
+module imports none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from eyas.errors import OptionError
+
+__all__ = ["DISTRIBUTIONS", "check", "part"]
+
+# A distribution eyas-NAME, which the extra NAME of eyas installs -> kind -> the names that it brings. "heads" are keys of
+# config.json by which the formats of heads are known.
+DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
+
+
+def check(kind: str, name: str, subject: str) -> None:
+    """Raise OptionError, which says what to install, if another distribution brings the name.
+
+    Args:
+        kind: a key of a distribution, such as "commands".
+        subject: what is asked for, for the message.
+    """
+    for extra, kinds in DISTRIBUTIONS.items():
+        if name in kinds.get(kind, ()):
+            raise OptionError(
+                f"{subject} needs the package eyas-{extra}: pip install 'eyas[{extra}]' "
+                f"(in a clone: pip install ./packages/eyas-{extra})"
+            )
+
+
+def part(name: str, subject: str) -> Any:
+    """Return the module that a distribution registers as entry point `name` of the group "eyas.parts".
+
+    Args:
+        subject: what needs it, for the message.
+
+    Raises:
+        OptionError: the distribution is not installed.
+    """
+    for point in entry_points(group="eyas.parts", name=name):
+        return point.load()
+    check("parts", name, subject)
+    raise OptionError(f"{subject} needs a package that brings the part {name}: install one")

@@ -293,6 +293,33 @@ def _ways_to_wings(start: str, graph: Mapping[str, list[str]], wing_of: Mapping[
                 todo.append([*way, imported])
 
 
+def test_private_modules_stay_in_their_package() -> None:
+    """Guards the walls: what others use of a package is in its public modules, such as `drafters/tools.py`."""
+    private = private_imports(imports_of(EYAS, Rules(LAYERS)))
+    assert not private, "\n".join(["modules of other packages whose names begin with an underscore:", *private])
+
+
+def private_imports(imports: list[Import]) -> list[str]:
+    """Return the imports of modules of other packages whose names begin with an underscore."""
+    return [
+        f"{i.where} imports {i.imported}"
+        for i in imports
+        if i.imported.startswith("eyas")
+        and package_of(i.importer) != package_of(i.imported)
+        and any(part[0] == "_" and part[:2] != "__" for part in i.imported.split(".")[1:])
+    ]
+
+
+def test_a_private_import_is_found() -> None:
+    """Guards the test above against looking away."""
+    made = [
+        Import("eyas.llm", "eyas.drafters._grow", "eyas/llm.py:1"),
+        Import("eyas.drafters.eagle1", "eyas.drafters._grow", "eyas/drafters/eagle1.py:1"),
+        Import("eyas.llm", "eyas.drafters", "eyas/llm.py:2"),
+    ]
+    assert private_imports(made) == ["eyas/llm.py:1 imports eyas.drafters._grow"]
+
+
 def test_every_package_is_a_ring_or_a_wing() -> None:
     """Guards the rule against new folders: what is not named here is a ring, and what plugs in is no ring."""
     plugs = {file.parent.name for file in EYAS.glob("*/plug_*.py")}

@@ -9,8 +9,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from eyas.checkpoints._files import write
-from eyas.checkpoints._weights import ExportTarget, Format, Weights, formats
+from eyas.checkpoints import ExportTarget, Format, Weights
+from eyas.checkpoints.tools import formats, write
 from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
 

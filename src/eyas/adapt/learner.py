@@ -39,7 +39,7 @@ from eyas.adapt.swap import check_same, head_of, prepare, put, with_net
 from eyas.adapt.texts import Texts, batch_of
 from eyas.core.drafter import Drafter
 from eyas.core.target import ModelRunner
-from eyas.drafters._eagle import EagleMethod
+from eyas.drafters.tools import EagleMethod
 from eyas.errors import InputError, OptionError
 from eyas.files import write_text
 

@@ -12,7 +12,7 @@ from eyas.adapt.recording import Private
 from eyas.adapt.swap import head_of, load_like, put
 from eyas.api import LLM
 from eyas.core.engine import Decoder
-from eyas.drafters._eagle import EagleMethod
+from eyas.drafters.tools import EagleMethod
 from eyas.errors import EyasError, one_line
 
 log = logging.getLogger("eyas.serve.adapt")  # the server shows what is logged below eyas.serve

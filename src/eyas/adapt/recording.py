@@ -24,7 +24,7 @@ from eyas.core.features import RowFeature
 from eyas.core.requests import Request, RequestFeature
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._eagle import EagleMethod
+from eyas.drafters.tools import EagleMethod
 
 __all__ = ["Private", "Recorded"]
 

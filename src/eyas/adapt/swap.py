@@ -21,7 +21,7 @@ from torch import nn
 from eyas.api import LLM
 from eyas.core.drafter import Drafter
 from eyas.drafters import DraftMethod
-from eyas.drafters._eagle import EagleMethod
+from eyas.drafters.tools import EagleMethod
 from eyas.errors import CheckpointError, OptionError
 
 __all__ = ["HeadMismatchError", "head_of", "load_like", "put", "swap_draft", "with_net"]

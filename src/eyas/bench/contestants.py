@@ -33,7 +33,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify
 from eyas.drafters import Drafter
-from eyas.drafters._merge import Merged
+from eyas.drafters.tools import Merged
 from eyas.errors import ModelError, one_line
 from eyas.metrics import Cycle
 

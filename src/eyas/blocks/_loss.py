@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eyas.blocks._net import BlockFormat, BlockNet
 from eyas.core.target import Target
-from eyas.drafters._method import Batch, Loss
+from eyas.drafters import Batch, Loss
 
 __all__ = ["BlockTraining", "block_loss", "choose_anchors"]
 

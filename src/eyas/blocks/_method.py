@@ -24,10 +24,13 @@ from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.core.tree import Draft
-from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
-from eyas.drafters._method import Batch, DraftMethod, Loss
-from eyas.drafters._nets import (
+from eyas.drafters import Batch, DraftMethod, Loss
+from eyas.drafters.tools import (
+    DraftNetSteps,
+    DynamicTree,
     check_head,
+    check_whole,
+    grow_dynamic,
     layer_config,
     layer_numbers,
     layer_shape,
@@ -38,7 +41,6 @@ from eyas.drafters._nets import (
     target_layer_shape,
     target_sizes,
 )
-from eyas.drafters._options import check_whole
 from eyas.errors import CheckpointError, FitError
 from eyas.nn import LayerShape
 

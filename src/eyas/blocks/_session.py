@@ -21,8 +21,7 @@ from eyas.core.cache import KVCache, slot_mask
 from eyas.core.drafter import Capturable, CycleInput, DraftSession
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._grow import DynamicTree
-from eyas.drafters._nets import MARGIN
+from eyas.drafters.tools import MARGIN, DynamicTree
 from eyas.nn import LayerShape
 
 __all__ = ["BlockSession"]

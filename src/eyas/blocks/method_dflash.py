@@ -23,8 +23,7 @@ from typing import Annotated, ClassVar
 from eyas.blocks._loss import BlockTraining
 from eyas.blocks._method import BlockMethod, NewBlockHead
 from eyas.core.options import TRAINING
-from eyas.drafters._grow import DynamicTree
-from eyas.drafters._options import check_choice, check_number, check_whole
+from eyas.drafters.tools import DynamicTree, check_choice, check_number, check_whole
 
 __all__ = ["Method", "Options", "TrainBlocks"]
 

@@ -17,8 +17,7 @@ from eyas.blocks._method import BlockMethod, NewBlockHead
 from eyas.blocks._net import Extras
 from eyas.blocks.method_dflash import TrainBlocks
 from eyas.core.options import NEW_HEADS
-from eyas.drafters._grow import DynamicTree
-from eyas.drafters._options import check_whole
+from eyas.drafters.tools import DynamicTree, check_whole
 
 __all__ = ["Method", "Options"]
 

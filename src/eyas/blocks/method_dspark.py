@@ -24,8 +24,7 @@ from eyas.blocks._method import BlockMethod, NewBlockHead
 from eyas.blocks._net import BlockNet, Extras
 from eyas.blocks.method_dflash import TrainBlocks
 from eyas.core.options import NEW_HEADS, TRAINING
-from eyas.drafters._grow import DynamicTree
-from eyas.drafters._options import check_choice, check_number, check_weight, check_whole
+from eyas.drafters.tools import DynamicTree, check_choice, check_number, check_weight, check_whole
 from eyas.errors import OptionError
 
 __all__ = ["Method", "Options"]

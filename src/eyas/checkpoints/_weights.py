@@ -230,7 +230,7 @@ def formats() -> Iterator[Format]:
     """Yield the formats: first the modules of this package, then what other distributions register as entry
     points of the group "eyas.formats". Modules whose names begin with an underscore are tools."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if not module.name.startswith("_"):
+        if not module.name.startswith("_") and module.name != "tools":
             yield cast(Format, importlib.import_module(f"eyas.checkpoints.{module.name}"))
     for point in entry_points(group="eyas.formats"):
         yield cast(Format, point.load())

@@ -60,7 +60,9 @@ HELP_FLAGS = ("--help", "-h", "--help-all")
 def _modules() -> Mapping[str, str]:
     """Return the module of each command, by the command's name; those of this folder come before others."""
     others = {point.name: point.value for point in entry_points(group="eyas.commands")}
-    files = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if not m.name.startswith("_")]
+    files = [
+        m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name[0] != "_" and m.name != "tools"
+    ]
     return others | {name: f"eyas.cli.{name}" for name in files}
 
 

@@ -299,7 +299,7 @@ def _drafter(
 ) -> DraftMethod:
     """Return the head of --init, or else a new one that fits the data."""
     from eyas import checkpoints
-    from eyas.drafters._eagle import EagleMethod
+    from eyas.drafters.tools import EagleMethod
     from eyas.train.vocab import count_tokens
 
     if init is None:

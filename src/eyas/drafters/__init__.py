@@ -6,7 +6,7 @@ A method file defines one subclass of `DraftMethod` named `Method`. In other fol
     [project.entry-points."eyas.methods"]
     mine = "mypackage.mymodule"
 
-Files that begin with an underscore are shared tools. This module knows no method by name.
+Files that begin with an underscore are shared; `tools.py` has what authors of methods may use of them. This module knows no method by name.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def _modules() -> Mapping[str, str]:
     others = {point.name: point.value for point in entry_points(group="eyas.methods")}
     package = Path(__file__).parents[1]
     files = [*package.glob("drafters/[!_]*.py"), *package.glob("*/method_*.py")]
+    files = [file for file in files if file.stem != "tools"]
     return others | {file.stem.removeprefix("method_"): f"eyas.{file.parent.name}.{file.stem}" for file in files}
 
 

@@ -1,5 +1,5 @@
-"""Shared by methods with one head per token ahead (Medusa, Hydra): static trees by rank, a session
-with one feature a row, the loss of all heads. Their trees are deterministic.
+"""Shared by methods with one head per token ahead (Medusa, Hydra): static trees by rank, the loss
+of all heads. Their trees are deterministic.
 
 Letters: B rows, N nodes (M without the root), Q nodes of a level, W ranks, D hidden, V vocabulary; in
 training N tokens, M that count.
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.core.drafter import Capturable, CycleInput, DraftSession, TreeSize
+from eyas.core.drafter import CycleInput, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.sampling import apply_sampling_rows
 from eyas.core.target import Target
-from eyas.core.tree import Choices, Draft, TargetOutput, Tree, Verdict
+from eyas.core.tree import Choices, Draft, Tree
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._method import Batch, Loss
 from eyas.drafters._options import check_whole
@@ -27,7 +27,7 @@ from eyas.errors import OptionError
 from eyas.losses import draft_losses
 
 __all__ = [
-    "FeatureSession", "HeadCount", "HeadsTree", "RankTree", "best_children", "heads_loss", "lm_head_like"
+    "HeadCount", "HeadsTree", "RankTree", "best_children", "heads_loss", "lm_head_like"
 ]  # fmt: skip
 
 OBJECTIVES = ("tokens", "distribution")
@@ -128,41 +128,6 @@ def best_children(
     key_BQV = log_q_BQV + cycle_input.noise.gumbel(position_BQ, logits_BQV.shape[-1])  # zero in greedy rows
     token_BQW = key_BQV.topk(count).indices
     return token_BQW, log_q_BQV.gather(-1, token_BQW)
-
-
-# --- the session
-
-
-class FeatureSession(DraftSession):
-    """Keeps the target's feature of each row's newest committed token, and nothing else."""
-
-    def __init__(self, rows: int, target: Target, grow: Callable[[Tensor, CycleInput], Draft]) -> None:
-        """`grow` returns the draft for (feature_BD, cycle_input)."""
-        self.grow = grow
-        self.feature_BD = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
-
-    def capturable(self, cycle_input: CycleInput) -> Capturable:
-        return Capturable(self, {"feature_BD": tuple(self.feature_BD.shape)})
-
-    def truncate(self, row: int, length: int) -> int:
-        return length  # the prompt's last token is always read again
-
-    def copy(self, source: int, row: int, length: int) -> int:
-        return length
-
-    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        self.feature_BD[row] = features_TF[-1]
-
-    def clear(self, row: int) -> None:
-        self.feature_BD[row] = 0
-
-    def draft(self, cycle_input: CycleInput) -> Draft:
-        return self.grow(self.feature_BD, cycle_input)
-
-    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        last_B1 = verdict.path_BP.gather(1, verdict.length_B[:, None] - 1)
-        features_BNF = output.features_BNF
-        self.feature_BD = features_BNF.gather(1, last_B1[..., None].expand(-1, -1, features_BNF.shape[-1]))[:, 0]
 
 
 # --- training

@@ -29,8 +29,8 @@ from eyas.core.families import SLIDING
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters._assistant_net import Net, SharedKeysValues, load_net, random_net, source_layers
+from eyas.drafters._feature_session import FeatureSession
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
-from eyas.drafters._heads import FeatureSession
 from eyas.drafters._method import DraftMethod
 from eyas.drafters._nets import check_head
 

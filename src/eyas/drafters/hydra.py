@@ -31,10 +31,10 @@ from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft
 from eyas.drafters._eagle import EagleMethod, Window
+from eyas.drafters._feature_session import FeatureSession
 from eyas.drafters._grow import DraftNetSteps, grow_dynamic
 from eyas.drafters._heads import (
     OBJECTIVES,
-    FeatureSession,
     HeadCount,
     HeadsTree,
     best_children,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from eyas.core.drafter import CycleInput
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._grow import DraftNetSteps
 from eyas.drafters.small_model import LanguageModelSession
+from eyas.drafters.tools import DraftNetSteps
 
 if TYPE_CHECKING:
     from eyas.pard._features import FeatureInput

@@ -20,11 +20,9 @@ from eyas.checkpoints.pard import mask_token_of
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.target import Target
 from eyas.core.tree import Draft
-from eyas.drafters import small_model
-from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic
-from eyas.drafters._method import Batch, Loss
-from eyas.drafters._nets import mask_token
+from eyas.drafters import Batch, Loss, small_model
 from eyas.drafters.small_model import NetShape, small_llama
+from eyas.drafters.tools import DraftNetSteps, DynamicTree, grow_dynamic, mask_token
 from eyas.errors import CheckpointError, OptionError
 from eyas.pard._features import FeatureInput
 from eyas.pard._session import FeatureSession, Session

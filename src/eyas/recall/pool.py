@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eyas.drafters._ngram import MatchRates
+from eyas.drafters.tools import MatchRates
 from eyas.errors import InputError
 from eyas.files import write_atomically
 

@@ -19,7 +19,7 @@ from eyas import kernels
 from eyas.core.drafter import CycleInput
 from eyas.core.sampling import Sampling
 from eyas.core.tree import Draft, FullDraft, Tree
-from eyas.drafters._grow import DynamicTree
+from eyas.drafters.tools import DynamicTree
 from eyas.runners._cpu_net import CpuLayer, KernelLinear
 
 if TYPE_CHECKING:

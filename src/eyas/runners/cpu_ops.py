@@ -14,7 +14,7 @@ from eyas.core.ops import Ops
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
-from eyas.drafters._grow import FusedTreeBuilder
+from eyas.drafters.tools import FusedTreeBuilder
 from eyas.runners._cpu_net import with_cpu_kernels
 from eyas.runners.cpu_grow import tree_builder_of
 

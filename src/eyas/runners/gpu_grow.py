@@ -22,7 +22,7 @@ from eyas import gpu
 from eyas.core.drafter import CycleInput
 from eyas.core.sampling import equal_but_for_seeds
 from eyas.core.tree import Draft, FullDraft, Tree
-from eyas.drafters._grow import DynamicTree
+from eyas.drafters.tools import DynamicTree
 
 if TYPE_CHECKING:
     from eyas.core.target import Target

@@ -20,7 +20,7 @@ from eyas.core.adjustments import Adjustments
 from eyas.core.ops import Ops
 from eyas.core.sampling import GumbelNoise, Sampling, equal_but_for_seeds
 from eyas.core.tree import Draft, Tree, Verdict, unpack_verdict
-from eyas.drafters._grow import FusedTreeBuilder
+from eyas.drafters.tools import FusedTreeBuilder
 from eyas.runners._gpu_net import with_gpu_kernels
 from eyas.runners.gpu_grow import tree_builder_of
 

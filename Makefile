@@ -4,19 +4,19 @@
 
 PYTHON ?= python3
 JOBS   ?= 2
-TESTS  ?= tests
+TESTS  ?= tests packages
 ARGS   ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
-LINT  := src tests runs
+LINT  := src tests runs packages conftest.py
 
 # Programs that others have written, for tests/clients and runs/serve_load.py; not needed by eyas, and apart from it.
 CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving] anthropic openai-agents litellm llm
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
-# Ray, what it brings, and an object store on this machine, for tests/cluster and runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
+# Ray, what it brings, and an object store on this machine, for packages/eyas-ray/tests and runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
 SCALE       := ray[serve,data,train] mmh3 kubernetes-validate s3fs moto[s3] flask flask-cors
 SCALE_STAMP := .venv-scale/.installed
 
@@ -86,8 +86,8 @@ clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have w
 	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients --all $(ARGS)
 
 scale: $(STAMP) $(SCALE_STAMP) ## several processes on Ray: replicas and workers, killed ones too; the server's contract with a fleet (minutes; `make test` skips them)
-	@echo "==> pytest: tests/cluster, and data in Parquet"
-	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest tests/cluster tests/cli/test_sources.py tests/cli/test_object_stores.py --all -n 0 $(ARGS)
+	@echo "==> pytest: packages/eyas-ray/tests, and data in Parquet"
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest packages/eyas-ray/tests tests/cli/test_sources.py tests/cli/test_object_stores.py --all -n 0 $(ARGS)
 	@echo "==> runs/scale_contract.py: tests/serve against a fleet"
 	@OMP_NUM_THREADS=1 .venv-scale/bin/python runs/scale_contract.py
 
@@ -137,13 +137,14 @@ clean: ## remove the environment, caches and builds (results in out/ stay)
 	rm -rf .venv .venv-clients .venv-scale $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels .venv-docs build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info
 	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml tiny/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml tiny/pyproject.toml $(wildcard packages/*/pyproject.toml) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "eyas needs Python 3.11 or newer, and '$(PYTHON)' is not; name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
 	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e '.[tiny,serve,grammar,peft,offload,quantised,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps -e ./packages/eyas-ray # Ray itself: make scale
 	@touch $@
 	@echo "==> .venv is ready"
 

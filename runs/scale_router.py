@@ -3,7 +3,7 @@
     python runs/scale_router.py --output docs/results/scale_router.json
 
     two choices   Ray's default: the less busy of two replicas
-    sessions      eyas' fleets: `ConsistentHashRouter`, by the name that `eyas.cluster.gate` gives a conversation
+    sessions      eyas' fleets: `ConsistentHashRouter`, by the name that `eyas_ray.gate` gives a conversation
     prefixes      `PrefixCacheAffinityRouter` of `ray.serve.llm`: the replica that was given the longest part of the
                   prompt before. It reads the arguments of a call, so a thin ingress in front of the replicas reads the
                   body of the request
@@ -37,9 +37,9 @@ from rich.progress import track
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from eyas.cli._cluster import Maker, arguments_of, build_app
-from eyas.cluster.fleet import VARIABLES
-from eyas.cluster.llm_server import asked
+from eyas_ray.fleet import VARIABLES
+from eyas_ray.llm_server import asked
+from eyas_ray.serving import Maker, arguments_of, build_app
 
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 CHAT = "/v1/chat/completions"

@@ -35,7 +35,7 @@ LAYERS = {
     **dict.fromkeys(["blocks", "pard", "runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     **dict.fromkeys(["api", "media"], 6),
-    **dict.fromkeys(["accelerate", "adapt", "audit", "bench", "cluster", "hooks", "predict", "recall", "serve"], 7),
+    **dict.fromkeys(["accelerate", "adapt", "audit", "bench", "hooks", "predict", "recall", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line
 }
@@ -53,7 +53,6 @@ WINGS = {
     "audit": {"audit"},
     "bench": {"bench"},
     "blocks": {"blocks"},
-    "cluster": {"cluster"},
     "exports": {"exports"},
     "features": {"features"},
     "grammar": {"grammar"},

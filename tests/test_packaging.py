@@ -4,6 +4,8 @@ the names of extras are true."""
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 import subprocess
 import tomllib
@@ -12,18 +14,27 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from eyas import tiny
+import eyas
+from eyas import elsewhere, tiny
 from eyas.errors import ModelError
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TINY = tomllib.loads((ROOT / "tiny" / "pyproject.toml").read_text())
+OTHERS = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+SOURCES = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("packages/*/src/**/*.py")]
 NOT_EVERYWHERE = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "winreg", "msvcrt"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "folder"), [(PROJECT, ROOT / "src"), (TINY, ROOT / "tiny")], ids=["eyas", "eyas-tiny"]
+    ("settings", "folder"),
+    [
+        (PROJECT, ROOT / "src"),
+        (TINY, ROOT / "tiny"),
+        *((tomllib.loads(file.read_text()), file.parent / "src") for file in OTHERS),
+    ],
+    ids=["eyas", "eyas-tiny", *(file.parent.name for file in OTHERS)],
 )
 def test_every_file_is_packaged(settings: dict, folder: Path) -> None:
     """Guards a new page, kernel or prompt that runs in a clone, where everything lies, and is
@@ -47,9 +58,35 @@ def test_the_embedded_model_is_apart() -> None:
     assert needed.specifier.contains(TINY["project"]["version"])
 
 
+@pytest.mark.parametrize("file", OTHERS, ids=lambda file: file.parent.name)
+def test_a_distribution_is_described(file: Path) -> None:
+    """Guards names that are written in two places: the extra of eyas that installs a distribution, the version of
+    both, and the entry points that `eyas.elsewhere` promises to whoever has not installed it."""
+    project = tomllib.loads(file.read_text())["project"]
+    extra = project["name"].removeprefix("eyas-")
+    module = importlib.import_module(f"eyas_{extra}")
+    (needed,) = [Requirement(line) for line in EXTRAS[extra]]
+    assert (needed.name, file.parent.name) == (project["name"], project["name"])
+    assert needed.specifier.contains(module.__version__)
+    assert "eyas>=0.1,<0.2" in project["dependencies"]
+    assert eyas.__version__ == module.__version__
+    brought = {group.removeprefix("eyas."): tuple(points) for group, points in project["entry-points"].items()}
+    promised = {kind: names for kind, names in elsewhere.DISTRIBUTIONS[extra].items() if kind != "heads"}
+    assert {kind: sorted(names) for kind, names in promised.items()} == {
+        kind: sorted(names) for kind, names in brought.items() if kind != "formats"
+    }
+    for points in project["entry-points"].values():
+        assert all(importlib.util.find_spec(module) for module in points.values())
+
+
 def test_extras_that_are_named_exist() -> None:
     """Guards messages and pages that tell people to install an extra that was renamed."""
-    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
+    files = [
+        *SOURCES,
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "Makefile",
+    ]
     named = {
         name
         for file in files
@@ -70,7 +107,7 @@ def imports(body: list[ast.stmt]) -> set[str]:
 def test_no_module_needs_a_system() -> None:
     """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it
     needs it."""
-    asked = {path: imports(ast.parse(path.read_text()).body) & NOT_EVERYWHERE for path in (ROOT / "src").rglob("*.py")}
+    asked = {path: imports(ast.parse(path.read_text()).body) & NOT_EVERYWHERE for path in SOURCES}
     assert {path.name: names for path, names in asked.items() if names} == {}
 
 

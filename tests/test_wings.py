@@ -22,7 +22,6 @@ TESTS = {
     "audit": ["audit/test_statistics.py"],
     "bench": ["bench/test_rows.py"],
     "blocks": ["checkpoints/test_block.py"],
-    "cluster": ["cluster/test_gate.py", "cluster/test_options.py"],
     "exports": ["checkpoints/test_peagle.py"],
     "features": ["features/test_guidance.py"],
     "grammar": ["grammar/test_grammar.py"],

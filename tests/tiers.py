@@ -2,7 +2,7 @@
 
 A test says by a marker which commands run it: `slow` and `quick` for the fast part, `cover` and `exhaustive` for what `make test`
 leaves to `make test-all` (`pytest --all`). `make test` says at its end how many cases it has left out. A test that is
-named (`pytest FILE::TEST`) runs in any case. The hooks of this module are those of tests/conftest.py.
+named (`pytest FILE::TEST`) runs in any case. The hooks of this module are those of conftest.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ __all__ = ["DISTRIBUTIONS", "check", "part"]
 
 # A distribution eyas-NAME, which the extra NAME of eyas installs -> kind -> the names that it brings. "heads" are keys of
 # config.json by which the formats of heads are known.
-DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
+DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ray": {"parts": ("fleet", "training", "workers")},
+}
 
 
 def check(kind: str, name: str, subject: str) -> None:

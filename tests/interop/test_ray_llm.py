@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import eyas
+import eyas_ray
 from interop_engines import asked
 
 pytestmark = pytest.mark.slow
@@ -24,7 +26,7 @@ def test_chats_streams_and_refusals(interop: Path) -> None:
         (TEXT, {"model": "small", "prompt": "Once", "max_tokens": 3, "temperature": 0}),
         (CHAT, {**common, "logit_bias": {"x": 1}}),
     ]
-    source = str(Path(eyas.__file__).parents[1])
+    source = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (eyas, eyas_ray))
     answers = asked("ray_llm.py", interop, {"source": source, "port": PORT, "requests": requests})
     (_, chat), (_, stream), (_, text), (status, _) = answers
     said = json.loads(chat)["choices"][0]["message"]["content"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zoo
-from cli.conftest import tokenizer
+from command_line import tokenizer
 from eyas import drafters
 from eyas.core.engine import Request
 from eyas.core.sampling import Sampling

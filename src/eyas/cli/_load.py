@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eyas import elsewhere
 from eyas.cli._errors import UsageError, note
 from eyas.cli._options import DraftOptions, FilterOptions, StructureOptions, TargetOptions
 from eyas.errors import InputError, OptionError, UnknownOptionError
@@ -132,8 +133,9 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
         try:
             import_module(package)
         except ImportError as error:
+            place = f"./packages/eyas-{extra}" if extra in elsewhere.DISTRIBUTIONS else f"'.[{extra}]'"
             raise OptionError(
-                f"eyas {command} needs {package}: pip install 'eyas[{extra}]' (in a clone: pip install '.[{extra}]')"
+                f"eyas {command} needs {package}: pip install 'eyas[{extra}]' (in a clone: pip install {place})"
             ) from error
 
 

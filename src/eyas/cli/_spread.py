@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from eyas import elsewhere
 from eyas.cli._load import need_packages
 
 Item = TypeVar("Item")
@@ -59,7 +60,7 @@ def spread(
         make: returns what works, in a worker.
     """
     need_packages("--workers", "ray", "ray")
-    from eyas.cluster.data import Workers, worked
-
-    share = Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(device)))
-    return worked(items, Here(make), share)
+    ray = elsewhere.part("workers", "--workers")
+    share = ray.Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(device)))
+    outcomes: Iterator[Outcome] = ray.worked(items, Here(make), share)
+    return outcomes

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from eyas import elsewhere
 from eyas.cli._adapt import AdaptOptions
-from eyas.cli._cluster import build_app, serve_fleet, server_class
 from eyas.cli._load import need_packages
 from eyas.cli._options import DraftOptions, MethodOptions, TargetOptions
 from eyas.cli._serving import ServeArguments, ServeOptions, loaded_app
 
-# `eyas.cli.serve:build_app` is the import path for `serve deploy`, `eyas.cli.serve:EyasLLMServer` the one for
-# `server_cls` of ray.serve.llm
-__all__ = ["build_app", "command"]
+__all__ = ["ServeArguments", "command", "loaded_app"]
 
 GROUP = "Answers"
 EXAMPLES = """
@@ -20,13 +16,6 @@ eyas serve  # the embedded model, on http://127.0.0.1:8000
 eyas serve --target MODEL --draft HEAD --rows 16 --port 8080
 """
 NOTES = ("Clients of OpenAI's interface use it with base_url http://HOST:PORT/v1; the page at / shows every cycle.",)
-
-
-def __getattr__(name: str) -> Any:
-    """Return the class for `ray.serve.llm` when it is asked for: nothing else needs its module."""
-    if name == "EyasLLMServer":
-        return server_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def command(
@@ -38,7 +27,8 @@ def command(
 
     arguments = ServeArguments(server, adapt, model, draft, options)
     if server.replicas or server.max_replicas:
-        serve_fleet(arguments)
+        need_packages("serve --replicas", "ray", "ray", "mmh3")
+        elsewhere.part("fleet", "eyas serve --replicas").serve_fleet(arguments)
         return
     with bound(server.host, server.port) as listening:  # before the model is loaded, which takes a while
         app, service = loaded_app(arguments)

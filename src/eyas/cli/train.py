@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts.types import PositiveFloat, PositiveInt
 
+from eyas import elsewhere
 from eyas.cli._data import check_source, training_data, training_options
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note
 from eyas.cli._load import check_exact, load_target, need_packages, quiet
@@ -137,16 +138,15 @@ def _train_with_workers(
     assert head.workers is not None
     _check_numbers(head, training)
     need_packages("train --workers", "ray", "ray")
-    from eyas.cluster.data import Workers
-    from eyas.cluster.training import train_with
+    ray, ray_training = elsewhere.part("workers", "train --workers"), elsewhere.part("training", "train --workers")
 
     folder = str(Path(head.output).expanduser().absolute())  # Ray's processes begin in other folders
     head = replace(head, output=folder)
     assert head.workers is not None
-    share = Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
+    share = ray.Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
     loop = Here(_Loop(head, dict(training), model, dict(options)))
     with interruptible(lambda: "the same command goes on from the state that was saved last"):
-        stopped = train_with(loop, share, Path(folder), head.min_workers)
+        stopped = ray_training.train_with(loop, share, Path(folder), head.min_workers)
     if stopped is not None:
         raise Interrupted(stopped)
     note(f"the head is in {head.output}")

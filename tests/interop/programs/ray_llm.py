@@ -1,6 +1,6 @@
 """Serve eyas' embedded model behind `ray.serve.llm`, and ask it over HTTP what standard input says.
 
-The question: {"source": FOLDER of eyas, "port": N, "requests": [[PATH, BODY], ...]}. The answer, the last line:
+The question: {"source": FOLDERS of eyas and eyas_ray, "port": N, "requests": [[PATH, BODY], ...]}. The answer, the last line:
 [[STATUS, TEXT], ...].
 """
 
@@ -27,7 +27,7 @@ def answered(url: str, body: dict[str, Any]) -> tuple[int, str]:
 def main() -> None:
     """Serve, ask, and print the answers."""
     question = json.load(sys.stdin)
-    sys.path.insert(0, question["source"])
+    sys.path[:0] = question["source"].split(os.pathsep)
     os.environ |= {"PYTHONPATH": question["source"], "RAY_USAGE_STATS_ENABLED": "0"}  # for the replicas, too
     import ray
     from ray import serve
@@ -35,7 +35,7 @@ def main() -> None:
 
     config = LLMConfig(
         model_loading_config={"model_id": "small", "model_source": "embedded"},
-        server_cls="eyas.cli.serve:EyasLLMServer",
+        server_cls="eyas_ray.serving:EyasLLMServer",
         engine_kwargs={"method": "suffix", "rows": 2},
         deployment_config={"num_replicas": 1},
         log_engine_metrics=False,

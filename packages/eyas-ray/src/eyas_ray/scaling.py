@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["POLICY", "by_sequences"]
 
-POLICY = "eyas.cluster.scaling:by_sequences"  # the import path of Ray's `policy_function`
+POLICY = "eyas_ray.scaling:by_sequences"  # the import path of Ray's `policy_function`
 
 
 def by_sequences(context: Any) -> tuple[int, dict[str, Any]]:

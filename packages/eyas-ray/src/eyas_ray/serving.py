@@ -7,19 +7,28 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from eyas.cli._errors import UsageError, note
-from eyas.cli._load import need_packages
-from eyas.cli._serving import ServeArguments, loaded_app
-from eyas.cli._spread import Here, cores_for, wants_gpu
+from eyas.cli.serve import ServeArguments, loaded_app
+from eyas.cli.tools import Here, UsageError, cores_for, note, wants_gpu
 from eyas.errors import OptionError, near
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from eyas.cluster.options import Fleet
     from eyas.serve.service import Service
+    from eyas_ray.options import Fleet
+
+# `eyas_ray.serving:build_app` is the import path for `serve deploy`, `eyas_ray.serving:EyasLLMServer` the one for
+# `server_cls` of ray.serve.llm
+__all__ = ["build_app", "serve_fleet"]
 
 PLACES = ("host", "port")  # Ray's proxies listen, not the replicas
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class for `ray.serve.llm` when it is asked for: nothing else needs its module."""
+    if name == "EyasLLMServer":
+        return server_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ReplicaServer:
@@ -66,9 +75,7 @@ class Maker:
 def serve_fleet(arguments: ServeArguments) -> None:
     """Serve with several replicas on this machine until a signal ends it."""
     from eyas.serve.server import bound
-
-    need_packages("serve --replicas", "ray", "ray", "mmh3")
-    from eyas.cluster.fleet import local_fleet, run_until_signal
+    from eyas_ray.fleet import local_fleet, run_until_signal
 
     server = arguments.server
     with bound(server.host, server.port) as listening:  # Ray names no address that is taken
@@ -82,7 +89,7 @@ def serve_fleet(arguments: ServeArguments) -> None:
 
 def fleet_of(arguments: ServeArguments) -> Fleet:
     """Return the fleet that the options describe, with this machine's cores and GPUs shared among its replicas."""
-    from eyas.cluster.options import Fleet
+    from eyas_ray.options import Fleet
 
     server = arguments.server
     fleet = Fleet(
@@ -101,13 +108,13 @@ def build_app(args: Mapping[str, Any]) -> Any:
 
     Args:
         args: the options of `eyas serve` by name, such as {"target": ..., "draft": ..., "rows": 16}, and the
-            fields of `eyas.cluster.options.Fleet`, such as {"replicas": 2, "max_replicas": 8, "gpus": 1}.
+            fields of `eyas_ray.options.Fleet`, such as {"replicas": 2, "max_replicas": 8, "gpus": 1}.
 
     Raises:
         EyasError: an option that does not exist, or a value that is not possible.
     """
-    from eyas.cluster.fleet import application
-    from eyas.cluster.options import Fleet
+    from eyas_ray.fleet import application
+    from eyas_ray.options import Fleet
 
     names = {field.name for field in fields(Fleet)} - {"draft"}
     serving = {name: value for name, value in args.items() if name not in names - {"rows", "queue", "drain"}}
@@ -120,8 +127,11 @@ def build_app(args: Mapping[str, Any]) -> Any:
 
 @cache
 def server_class() -> type:
-    """Return the class that `server_cls` of `ray.serve.llm` names, as `eyas.cli.serve:EyasLLMServer`."""
-    from eyas.cluster.llm_server import LLMServer
+    """Return the class that `server_cls` of `ray.serve.llm` names, as `eyas_ray.serving:EyasLLMServer`.
+
+    It is made when it is asked for: its base class imports Ray.
+    """
+    from eyas_ray.llm_server import LLMServer
 
     class EyasLLMServer(LLMServer):
         """`eyas serve` behind the ingress of `ray.serve.llm`."""
@@ -142,7 +152,7 @@ def arguments_of(options: Mapping[str, Any]) -> ServeArguments:
     """
     import cyclopts
 
-    from eyas.cli._app import parse
+    from eyas.cli.tools import parse
 
     if refused := next((name for name in options if name in PLACES), None):
         raise UsageError(f"{refused!r} is not an option of a replica: http_options of the configuration has it")

@@ -13,11 +13,11 @@ from typing import Any
 import ray
 from ray import serve
 
-from eyas.cluster.data import on_shared_cluster
-from eyas.cluster.gate import CALLBACK
-from eyas.cluster.options import APPLICATION, DEPLOYMENT, Fleet, deployment_options
-from eyas.cluster.replica import Replica, Server
 from eyas.errors import EyasError
+from eyas_ray.data import on_shared_cluster
+from eyas_ray.gate import CALLBACK
+from eyas_ray.options import APPLICATION, DEPLOYMENT, Fleet, deployment_options
+from eyas_ray.replica import Replica, Server
 
 __all__ = ["application", "local_fleet", "run_until_signal"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.cluster.scaling import POLICY
 from eyas.errors import OptionError
+from eyas_ray.scaling import POLICY
 
 __all__ = ["APPLICATION", "DEPLOYMENT", "Fleet", "deployment_options"]
 

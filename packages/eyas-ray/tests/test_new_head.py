@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 import eyas
-from cluster import live
+import live
 from eyas import checkpoints, drafters
 from eyas.core.options import build_options
 from processes import WorkLimit, unused_port
@@ -31,8 +31,8 @@ with warnings.catch_warnings():
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-from eyas.cluster.fleet import VARIABLES  # noqa: E402 - what follows needs Ray
-from eyas.cluster.options import APPLICATION, DEPLOYMENT  # noqa: E402
+from eyas_ray.fleet import VARIABLES  # noqa: E402 - what follows needs Ray
+from eyas_ray.options import APPLICATION, DEPLOYMENT  # noqa: E402
 
 pytestmark = [*live.MARKS, live.EMBEDDED]
 
@@ -45,7 +45,7 @@ COUNTED = re.compile(r'^vllm:spec_decode_num_(draft|accepted)_tokens_total\{repl
 def deploy(user_config: dict[str, str]) -> None:
     """Do what `serve deploy` does with such a file as deploy/ray/serve.yaml."""
     deployment = {"name": DEPLOYMENT, "user_config": user_config}
-    application = {"name": APPLICATION, "import_path": "eyas.cli.serve:build_app", "args": OPTIONS}
+    application = {"name": APPLICATION, "import_path": "eyas_ray.serving:build_app", "args": OPTIONS}
     config = {"applications": [{**application, "route_prefix": "/", "deployments": [deployment]}]}
     _get_global_client().deploy_apps(ServeDeploySchema(**config))
 

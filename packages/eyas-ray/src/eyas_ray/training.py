@@ -24,10 +24,10 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from eyas.cluster.data import Workers, connected, fault
 from eyas.errors import EyasError
 from eyas.files import write_errors
 from eyas.locks import locked_output, prepare_folder
+from eyas_ray.data import Workers, connected, fault
 
 __all__ = ["train_with"]
 
@@ -45,7 +45,7 @@ PATIENCE_SECONDS, LOOK_SECONDS = 120.0, 0.5  # longer than Ray needs to notice a
 
 # Gets the function that says whether to save and stop. Returns None at the end; where it has stopped, the text about it.
 Loop = Callable[[Callable[[], bool]], str | None]
-log = logging.getLogger("eyas.cluster")
+log = logging.getLogger("eyas_ray")
 
 
 class Notice:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from eyas.cluster.pages import merged
+from eyas_ray.pages import merged
 
 __all__ = ["FleetApp", "Replica", "Server"]
 
@@ -21,7 +21,7 @@ Message = MutableMapping[str, Any]
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 TELL_SECONDS = 60
-log = logging.getLogger("eyas.cluster")
+log = logging.getLogger("eyas_ray")
 
 
 class Server(Protocol):

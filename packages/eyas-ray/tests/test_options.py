@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from eyas.cluster.options import Fleet, deployment_options
-from eyas.cluster.pages import merged
-from eyas.cluster.replica import FleetApp
-from eyas.cluster.scaling import POLICY, by_sequences
 from eyas.errors import OptionError
+from eyas_ray.options import Fleet, deployment_options
+from eyas_ray.pages import merged
+from eyas_ray.replica import FleetApp
+from eyas_ray.scaling import POLICY, by_sequences
 
 PAGE = """# HELP a_total What is counted.
 # TYPE a_total counter

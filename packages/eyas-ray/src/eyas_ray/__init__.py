@@ -8,7 +8,10 @@
     pages.py       the metrics of all replicas on one page
     data.py        work on many items: generate, regenerate, features and datastore build with --workers
     training.py    a training whose processes Ray starts, and starts again
+    serving.py     `eyas serve` as a fleet; what `serve deploy` and `ray.serve.llm` import
 
-This package knows no server of eyas: a caller gives it what makes one (`replica.Server`). Nothing imports Ray before
-it is asked for.
+It is a distribution beside eyas, which finds it by entry points of the group "eyas.parts". Only `serving.py` knows the
+server of eyas: a caller gives the others what makes one (`replica.Server`). Nothing imports Ray before it is asked for.
 """
+
+__version__ = "0.1.0"

@@ -28,7 +28,7 @@ try:
 except ImportError:  # `make wings` tests each wing without the others
     kernels = None  # type: ignore[assignment]
 
-COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "tests"
+COMPILED = Path(__file__).resolve().parent / ".cache" / "tests"
 (COMPILED / "eyas" / "kernels" / "failure.json").unlink(missing_ok=True)  # there may be a compiler now
 # threads that wait for each other on a busy machine make a test of seconds one of minutes
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -17,8 +17,8 @@ import itertools
 
 from pydantic import BaseModel, ConfigDict
 
-from eyas.cli import serve
-from eyas.cluster.llm_server import LLMServer, asked, events, options_of
+from eyas_ray import serving
+from eyas_ray.llm_server import LLMServer, asked, events, options_of
 
 MODELS = "ray.llm._internal.serve.core.configs.openai_api_models"
 
@@ -65,7 +65,7 @@ def test_answers_are_those_of_the_server() -> None:
     messages = [{"role": "user", "content": "Hello"}]
 
     async def use() -> list[list[Any]]:
-        server = serve.EyasLLMServer.__new__(serve.EyasLLMServer)
+        server = serving.EyasLLMServer.__new__(serving.EyasLLMServer)
         await server.__init__(config(method="suffix", rows=2))  # Ray calls it in the replica's event loop
         await server.check_health()
         chat = request(model="small", messages=messages, max_tokens=4, temperature=0)

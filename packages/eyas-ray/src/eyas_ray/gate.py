@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from eyas.cluster.sessions import previous_response, session_of
+from eyas_ray.sessions import previous_response, session_of
 
 __all__ = ["CALLBACK", "SESSION_HEADER", "Gate", "middlewares"]
 
@@ -29,7 +29,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
-CALLBACK = "eyas.cluster.gate:middlewares"  # for RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+CALLBACK = "eyas_ray.gate:middlewares"  # for RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
 SESSION_HEADER, REQUEST_ID = b"x-session-id", b"x-request-id"
 TRIES_HEADER = b"x-eyas-tries"  # in an answer whose request was repeated
 WAITS = (0.0, 0.1, 0.5, 2.0, 5.0)  # seconds before each try
@@ -38,7 +38,7 @@ REMEMBERED = 65_536  # responses whose session is known
 RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[\w-]+)"')
 LOST = "the replica that answered has died; what came before this is not the whole answer"
 NONE_LEFT = "no replica answers: those that took this request have died"
-log = logging.getLogger("eyas.cluster")
+log = logging.getLogger("eyas_ray")
 
 
 def middlewares() -> list[Any]:

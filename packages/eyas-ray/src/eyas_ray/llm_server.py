@@ -15,7 +15,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from eyas.cluster.replica import App, Message, Server
+from eyas_ray.replica import App, Message, Server
 
 __all__ = ["LLMServer", "asked", "options_of"]
 

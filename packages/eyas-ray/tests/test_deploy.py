@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from eyas.cli._cluster import arguments_of
 from eyas.errors import EyasError
 from eyas.serve.server import IDLE_SECONDS
+from eyas_ray.serving import arguments_of
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 PLAIN, RAY_SERVICE = DEPLOY / "kubernetes" / "eyas.yaml", DEPLOY / "kubernetes" / "rayservice.yaml"
 FLEET = {"replicas", "max_replicas", "gpus"}  # arguments that are the fleet's
 
@@ -83,7 +83,7 @@ def test_configurations_of_ray_serve(config: dict[str, Any]) -> None:
     """Guards against arguments that no option takes, and an import path that leads nowhere."""
     application = config["applications"][0]
     module, _, name = application["import_path"].partition(":")
-    assert (module, name) == ("eyas.cli.serve", "build_app")
+    assert (module, name) == ("eyas_ray.serving", "build_app")
     arguments_of({key: value for key, value in application["args"].items() if key not in FLEET})
     schema = pytest.importorskip("ray.serve.schema", reason="the configuration is validated by `make scale`")
     schema.ServeDeploySchema.model_validate(config)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster import live
+import live
 from eyas import tiny
 from eyas.errors import EyasError, InputError, OptionError
 from eyas.locks import locked_output
@@ -32,13 +32,13 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules use deprecated parts of pydantic
-    from eyas.cluster import fleet
+    from eyas_ray import fleet
 
 from eyas.cli import features, run, train  # noqa: E402 - what follows needs Ray
 from eyas.cli.features import MakeWriter  # noqa: E402
-from eyas.cluster.data import Workers, piece_size, worked  # noqa: E402
-from eyas.cluster.options import Fleet  # noqa: E402
-from eyas.cluster.training import train_with  # noqa: E402
+from eyas_ray.data import Workers, piece_size, worked  # noqa: E402
+from eyas_ray.options import Fleet  # noqa: E402
+from eyas_ray.training import train_with  # noqa: E402
 
 pytestmark = live.MARKS
 

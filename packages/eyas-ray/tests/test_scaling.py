@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from cluster import live
+import live
 from processes import unused_port
 
 ray = pytest.importorskip("ray", reason="Ray is installed by `make scale`")
@@ -21,10 +21,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules use deprecated parts of pydantic
     from ray import serve
 
-from eyas.cli._cluster import Maker, arguments_of  # noqa: E402 - what follows needs Ray
-from eyas.cluster.fleet import VARIABLES  # noqa: E402
-from eyas.cluster.options import APPLICATION, DEPLOYMENT, Fleet, deployment_options  # noqa: E402
-from eyas.cluster.replica import Replica  # noqa: E402
+from eyas_ray.fleet import VARIABLES  # noqa: E402
+from eyas_ray.options import APPLICATION, DEPLOYMENT, Fleet, deployment_options  # noqa: E402
+from eyas_ray.replica import Replica  # noqa: E402
+from eyas_ray.serving import Maker, arguments_of  # noqa: E402 - what follows needs Ray
 
 pytestmark = [*live.MARKS, live.EMBEDDED]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from eyas.cluster.gate import SESSION_HEADER, Gate
-from eyas.cluster.sessions import session_of
+from eyas_ray.gate import SESSION_HEADER, Gate
+from eyas_ray.sessions import session_of
 
 EVENTS = [(b"content-type", b"text/event-stream")]
 JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"ours")]

@@ -1,4 +1,4 @@
-"""Shared parts of the experiments: chats and books, drafters, answers by `eyas.bench`, intervals,
+"""Shared parts of the experiments: chats and books, drafters, answers by `eyas_lab.bench`, intervals,
 records and figures."""
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ from rich.progress import Progress
 
 from eyas import tiny
 from eyas.api import LLM
-from eyas.bench.contestants import Drafting
-from eyas.bench.record import Answer
-from eyas.bench.rows import by_prompt
-from eyas.bench.run import VANILLA, Bench, OnPrompt
-from eyas.bench.tasks import Prompt
-from eyas.bench.tasks import load as load_task
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
@@ -35,6 +29,12 @@ from eyas.files import write_text
 from eyas.hardware import cpu_name
 from eyas.locks import locked_folder
 from eyas.metrics import Interval, bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
+from eyas_lab.bench.contestants import Drafting
+from eyas_lab.bench.record import Answer
+from eyas_lab.bench.rows import by_prompt
+from eyas_lab.bench.run import VANILLA, Bench, OnPrompt
+from eyas_lab.bench.tasks import Prompt
+from eyas_lab.bench.tasks import load as load_task
 
 RESAMPLES = 4000
 REQUIRED = object()  # the default of an option that must be given

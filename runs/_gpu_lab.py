@@ -29,7 +29,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eyas import runners
-from eyas.bench.simulate import simulated
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
@@ -39,6 +38,7 @@ from eyas.files import write_text
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.graphs import GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
+from eyas_lab.bench.simulate import simulated
 
 T = TypeVar("T")
 POSITIONS = 65_536  # of every shape: contexts of 32k and their answers fit

@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
 from eyas import gpu
-from eyas.bench.simulate import simulated
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.nn import grouped_attention
+from eyas_lab.bench.simulate import simulated
 
 NODES = (1, 60)  # of a plain step and of a tree
 LAYERS = 32  # of keys and values, read by turns: those of one layer would stay in a GPU's cache

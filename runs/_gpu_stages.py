@@ -19,12 +19,12 @@ from _gpu_lab import DENSE, EXPERTS, Entry, Lab, Plan, Results, Timing, timed_cy
 from _gpu_pieces import attention_rows, draft_ms, kernel_rows, reference_rows
 
 import eyas
-from eyas.bench import cost
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.hardware import machine
 from eyas.metrics import first_difference
+from eyas_lab.bench import cost
 
 Record = dict[str, Any]
 TREE = {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}

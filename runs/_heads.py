@@ -1,4 +1,4 @@
-"""Train heads for a comparison by `eyas train`, and compare them by `eyas.bench`: ablation.py,
+"""Train heads for a comparison by `eyas train`, and compare them by `eyas_lab.bench`: ablation.py,
 data_source.py, bench_heads.py.
 
 Everything goes on where it was stopped: a head from its saved state, answers prompt by prompt.

@@ -13,8 +13,8 @@ from predict_check import LLAMA_8B, PUBLISHED
 from transformers import AutoConfig
 
 from eyas.core.drafter import TreeSize
-from eyas.predict import MACHINES, Prediction, Settings, read_head
-from eyas.predict.models import model_of
+from eyas_lab.predict import MACHINES, Prediction, Settings, read_head
+from eyas_lab.predict.models import model_of
 
 GREY, BLUE, ORANGE, GREEN, PINK = "#8a8f98", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 SMOLLM2 = {"float32": "SmolLM2, float32", "int8": "SmolLM2, int8", "int4": "SmolLM2, int4"}

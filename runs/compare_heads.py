@@ -38,11 +38,11 @@ from _common import (
 )  # fmt: skip
 
 import eyas
-from eyas.bench.rows import speedup
-from eyas.bench.run import VANILLA
-from eyas.bench.tasks import Prompt
 from eyas.errors import InputError
 from eyas.metrics import Cycle
+from eyas_lab.bench.rows import speedup
+from eyas_lab.bench.run import VANILLA
+from eyas_lab.bench.tasks import Prompt
 
 TREES = "4/3/1,8/4/2,26/5/4"
 

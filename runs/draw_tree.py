@@ -21,8 +21,8 @@ from _common import drafter, run, tree
 
 import eyas
 from eyas import tiny
-from eyas.bench.trees import Node, deepest_cycle, draw, tree_lines, tree_nodes
 from eyas.core.engine import Decoder, Step
+from eyas_lab.bench.trees import Node, deepest_cycle, draw, tree_lines, tree_nodes
 
 CHARACTER, PADDING, HEIGHT, ROW, COLUMN = 7.8, 11, 26, 36, 34  # pixels
 STYLE = """

@@ -29,7 +29,6 @@ from random_target import SHAPES
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eyas.bench.simulate import simulated
 from eyas.core.cycle import CycleRunner
 from eyas.core.drafter import CycleInput
 from eyas.core.features import TextEnd
@@ -45,6 +44,7 @@ from eyas.runners._fp8 import TORCH
 from eyas.runners.fused import GpuModelLayers
 from eyas.runners.graphs import GraphRunner
 from eyas.timing import StageTimer
+from eyas_lab.bench.simulate import simulated
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 BEGIN, END = "<!-- counts: python runs/gpu_counts.py --write -->", "<!-- end of counts -->"

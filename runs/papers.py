@@ -23,9 +23,9 @@ from _markdown import blocks, cell, columns, prose, table
 from safetensors import safe_open
 
 from eyas import tiny
-from eyas.bench.report import read_summary
 from eyas.errors import InputError
 from eyas.files import write_text
+from eyas_lab.bench.report import read_summary
 
 Row = Mapping[str, Any]
 

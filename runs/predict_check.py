@@ -4,7 +4,7 @@ docs/predict.md.
     python runs/predict_check.py --nestling models/nestling --output docs/results/predict.json
     python runs/predict_check.py --output docs/results/predict.json --tables      # the tables of a record, into the page
 
-The CPU is measured by reference models (`eyas.predict.measure`), then passes of real models and of a random LLaMA of
+The CPU is measured by reference models (`eyas_lab.predict.measure`), then passes of real models and of a random LLaMA of
 1.1B weights, by turns and several times, so that what else runs on the machine meets both sides alike. No constant of
 a prediction comes from a model that it is compared with. With --cpu-time all clocks, of both sides, count the
 processor's seconds of this process: on one thread that is the time of an idle machine, but for the caches and the memory
@@ -32,16 +32,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import eyas
 from eyas import passes, tiny
 from eyas.api import LLM
-from eyas.bench.contestants import Drafting
-from eyas.bench.run import Bench
 from eyas.core.drafter import TreeSize
 from eyas.files import write_text
 from eyas.metrics import tau
 from eyas.passes import CONTEXT, time_passes
-from eyas.predict import MACHINES, Head, Machine, Model, Prediction, Settings, read_head
-from eyas.predict.heads import Acceptance
-from eyas.predict.measure import measure
-from eyas.predict.models import model_of
+from eyas_lab.bench.contestants import Drafting
+from eyas_lab.bench.run import Bench
+from eyas_lab.predict import MACHINES, Head, Machine, Model, Prediction, Settings, read_head
+from eyas_lab.predict.heads import Acceptance
+from eyas_lab.predict.measure import measure
+from eyas_lab.predict.models import model_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "predict.md"
 BEGIN, END = "<!-- tables: python runs/predict_check.py --tables -->", "<!-- end of tables -->"

@@ -2,7 +2,7 @@
 
     python runs/scale_arithmetic.py --output docs/results/scale_arithmetic.json
 
-For targets of 8B and 70B parameters (Llama 3's dimensions) with a typical EAGLE-3 head, `eyas.predict` gives the seconds
+For targets of 8B and 70B parameters (Llama 3's dimensions) with a typical EAGLE-3 head, `eyas_lab.predict` gives the seconds
 of a pass and of a draft for so many requests at a time. A request has 1,024 tokens of context and an answer of 250.
 The prompts' own passes are left out, and so is what a server and a network take. So many requests as do not fit the
 GPU's memory with the weights (keys and values in bfloat16) are left out too.
@@ -17,7 +17,7 @@ from typing import Any
 
 from _common import parser, run, write
 
-from eyas.predict import MACHINES, Prediction, Settings, read_head, read_model
+from eyas_lab.predict import MACHINES, Prediction, Settings, read_head, read_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,

@@ -7,7 +7,7 @@
 Greedy or at --temperature, the bundled prompts of one turn, whole answers. Contestants:
 transformers' generate; plain decoding by the model's own forward, and by the kernels (what every
 ratio is over); trees of several sizes; trees by `auto`; and `auto` with a head of random weights.
-`eyas.bench` asks all of them prompt by prompt, another one first each time, so that drift of the
+`eyas_lab.bench` asks all of them prompt by prompt, another one first each time, so that drift of the
 machine hits all alike; texts are compared. Intervals: 95 %, bootstrap over prompts. Cost curves: a
 pass against its nodes, by the model's own forward and by the kernels, with weights kept as int8,
 bfloat16 and float32, and rounded ones; and passes against the context.
@@ -34,14 +34,14 @@ import eyas
 from eyas import kernels, runners
 from eyas.adaptive import make_controller
 from eyas.api import LLM
-from eyas.bench.contestants import Contestant, Drafting, Transformers
-from eyas.bench.record import Answer
-from eyas.bench.rows import speedup
-from eyas.bench.run import Bench
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
 from eyas.metrics import relative_cycle_cost, tau
 from eyas.passes import verify_cost
+from eyas_lab.bench.contestants import Contestant, Drafting, Transformers
+from eyas_lab.bench.record import Answer
+from eyas_lab.bench.rows import speedup
+from eyas_lab.bench.run import Bench
 
 TREES = ((4, 3, 1), (5, 4, 1), (6, 3, 2), (8, 4, 2), (12, 5, 3), (26, 5, 4))
 CONTEXTS = (256, 1024, 2048, 4000)

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import zoo
 from eyas.core.drafter import CycleInput, Drafter
+from eyas.core.engine import Request
 from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
@@ -21,11 +23,25 @@ from eyas.train.alpha import chain_figures
 from eyas.train.data import Batches, Example, Examples
 from eyas.train.features import batch_of as packed
 from eyas.train.loop import TrainConfig, train
+from reference import SAMPLINGS, plain_decode
 
 
 def tiny_target() -> Target:
     torch.set_num_threads(1)
     return Target(zoo.tiny("llama"), "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A llama of tests/zoo.py."""
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def answered(target: Target) -> list[tuple[Request, list[int]]]:
+    """Requests of different lengths and samplings, each with the tokens that a plain loop gives."""
+    requests = [Request(tuple(range(7, 7 + n)), 14, SAMPLINGS[i % 4]) for i, n in enumerate((5, 23, 1, 12, 9, 17))]
+    return [(r, plain_decode(target.model, r)) for r in requests]
 
 
 def make(name: str, target: Target, kind: str = "random", **options: Any) -> Any:

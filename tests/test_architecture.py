@@ -27,15 +27,13 @@ LAYERS = {
     **dict.fromkeys(["elsewhere", "files", "formats"], -2),
     **dict.fromkeys(["gpu", "hardware", "kernels", "locks", "objectives", "threads", "timing"], -1),
     "core": 0,
-    **dict.fromkeys(
-        ["features", "nn", "option_texts", "losses", "passes", "speedup", "targets", "text", "tiny", "datastore"], 1
-    ),
+    **dict.fromkeys(["features", "nn", "option_texts", "losses", "passes", "speedup", "targets", "text", "tiny"], 1),
     "checkpoints": 2,
     **dict.fromkeys(["drafters", "exports", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["blocks", "pard", "runners", "train"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     **dict.fromkeys(["api", "media"], 6),
-    **dict.fromkeys(["accelerate", "adapt", "audit", "bench", "hooks", "predict", "recall", "serve"], 7),
+    **dict.fromkeys(["accelerate", "adapt", "hooks", "recall", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line
 }
@@ -50,8 +48,6 @@ EXCEPT: set[tuple[str, str]] = set()
 WINGS = {
     "adapt": {"adapt"},
     "adaptive": {"adaptive"},
-    "audit": {"audit"},
-    "bench": {"bench"},
     "blocks": {"blocks"},
     "exports": {"exports"},
     "features": {"features"},
@@ -60,7 +56,6 @@ WINGS = {
     "media": {"media"},
     "named": {"named"},
     "pard": {"pard"},
-    "predict": {"predict"},
     "recall": {"recall"},
     "serve": {"serve"},
     "speed": {"runners", "kernels", "gpu"},  # runners choose among the kernels that the other two are
@@ -296,6 +291,32 @@ def test_private_modules_stay_in_their_package() -> None:
     """Guards the walls: what others use of a package is in its public modules, such as `drafters/tools.py`."""
     private = private_imports(imports_of(EYAS, Rules(LAYERS)))
     assert not private, "\n".join(["modules of other packages whose names begin with an underscore:", *private])
+
+
+# A distribution -> the distributions of this repository that its modules import.
+DISTRIBUTIONS = {
+    "eyas": {"eyas_lab"},  # accelerate and datastore, which leave next
+    "eyas_lab": {"eyas"},
+    "eyas_ray": {"eyas"},
+}
+ROOTS = {"eyas": EYAS} | {file.name: file for file in sorted(EYAS.parents[1].glob("packages/*/src/eyas_*"))}
+
+
+def imports_of_all() -> list[Import]:
+    """Return the imports of every distribution."""
+    modules = {module for root in ROOTS.values() for module in modules_of(root)}
+    return [i for root in ROOTS.values() for i in imports_of(root, Rules(dict.fromkeys(modules, 0)))]
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_distributions_import_what_they_depend_on(name: str) -> None:
+    """Guards the order of the distributions: eyas imports no other, and finds what others bring by entry points."""
+    known = {"eyas", *DISTRIBUTIONS} | {f"eyas_{word}" for word in ("lab", "ray", "tiny", "train")}
+    imports = imports_of(ROOTS[name], Rules({}))
+    foreign = {i.imported.split(".")[0] for i in imports} & known - {name, "eyas_tiny"}
+    assert foreign <= DISTRIBUTIONS[name]
+    cycles = _cycles([i for i in imports if i.imported.split(".")[0] == name])
+    assert not cycles, cycles
 
 
 def private_imports(imports: list[Import]) -> list[str]:

@@ -86,7 +86,14 @@ def test_names_of_the_pages() -> None:
     for page in ("README.md", "docs/how_it_works.md"):
         named += re.finditer(r"`?\b([\w/]+\.py)\b()", (ROOT / page).read_text())
     for match in named:
-        path = next((base / match[1] for base in (ROOT / "src" / "eyas", ROOT) if (base / match[1]).exists()), None)
+        path = next(
+            (
+                base / match[1]
+                for base in (ROOT / "src" / "eyas", ROOT, *ROOT.glob("packages/*/src"))
+                if (base / match[1]).exists()
+            ),
+            None,
+        )
         assert path is not None, match[0]
         for name in re.findall(r"`(\w+)`", match[2]):
             assert re.search(rf"\b{name}\b", path.read_text()), match[0]

@@ -19,8 +19,6 @@ from test_architecture import EYAS, WINGS
 TESTS = {
     "adapt": ["adapt/test_guard.py"],
     "adaptive": ["adaptive/test_bandit.py", "adaptive/test_goodput.py"],
-    "audit": ["audit/test_statistics.py"],
-    "bench": ["bench/test_rows.py"],
     "blocks": ["checkpoints/test_block.py"],
     "exports": ["checkpoints/test_peagle.py"],
     "features": ["features/test_guidance.py"],
@@ -29,7 +27,6 @@ TESTS = {
     "media": [],
     "named": ["named/test_named.py::test_names_are_known", "named/test_named.py::test_smollm2_has_a_head"],
     "pard": [],
-    "predict": ["predict/test_prediction.py"],
     "recall": [],
     "serve": ["serve/test_hosts.py", "serve/test_page_files.py"],
     "speed": ["runners/test_threads.py", "runners/test_attention.py"],

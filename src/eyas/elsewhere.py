@@ -18,6 +18,11 @@ __all__ = ["DISTRIBUTIONS", "check", "part"]
 # A distribution eyas-NAME, which the extra NAME of eyas installs -> kind -> the names that it brings. "heads" are keys of
 # config.json by which the formats of heads are known.
 DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "lab": {
+        "commands": ("audit", "bench", "predict"),
+        "methods": ("hydra", "lookahead", "medusa", "rest", "self_speculative"),
+        "heads": ("hydra_num_heads", "medusa_num_heads"),
+    },
     "ray": {"parts": ("fleet", "training", "workers")},
 }
 

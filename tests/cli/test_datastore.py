@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from eyas import datastore
 from eyas.cli import datastore as datastore_command
-from eyas.datastore import Manifest
+from eyas_lab import datastore
+from eyas_lab.datastore import Manifest
 
 Run = Callable[..., Any]
 
@@ -58,7 +58,7 @@ def test_whole_chats_stand_in_it(run: Run, chats: Path, tmp_path: Path, world: P
     training and held-out ones."""
     from transformers import AutoTokenizer
 
-    from eyas.datastore import Datastore
+    from eyas_lab.datastore import Datastore
 
     run("datastore", "build", "--target", "llama", "--output", tmp_path / "store", "--data", chats)
     words, store = AutoTokenizer.from_pretrained(world / "llama"), Datastore.open(tmp_path / "store")

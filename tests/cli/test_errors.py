@@ -402,7 +402,9 @@ def test_without_the_library_of_the_command_line() -> None:
     lacks."""
     missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
     start = WITHOUT.format(missing=missing)
-    command = "import eyas, eyas.api, eyas.bench.run, eyas.bench.simulate, eyas.bench.cost, eyas.hardware.machine"
+    command = (
+        "import eyas, eyas.api, eyas_lab.bench.run, eyas_lab.bench.simulate, eyas_lab.bench.cost, eyas.hardware.machine"
+    )
     done = processes.run([sys.executable, "-c", start + command])
     assert (done.returncode, done.stderr) == (0, "")
     done = processes.run([sys.executable, "-c", start + "from eyas.cli import main; sys.argv[1:] = ['doctor']; main()"])

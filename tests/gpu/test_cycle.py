@@ -16,7 +16,6 @@ from torch import Tensor
 
 import zoo
 from eyas import drafters, kernels
-from eyas.bench.simulate import simulated
 from eyas.core.cache import commit_path
 from eyas.core.engine import Decoder, Request
 from eyas.core.ops import REFERENCE, Ops
@@ -29,6 +28,7 @@ from eyas.runners.fused import GpuModelLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.gpu_proof import fault_of_kernels
 from eyas.runners.graphs import GraphRunner
+from eyas_lab.bench.simulate import simulated
 from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
 

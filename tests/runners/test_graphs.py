@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoo
 from covers import pairs
 from eyas import drafters
-from eyas.bench.simulate import simulated
 from eyas.core.cache import ALIGNED, KVCache
 from eyas.core.dormant import Decision, Policy, with_policy
 from eyas.core.engine import Decoder, Request
@@ -30,6 +29,7 @@ from eyas.runners import with_fastest_runner
 from eyas.runners._fp8 import TORCH, Fp8Linear
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
+from eyas_lab.bench.simulate import simulated
 from fake_graphs import captured_without_gpu, prompt
 from fp8_support import needs_fp8
 from reference import plain_decode, run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,6 @@ from eyas.errors import InputError, OptionError, UnknownOptionError
 if TYPE_CHECKING:
     from eyas.api import LLM, Result
     from eyas.core.logprobs import TokenLogprobs
-
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @contextmanager
@@ -63,8 +62,15 @@ def quiet(verbose: bool = False) -> Iterator[None]:
     for warning in caught:
         # an old option name is noticed while dataclasses makes the options
         renamed = warning.category is FutureWarning and Path(warning.filename).name in ("dataclasses.py", "<string>")
-        if renamed or Path(warning.filename).resolve().is_relative_to(PACKAGE):
+        if renamed or _is_ours(Path(warning.filename).resolve()):
             note(str(warning.message))
+
+
+def _is_ours(file: Path) -> bool:
+    """Return whether a file belongs to eyas, or to another distribution of this project that is in use."""
+    names = ("eyas", *(f"eyas_{extra}" for extra in elsewhere.DISTRIBUTIONS))
+    places = [module.__file__ for name in names if (module := sys.modules.get(name)) is not None]
+    return any(place and file.is_relative_to(Path(place).resolve().parent) for place in places)
 
 
 def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.types import PositiveFloat
 
-from eyas.cli import bench, features, regenerate, train
+from eyas.cli import features, regenerate, train
 from eyas.cli._data import check_files
 from eyas.cli._errors import UsageError, interruptible, note
 from eyas.cli._load import check_exact, load, load_target, need_tokenizer, quiet, sampling_of
@@ -30,6 +30,7 @@ from eyas.cli._options import AS_JSON, DraftOptions, SamplingOptions, TargetOpti
 from eyas.cli._show import print_table
 from eyas.errors import InputError, OptionError, near
 from eyas.locks import check_output_folder, locked_folder
+from eyas_lab.commands import bench
 
 if TYPE_CHECKING:
     from eyas.accelerate.forecast import Forecast
@@ -335,9 +336,9 @@ class Run:
         """Ask the questions that were kept apart, with drafts and without."""
         from eyas import drafters
         from eyas.adaptive import make_controller
-        from eyas.bench.contestants import Drafting
-        from eyas.bench.run import VANILLA, Bench
-        from eyas.bench.tasks import read_prompts
+        from eyas_lab.bench.contestants import Drafting
+        from eyas_lab.bench.run import VANILLA, Bench
+        from eyas_lab.bench.tasks import read_prompts
 
         llm, method = self.models.for_answers(), self.prospect.method
         with quiet(self.models.model.verbose):
@@ -354,7 +355,7 @@ class Run:
     def _written(self) -> dict[str, Any]:
         """Write the report; return it with its Markdown."""
         from eyas.accelerate.report import made_report, write_report
-        from eyas.bench.report import read_summary
+        from eyas_lab.bench.report import read_summary
 
         command_line = shlex.join(["eyas", *sys.argv[1:]])
         found = made_report(self.prospect, self.journal, read_summary(self.work / "bench"), command_line)

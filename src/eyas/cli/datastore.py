@@ -19,7 +19,7 @@ from eyas.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eyas.datastore import Settings, Source
+    from eyas_lab.datastore import Settings, Source
 
 __all__ = ["COMMANDS"]
 
@@ -54,7 +54,8 @@ class BuildOptions:
 
 def build(*, options: BuildOptions) -> None:
     """Turn data into tokens, and sort them."""
-    from eyas import datastore, hardware
+    from eyas import hardware
+    from eyas_lab import datastore
 
     if not options.data:
         raise UsageError("option --data is missing")
@@ -73,8 +74,8 @@ COMMANDS = {"build": build}
 
 def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Settings:
     from eyas import named
-    from eyas.datastore import Settings
     from eyas.train.store import tokenizer_identity
+    from eyas_lab.datastore import Settings
 
     name = options.tokenizer or options.target or named.EMBEDDED
     largest_id = max(tokenizer.get_vocab().values())
@@ -97,10 +98,10 @@ def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
 
 def _source(path: str, tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Source:
     """Return a file as a source, which is read when its turn comes."""
-    from eyas.datastore import Source
     from eyas.text.chat_files import is_chat_file
     from eyas.text.sources import as_file
     from eyas.train.data import Report, check_lines, data_hash, raw_lines
+    from eyas_lab.datastore import Source
 
     file = as_file(path)
 

@@ -38,7 +38,7 @@ REMEMBERED = 65_536  # responses whose session is known
 RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[\w-]+)"')
 LOST = "the replica that answered has died; what came before this is not the whole answer"
 NONE_LEFT = "no replica answers: those that took this request have died"
-log = logging.getLogger("eyas_ray")
+log = logging.getLogger("eyas.ray")
 
 
 def middlewares() -> list[Any]:

@@ -21,7 +21,7 @@ Message = MutableMapping[str, Any]
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 TELL_SECONDS = 60
-log = logging.getLogger("eyas_ray")
+log = logging.getLogger("eyas.ray")
 
 
 class Server(Protocol):

@@ -45,7 +45,7 @@ PATIENCE_SECONDS, LOOK_SECONDS = 120.0, 0.5  # longer than Ray needs to notice a
 
 # Gets the function that says whether to save and stop. Returns None at the end; where it has stopped, the text about it.
 Loop = Callable[[Callable[[], bool]], str | None]
-log = logging.getLogger("eyas_ray")
+log = logging.getLogger("eyas.ray")
 
 
 class Notice:

@@ -1,0 +1,14 @@
+"""What measures eyas and what it is compared with: a distribution beside eyas.
+
+    bench/        methods compared on tasks
+    audit/        whether a deployment is lossless
+    predict/      the speed-up to expect, by arithmetic
+    methods/      Medusa, Hydra, lookahead, REST, self-speculative decoding; one file is one method
+    formats/      published heads of Medusa and Hydra
+    datastore.py  the sorted tokens in which REST looks
+    commands/     `eyas bench`, `eyas audit`, `eyas predict`
+
+eyas finds commands, methods and formats by entry points.
+"""
+
+__version__ = "0.1.0"

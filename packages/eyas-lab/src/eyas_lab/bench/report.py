@@ -1,0 +1,296 @@
+"""The summary of a bench as people read it, in Markdown.
+
+A summary carries the number of its format; another one is refused. This module runs no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas import metrics
+from eyas.errors import InputError
+from eyas.files import parse_json
+from eyas_lab.bench.record import FORMAT
+from eyas_lab.bench.rows import ALL
+from eyas_lab.bench.trees import Line, draw
+
+__all__ = ["COLUMNS", "cells", "compared", "comparison", "headline", "markdown", "read_summary", "sections"]
+
+Summary = Mapping[str, Any]
+Row = Mapping[str, Any]
+BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transformers_assisted")
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the summary in a file or folder. Raise InputError when it is none of this format."""
+    place = path / "summary.json" if path.is_dir() else path
+    try:
+        summary = parse_json(place.read_bytes())
+    except (OSError, InputError) as error:
+        raise InputError(f"{place} cannot be read as a summary of `eyas bench`: {error}") from error
+    if not isinstance(summary, dict) or "rows" not in summary:
+        raise InputError(f"{place} is not a summary of `eyas bench`: name a folder or its summary.json")
+    if summary.get("format") != FORMAT:
+        raise InputError(f"{place} has format {summary.get('format')}, this eyas reads {FORMAT}: run the bench again")
+    return summary
+
+
+# --- cells and tables --------------------------------------------------------------------------------
+
+COLUMNS = ("method", "tok/s", "speed-up", "vs HF", "tau", "c", "1st ms", "texts")  # HF: transformers' generate
+STAGES = (*metrics.STAGES, "host")
+CYCLES = "cycles (stages: ms; memory without the weights: MB)"
+CYCLE_COLUMNS = ("method", "cycles", "nodes", "drafted", "accepted", "MAL", *STAGES, "R", "memory")
+NOTES = (
+    "Speed-up: tokens per second of the cycles over vanilla's, on the same prompts, the prompt's own pass apart; vs HF: the same over "
+    "transformers' generate. tau: emitted tokens per cycle. c: seconds of a cycle over a vanilla step. 1st ms: until the first token, "
+    "the median. Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root "
+    "included. MAL: mean acceptance length, 1 + accepted / drafts before cutting. Milliseconds of a cycle by the host's clock: on a GPU a "
+    "stage's work may be waited for in a later one. R: tokens per second over what plain decoding would reach if it did nothing but read "
+    "the weights. n-alpha: acceptance in a chain after n accepted draft tokens."
+)
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
+
+
+def number(value: float | None, digits: int = 2, low_high: Sequence[float | None] | None = None) -> str:
+    """`2.31 [2.20, 2.42]`; a dash where there is none."""
+    if value is None:
+        return "–"
+    if not low_high or low_high[0] is None or low_high[1] is None:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low_high[0]:.{digits}f}, {low_high[1]:.{digits}f}]"
+
+
+def cells(row: Row, intervals: bool = True) -> tuple[str, ...]:
+    """Return the main cells of a row. The speed-up is never shown without its interval."""
+    if row.get("error"):
+        return (row["method"], *["–"] * (len(COLUMNS) - 2), "failed")
+    tau, over_theirs = (
+        (row[key] or (None, None, None))[1:] if intervals else None
+        for key in ("tau_interval", "speedup_vs_transformers_interval")
+    )
+    return (
+        row["method"],
+        number(row["tokens_per_second"], 1),
+        number(row["speedup"], 2, (row["speedup_low"], row["speedup_high"])),
+        number(row["speedup_vs_transformers"], 2, over_theirs),
+        number(row["tau"], 2, tau),
+        number(row["c"]),
+        number(row["first_token_ms"], 1),
+        _texts(row),
+    )
+
+
+def _texts(row: Row) -> str:
+    if row["equal"] is not False:
+        return "equal" if row["equal"] else "not compared"
+    margins = [margin for *_, margin in row["differ"]]
+    widest = "" if None in margins else f", margin up to {max(margins):.1g}"
+    return f"{len(row['differ'])} differ{widest}"
+
+
+def cycle_cells(row: Row) -> tuple[str, ...]:
+    """Return the cells about a row's cycles."""
+    memory = row["memory_bytes"]
+    return (
+        row["method"],
+        f"{row['cycles']:,}",
+        number(row["nodes"], 1),
+        number(row["drafted"], 0),
+        number(row["accepted"], 0),
+        number(row.get("mean_acceptance_length")),
+        *(number(row["cycle_ms"].get(stage)) for stage in STAGES),
+        number(row["R"]),
+        number(memory and memory / 1e6, 0),
+    )
+
+
+def sections(summary: Summary) -> list[tuple[float, str, list[Row]]]:
+    """(temperature, task, rows): pooled tasks first, and alone where there is but one task."""
+    tasks = {row["task"] for row in summary["rows"]} - {ALL}
+    keys = list(
+        dict.fromkeys((r["temperature"], r["task"]) for r in summary["rows"] if r["task"] == ALL or len(tasks) > 1)
+    )
+    keys.sort(key=lambda key: (key[0], key[1] != ALL))
+    return [(t, task, [r for r in summary["rows"] if (r["temperature"], r["task"]) == (t, task)]) for t, task in keys]
+
+
+def _tables(summary: Summary) -> list[Table]:
+    """Return the pooled tables first, then all others."""
+    main, cycles, tasks = list[Table](), list[Table](), list[Table]()
+    for temperature, task, rows in sections(summary):
+        title = f"T = {temperature:g}, {'all tasks' if task == ALL else task} ({rows[0]['prompts']} prompts)"
+        (main if task == ALL else tasks).append((title, COLUMNS, [cells(row) for row in rows]))
+        if task == ALL:
+            cycle_rows = [cycle_cells(r) for r in rows if not r.get("error")]
+            cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_COLUMNS, cycle_rows))
+    columns, probed = probe_table(summary)
+    probes: list[Table] = [("Drafted trees, node by node", columns, probed)] if probed else []
+    return [*main, *cycles, *probes, *tasks]
+
+
+def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance. No
+    rows where nothing was probed."""
+    probes = summary["probes"]
+    depth = max((len(probe["n_alpha"] or ()) for probe in probes.values()), default=0)
+    rows = []
+    for name, probe in probes.items():
+        alphas = [*(probe["n_alpha"] or ()), *[None] * depth][:depth]
+        rows.append((name, *(number(alpha) for alpha in alphas), number(probe["calibration_error"], 3)))
+    return ("method", *(f"{n}-alpha" for n in range(depth)), "calibration error"), rows
+
+
+# --- pages -------------------------------------------------------------------------------------------
+
+
+def headline(summary: Summary) -> list[str]:
+    """Return the result in one sentence or two: the fastest method, and whether the texts are equal."""
+    pooled = [row for row in summary["rows"] if row["task"] == ALL]
+    first = [row for row in pooled if row["temperature"] == pooled[0]["temperature"]]
+    methods = [row for row in first if row["method"] not in BASELINES and row["speedup"] is not None]
+    lines = list[str]()
+    if methods:
+        best = max(methods, key=lambda row: row["speedup"])
+        speedup = number(best["speedup"], 2, (best["speedup_low"], best["speedup_high"]))
+        lines.append(
+            f"{best['method']} decodes {speedup} times as fast as plain decoding "
+            f"(T = {best['temperature']:g}, {best['prompts']} prompts, {number(best['tau'])} tokens per pass of the target)."
+        )
+        if (theirs := best["speedup_vs_transformers_interval"]) is not None:
+            lines.append(f"That is {number(theirs[0], 2, theirs[1:])} times as fast as transformers' generate.")
+    else:
+        lines.append(
+            f"Plain decoding: {number(next((r['tokens_per_second'] for r in first if r['method'] == 'vanilla'), None), 1)} tokens/s."
+        )
+    comparable = [row for row in pooled if row["equal"] is not None]
+    differ = sum(len(row["differ"]) for row in comparable)
+    answers = sum(row["prompts"] for row in comparable)
+    if comparable:
+        equal = "All texts that are compared equal plain decoding's."
+        lines.append(equal if not differ else f"{differ} of {answers} texts differ from plain decoding's.")
+    return lines
+
+
+def markdown(summary: Summary) -> str:
+    """Return the headline, the tables, the machine, and what must be known to read them."""
+    lines = [f"# {summary['title']}", "", *headline(summary), ""]
+    lines += [f"**{warning}**\n" for warning in summary["warnings"]]
+    lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
+    for title, columns, rows in _tables(summary):
+        lines += [f"## {title}", "", *_table(columns, rows), ""]
+    for sample in summary.get("samples", ()):
+        others = (
+            f"Other texts: {', '.join(sample['differ'])}." if sample["differ"] else "The same text by every method."
+        )
+        lines += [
+            f"## {sample['prompt']}",
+            "",
+            "~~~~",
+            sample["question"],
+            "",
+            sample["answer"],
+            "~~~~",
+            "",
+            others,
+            "",
+        ]
+    if tree := summary.get("tree"):
+        drawn = draw([Line(*line) for line in tree["lines"]])
+        lines += [f"## One cycle's tree ({tree['method']}): {tree['tokens']} tokens from one pass", ""]
+        lines += ["~~~~", drawn, "~~~~", ""]
+    lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
+    machine = [f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary)]
+    return "\n".join([*lines, "", *machine, "", NOTES, ""])
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """Return the machine card in one line."""
+
+    def shown(name: str, value: Any) -> str:
+        if isinstance(value, Mapping):
+            return ", ".join(
+                f"{k.removesuffix('_bytes').replace('_', ' ')} {shown(k, v)}" for k, v in value.items() if v is not None
+            )
+        if isinstance(value, list):
+            return ", ".join(shown(name, v) for v in value)
+        if name.endswith("_bytes"):
+            return f"{value / 1e9:.1f} GB"
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    known = {name: value for name, value in machine.items() if value not in (None, "", [], {})}
+    return "; ".join(
+        f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown(name, value)}" for name, value in known.items()
+    )
+
+
+def run_line(summary: Summary) -> str:
+    """Measurements of the machine, and of the run as a whole, in one line."""
+    bandwidth, peak = summary["bandwidth"], summary["peak_memory_bytes"]
+    parts = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
+    parts += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
+    parts += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
+    return "; ".join([*parts, f"answering took {summary['minutes']:.1f} minutes"])
+
+
+# --- two summaries -----------------------------------------------------------------------------------
+
+SIDE = ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tau", "c")
+LONG = ("methods", "prompts", "texts", "fingerprint")  # settings whose two values are not shown
+
+
+def compared(a: Summary, b: Summary) -> dict[str, Any]:
+    """Rows of both side by side, and the settings that differ. Raise InputError when they have no row in common."""
+    keys = ("temperature", "task", "method")
+    rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
+    pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]
+    if not pairs:
+        raise InputError("these two benches have no method, task and temperature in common")
+    table = []
+    for first, second in pairs:
+        speeds = (second["tokens_per_second"], first["tokens_per_second"])
+        sides = {name: {k: row[k] for k in SIDE} for name, row in (("a", first), ("b", second))}
+        table.append(
+            {**{k: first[k] for k in keys}, "ratio": round(speeds[0] / speeds[1], 4) if all(speeds) else None, **sides}
+        )
+    differ = {}
+    for name in sorted(a["settings"].keys() | b["settings"].keys()):
+        both = [x["settings"].get(name) for x in (a, b)]
+        if both[0] != both[1]:
+            differ[name] = both if name not in LONG else None
+    return {"titles": [a["title"], b["title"]], "rows": table, "differ": differ}
+
+
+def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
+    """Two summaries side by side as Markdown. The ratio of two runs includes the drift between
+    them, and the text says so."""
+    both_runs = compared(a, b)
+    columns = ["T", "task", "method"]
+    columns += [f"{what} {name}" for what in ("tok/s", "speed-up", "tau", "c") for name in ("A", "B")]
+    columns.insert(5, "B / A")
+    rows = []
+    for row in both_runs["rows"]:
+        sides = (row["a"], row["b"])
+        speeds = [number(side["tokens_per_second"], 1) for side in sides]
+        gains = [number(side["speedup"], 2, (side["speedup_low"], side["speedup_high"])) for side in sides]
+        others = [number(side[k]) for k in ("tau", "c") for side in sides]
+        rows.append(
+            [f"{row['temperature']:g}", row["task"], row["method"], *speeds, number(row["ratio"]), *gains, *others]
+        )
+    lines = [
+        f"{letter}: {name} ({title})" for letter, name, title in zip("AB", names, both_runs["titles"], strict=True)
+    ]
+    shown = [name if both is None else f"{name} ({both[0]} / {both[1]})" for name, both in both_runs["differ"].items()]
+    settings = [f"Different settings: {', '.join(shown)}.", ""] if shown else []
+    drift = "Tokens/s of two runs differ by the machine's drift too; speed-ups are within one run each."
+    return "\n".join([*lines, "", *_table(columns, rows), "", *settings, drift])

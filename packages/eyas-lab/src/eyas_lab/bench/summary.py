@@ -1,0 +1,188 @@
+"""The end of a bench: everything in one object, and the files that are made from it.
+
+FOLDER/summary.json and report.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.files import write_text
+from eyas.hardware.machine import Snapshot, Used, busy, card
+from eyas.passes import verify_cost
+from eyas_lab.bench import cost, report, rows
+from eyas_lab.bench.contestants import Drafting
+from eyas_lab.bench.probe import probe
+from eyas_lab.bench.record import FORMAT, Answer
+from eyas_lab.bench.run import VANILLA, Bench, OnPrompt
+from eyas_lab.bench.tasks import Prompt
+from eyas_lab.bench.trees import deepest_cycle, tree_lines, tree_nodes
+
+__all__ = ["summarise", "write", "wrong_texts"]
+
+NEAR_TIE = 1e-5  # distance of two logits in float32: below it, either token is plain decoding's
+NEAR_TIE_OF_KERNELS = 2e-4  # where kernels run the target: transformers' own forward rounds otherwise
+RUNS_BY = {  # a runner's name -> how the title tells it
+    "kernels": "compiled kernels",
+    "model": "its own forward",
+    "graphs": "CUDA graphs",
+    "compiled graphs": "CUDA graphs, compiled layers",
+}
+SAMPLES = 3  # prompts whose texts the report shows
+SAMPLE_LETTERS = 600
+
+
+def summarise(
+    bench: Bench,
+    answers: Sequence[Answer],
+    before: Snapshot,
+    command: str,
+    *,
+    probe_prompts: int = 6,
+    skipped: Mapping[str, str] | None = None,
+    on_prompt: OnPrompt = lambda done, total, what: None,
+) -> dict[str, Any]:
+    """Return the summary. Measurements other than the answers are made here: trees node by node,
+    bandwidth, a pass's time against its nodes.
+
+    Args:
+        before: the snapshot of this run's beginning.
+        skipped: contestants that cannot take part -> the reason.
+
+    Where acceptance is simulated, title and warnings say so, and no tree is looked at.
+    """
+    target, settings = bench.llm.target, bench.settings()
+    jobs = len(bench.prompts) * len(bench.temperatures)
+    probes = dict[str, Any]()
+    if not bench.simulated:
+        for name, found in probe(bench, probe_prompts):
+            on_prompt(jobs, jobs, f"looked at the trees of {name}")
+            probes[name] = found
+    bandwidth, weights = cost.bandwidth(target.device), cost.bytes_per_step(target)
+    table = rows.rows(answers, weights, bandwidth)
+    return {
+        "format": FORMAT,
+        "title": _title(bench, settings),
+        "command": command,
+        "warnings": _warnings(bench, answers, settings["threads"]),
+        "machine": card(before, dtype=settings["dtype"], device=settings["device"]),
+        "rows": table,
+        "failed": dict(bench.failed),
+        "samples": _samples(bench, answers),
+        "tree": None if bench.simulated else _tree(bench, table),
+        "probes": probes,
+        "verify_cost": verify_cost(target),
+        "bytes_per_step": weights,
+        "bandwidth": None if bandwidth is None else round(bandwidth),
+        "peak_memory_bytes": max((a.memory.peak for a in answers if a.memory), default=None),
+        "skipped": dict(skipped or {}),
+        "minutes": round(sum(a.seconds for a in answers) / 60, 2),
+        "settings": settings,
+    }
+
+
+def _title(bench: Bench, settings: Mapping[str, Any]) -> str:
+    forms = ("weights", "activations", "draft_weights")
+    rounded = [f"{name.replace('_', ' ')} rounded to {settings[name]}" for name in forms if settings[name] != "exact"]
+    how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
+    title = f"eyas bench: {bench.llm.target.name}, {settings['dtype']}, {settings['device']}, by {how}"
+    return title + (" (SIMULATED acceptance)" if bench.simulated else "")
+
+
+def _warnings(bench: Bench, answers: Sequence[Answer], threads: int) -> list[str]:
+    warnings = []
+    if bench.simulated:
+        warnings.append(
+            f"Acceptance is simulated ({bench.simulated}): tau was given, texts mean nothing; times are measured."
+        )
+    if line := busy(_others(answers), threads):
+        warnings.append(line)
+    return warnings
+
+
+def _others(answers: Sequence[Answer]) -> Used:
+    """CPU use while the prompts were asked, in this run and in those before it that were
+    interrupted."""
+    each = {(a.temperature, a.prompt): a.around for a in answers if a.around is not None}.values()
+    known = all(used.others is not None for used in each)
+    return Used(sum(used.seconds for used in each), sum(used.others or 0.0 for used in each) if known else None)
+
+
+def _samples(bench: Bench, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Plain decoding's texts of the first prompts, and the methods whose texts differ."""
+    samples = []
+    for prompt in bench.prompts[:SAMPLES]:
+        here = [a for a in answers if (a.prompt, a.turn, a.temperature) == (prompt.id, 0, bench.temperatures[0])]
+        plain = next((a for a in here if a.method == VANILLA), None)
+        if plain is not None:
+            differ = [a.method for a in here if a.differs is not None]
+            samples.append(
+                {"prompt": prompt.id, "question": _question(prompt), "answer": _text(bench, plain), "differ": differ}
+            )
+    return samples
+
+
+def _question(prompt: Prompt) -> str:
+    if prompt.prompt_ids:
+        return (
+            f"token ids {', '.join(map(str, prompt.prompt_ids[:12]))}{', ...' if len(prompt.prompt_ids) > 12 else ''}"
+        )
+    text = prompt.turns[0] if prompt.turns else str((prompt.messages or [{}])[-1].get("content", ""))
+    return text if len(text) <= SAMPLE_LETTERS else f"... {text[-SAMPLE_LETTERS:]}"
+
+
+def _text(bench: Bench, answer: Answer) -> str:
+    if bench.llm.tokenizer is None:
+        return " ".join(map(str, answer.token_ids[:60]))
+    return str(bench.llm.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)).strip()[:SAMPLE_LETTERS]
+
+
+def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """A cycle of the fastest method on the first prompt; None where nothing is drafted."""
+
+    def text(token: int) -> str:
+        return repr(bench.llm.tokenizer.decode([token])) if bench.llm.tokenizer else str(token)
+
+    pooled = {
+        r["method"]: r["speedup"] for r in table if r["task"] == rows.ALL and r["temperature"] == bench.temperatures[0]
+    }
+    ours = [c for c in bench.contestants if isinstance(c, Drafting) and c.name != VANILLA and pooled.get(c.name)]
+    for contestant in sorted(ours, key=lambda c: -pooled[c.name]):
+        try:
+            request = next(bench.questions(bench.prompts[0], bench.temperatures[0])).request
+            step = deepest_cycle(contestant.drafter, request)
+        except Exception:  # a picture is no reason to lose a bench
+            continue
+        if step is not None:
+            lines = [list(line) for line in tree_lines(tree_nodes(step, text))]
+            prompt = bench.prompts[0].id
+            return {"method": contestant.name, "prompt": prompt, "tokens": len(step.tokens), "lines": lines}
+    return None
+
+
+def write(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write both files, each whole or not at all."""
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(folder / "report.md", report.markdown(summary))
+
+
+def wrong_texts(summary: Mapping[str, Any]) -> list[str]:
+    """Texts in float32 that are not plain decoding's, apart from near ties. Of transformers' only
+    plain ones count."""
+    if summary["settings"]["dtype"] != "float32":
+        return []
+    by_kernels = summary["settings"].get("runs_by") == "kernels"
+    lines = []
+    for row in summary["rows"]:
+        if row["task"] != "all" or row["method"].startswith("transformers_"):
+            continue
+        near_tie = NEAR_TIE_OF_KERNELS if by_kernels and row["method"] == "transformers" else NEAR_TIE
+        for prompt, turn, token, margin in row["differ"]:
+            if margin is None or margin > near_tie:
+                place = f"{row['method']}, {prompt}, turn {turn + 1}, T = {row['temperature']:g}: token {token}"
+                size = "none" if margin is None else f"{margin:.2g}"
+                lines.append(f"{place} is not plain decoding's (margin {size}): a fault of eyas")
+    return lines

@@ -1,0 +1,193 @@
+"""Hydra heads as their authors publish them.
+
+    config.json     hydra_num_heads, hydra_num_layers (residual blocks of a head), hydra_head_arch, grounded_heads, hidden_state_offset (0
+                    when absent), base_model_name_or_path
+    file            hydra_lm_head.pt, which an export writes; otherwise eyas writes a safetensors file with the same names
+    tensors         hydra_mlp.{head}.{place}.linear.weight [D, (head + 2) D] and .bias, hydra_mlp.{head}.{place}.res_connection.weight and
+                    .bias of a head's first block; only linear [D, D] of the others; hydra_lm_head.{head}.weight [V, D] and .bias
+
+Two architectures are read. "mlp" is Hydra: block j has place j. "prefix-mlp" is Hydra++: its
+training puts dropout between the blocks, so block j has place 2j + 1 and the lm_heads are
+hydra_lm_head.{head}.1; a decoder layer of the base model's shape comes first,
+prefix_embeding_layer.layers.0 (the authors' spelling), with prefix_embeding_layer.norm. config.json
+does not have the layer's sizes, which are the base model's, so they are taken from the target. Two
+embedding tables may be in the file: input_embed_fn.weight, the base model's, and
+prefix_embeding_layer.embed_tokens.weight, which no reader uses and which is left out here.
+
+Refused: other architectures (cross-attn, eagle-attn), heads that see no tokens (grounded_heads
+false: those are Medusa's), features of another layer than the last (hidden_state_offset).
+
+Our config, which `read` returns and `write` takes:
+
+    heads, blocks, hidden_size, vocab_size     int
+    arch           "mlp" or "prefix-mlp"
+    layer          of prefix-mlp in heads written by eyas: the shape of the layer; None: the base model's
+    base_model     str, "" when absent: the target's name where the head was trained; not checked
+    eyas           only in heads written by eyas: the writer's record
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from eyas.checkpoints import ExportTarget
+from eyas.checkpoints.tools import Published, Shape, count, differences, flag, layer_names, mapping, refuse_dtypes, text
+from eyas.errors import CheckpointError, near
+
+__all__ = ["EXPORTS", "EXPORT_FILE", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
+
+METHODS = EXPORTS = ("hydra",)
+NAME = "hydra"
+EXPORT_FILE = "hydra_lm_head.pt"
+ARCHES = ("mlp", "prefix-mlp")
+
+_LAYER_KEYS = {  # keys of our config for the shape of the prefix layer
+    "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_eps", "rope_theta", "rope_scaling", "qkv_bias",
+}  # fmt: skip
+_NEWER_KEYS = {"qk_norm"}  # not in the configs of earlier versions
+_PREFIX = "prefix_embeding_layer."
+_UNREAD = f"{_PREFIX}embed_tokens.weight"
+_LAYER_NAMES = {
+    f"{_PREFIX}layers.0.input_layernorm.weight": "prefix.input_norm.weight",
+    **{
+        name: ours
+        for name, ours in layer_names(f"{_PREFIX}layers.0", "prefix").items()
+        if not name.endswith(("bias", "q_norm.weight", "k_norm.weight"))
+    },
+    f"{_PREFIX}norm.weight": "prefix.norm.weight",
+}
+
+
+def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether config.json counts Hydra heads."""
+    return "hydra_num_heads" in config
+
+
+def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Return ("hydra", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
+    ours = _read_config(config, tensors)
+    names = _names(ours)
+    used = {name: tensor for name, tensor in tensors.items() if name != _UNREAD}
+    missing = [published for published, name in names.items() if published not in used and name != "embed.weight"]
+    extra = [f"{name} {list(tensor.shape)}" for name, tensor in used.items() if name not in names]
+    if missing or extra:
+        faults = [f"missing {', '.join(missing)}"] * bool(missing)
+        faults += [f"unexpected {', '.join(extra)}"] * bool(extra)
+        raise CheckpointError(f"the tensors are not what config.json says: {'; '.join(faults)}")
+    refuse_dtypes(used)
+    renamed = {names[published]: tensor for published, tensor in used.items()}
+    in_heads = {name: tensor for name, tensor in renamed.items() if not name.startswith(("prefix.", "embed."))}
+    if wrong_shapes := differences(in_heads, _head_shapes(ours)):
+        raise CheckpointError(f"the tensors, under our names, are not what config.json says: {wrong_shapes}")
+    return "hydra", ours, renamed
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for settings whose computation is not supported."""
+    arch = config.get("hydra_head_arch")
+    if arch not in ARCHES:
+        raise CheckpointError(
+            f"config.json has hydra_head_arch {arch!r}, which is not read here; {near(str(arch), ARCHES)}"
+        )
+    if "grounded_heads" not in config:
+        raise CheckpointError(
+            "config.json has no grounded_heads: it tells whether these heads see the tokens drafted before them"
+        )
+    if not flag(config, "grounded_heads", True):
+        raise CheckpointError(
+            "config.json has grounded_heads false: heads that see no tokens are Medusa's, and not read in this form"
+        )
+    if config.get("hidden_state_offset", 0) != 0:
+        raise CheckpointError(
+            f"config.json has hidden_state_offset {config['hidden_state_offset']!r}: only heads on the last layer's features (0) are read"
+        )
+
+
+def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    _refuse(config)
+    arch = config["hydra_head_arch"]
+    output = tensors.get("hydra_lm_head.0.weight" if arch == "mlp" else "hydra_lm_head.0.1.weight")
+    if output is None or output.ndim != 2:
+        raise CheckpointError(f"there is no lm_head of the first head of architecture {arch}, which tells the sizes")
+    layer = mapping(config, "eyas").get("layer")
+    if layer is not None and not (isinstance(layer, dict) and layer.keys() - _NEWER_KEYS == _LAYER_KEYS):
+        raise CheckpointError(
+            f'config.json has an "eyas": "layer" that is not the shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
+        )
+    heads, blocks = count(config, "hydra_num_heads"), count(config, "hydra_num_layers")
+    if heads * blocks > len(tensors):
+        raise CheckpointError(f"the file holds {len(tensors)} tensors, too few for {heads} heads of {blocks} blocks")
+    ours = {
+        "heads": heads,
+        "blocks": blocks,
+        "hidden_size": output.shape[1],
+        "vocab_size": output.shape[0],
+        "arch": arch,
+        "layer": layer,
+        "base_model": text(config, "base_model_name_or_path"),
+    }
+    return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
+
+
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+    """Return config.json and the tensors as published."""
+    assert method in METHODS, method
+    names = {ours: published for published, ours in _names(config).items()}
+    missing = names.keys() - tensors.keys() - {"embed.weight"}
+    unknown = tensors.keys() - names.keys()
+    assert not missing | unknown, (missing, unknown)
+    published = {
+        "hydra_num_heads": config["heads"],
+        "hydra_num_layers": config["blocks"],
+        "hydra_head_arch": config["arch"],
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": config["base_model"],
+    }
+    record = dict(config.get("eyas", {}))
+    if config["layer"]:
+        record["layer"] = config["layer"]
+    return {**published, **({"eyas": record} if record else {})}, {
+        names[ours]: tensor for ours, tensor in tensors.items()
+    }
+
+
+def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+    """Return what `write` returns; the target's name is added where it was not recorded."""
+    return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
+
+
+def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+    """Return lines, of a shell or of Python, by which the authors' code runs the head."""
+    return [f'HydraModel.from_pretrained("{folder}")']
+
+
+def _head_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return our names and the shapes that the config tells: all but the prefix layer and the embeddings."""
+    D, V = config["hidden_size"], config["vocab_size"]
+    out: dict[str, Shape] = {}
+    for k in range(config["heads"]):
+        for part in ("linear", "residual"):
+            out |= {f"mlp.{k}.0.{part}.weight": (D, (k + 2) * D), f"mlp.{k}.0.{part}.bias": (D,)}
+        for j in range(1, config["blocks"]):
+            out |= {f"mlp.{k}.{j}.weight": (D, D), f"mlp.{k}.{j}.bias": (D,)}
+        out |= {f"lm_head.{k}.weight": (V, D), f"lm_head.{k}.bias": (V,)}
+    return out
+
+
+def _names(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return our name of each published tensor."""
+    prefixed = config["arch"] == "prefix-mlp"
+    names = {"input_embed_fn.weight": "embed.weight"}
+    for ours in _head_shapes(config):
+        part, k, *rest = ours.split(".")
+        if part == "lm_head":
+            names[f"hydra_lm_head.{k}.{'1.' * prefixed}{rest[0]}"] = ours
+        else:
+            place = 2 * int(rest[0]) + 1 if prefixed else int(rest[0])
+            inner = "res_connection" if rest[1] == "residual" else "linear"
+            names[f"hydra_mlp.{k}.{place}.{inner}.{rest[-1]}"] = ours
+    return names | (_LAYER_NAMES if prefixed else {})

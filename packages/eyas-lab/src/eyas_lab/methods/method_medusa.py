@@ -1,0 +1,303 @@
+"""medusa: Medusa-1 (Cai et al. 2024, arXiv 2401.10774): more heads besides the target's own, each
+for a token further ahead.
+
+Head k (0, 1, ...) reads the target's final feature of the newest committed token t. The target's own head
+predicts token t+1 from it, which is the root; head k predicts token t+2+k:
+
+    feature of t  ->  blocks: x + SiLU(W x + b)  ->  lm_head of its own (or the target's)  ->  q of token t+2+k
+
+A head does not know the tokens in between, so the children of all nodes of a level are the same
+best tokens, and the tree is a product of ranked lists. The likely part of it is kept: a static part
+(section 2.3.3), or in each cycle the paths with the largest products of probabilities. Trees are
+deterministic: at any temperature the tokens are those of plain decoding with the same seed.
+With coupled noise (`_grow`) they are ranked by what this run will draw. The paper's typical
+acceptance is lossy and not here.
+
+Letters: B rows, K heads, Q nodes of a level, W ranks, D hidden, V vocabulary, M nodes below the root or
+positions that count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.checkpoints import Weights
+from eyas.core.drafter import CycleInput, DraftSession, TreeSize
+from eyas.core.options import NEW_HEADS, TRAINING
+from eyas.core.target import Target
+from eyas.core.tree import Choices, Draft, chain_choices, check_choices
+from eyas.drafters import Batch, DraftMethod, Loss
+from eyas.drafters.eagle1 import StaticTree
+from eyas.drafters.tools import (
+    DraftNetSteps,
+    DynamicTree,
+    FeatureSession,
+    check_choice,
+    check_head,
+    grow_dynamic,
+    load_tensors,
+    place_net,
+    saved_head,
+    seeded,
+    target_sizes,
+)
+from eyas.errors import OptionError
+from eyas_lab.methods._heads import (
+    OBJECTIVES,
+    HeadCount,
+    HeadsTree,
+    best_children,
+    heads_loss,
+    lm_head_like,
+)
+
+__all__ = ["HeadTreeOptions", "Method", "Net", "ResBlock"]
+
+DECAY = 0.8  # each further head weighs less in the loss (section 2.2)
+BRANCH = 10  # children of a node in a dynamic tree
+
+# The 63 draft nodes that the authors chose for Vicuna-7B, four deep: how many children the node of
+# each path has. A digit is a rank.
+_CHILDREN = {
+    "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
+    "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1, "000": 2,
+}  # fmt: skip
+REFERENCE_TREE: Choices = check_choices(
+    (*map(int, path), rank) for path, count in _CHILDREN.items() for rank in range(count)
+)
+
+OUTPUTS = ("own", "target")
+NOISES = ("coupled", "none")
+
+
+@dataclass(frozen=True)
+class HeadTreeOptions(StaticTree):
+    """The tree of several heads."""
+
+    choices: str | Choices = "reference"
+    """Reference (64 nodes), chain, chain-N, dynamic (the most probable paths), or a JSON file."""
+    nodes: int | None = None
+    """Nodes of a dynamic tree that are verified per cycle, the root included; none: 60."""
+    noise: str = "coupled"
+    """Sampling: rank children with the target's own noise (coupled), or by q alone (none)."""
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and self.choices != "dynamic":
+            raise OptionError(
+                "tree.nodes is for --tree.choices dynamic; another tree has as many nodes as it has choices"
+            )
+        check_choice("tree.noise", self.noise, NOISES)
+
+    def dynamic(self, depth: int) -> DynamicTree | None:
+        """Return the options of a dynamic tree; None for a static tree."""
+        return (
+            DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH, noise=self.noise)
+            if self.choices == "dynamic"
+            else None
+        )
+
+    def for_heads(self, heads: int, vocab_size: int) -> Choices:
+        """Return the paths of a static tree; raise OptionError when it is deeper or wider than heads and vocabulary
+        allow."""
+        if self.choices == "reference":
+            return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
+        choices = chain_choices(heads) if self.choices == "chain" else self.resolve()
+        depth, widest = max(map(len, choices)), 1 + max(path[-1] for path in choices)
+        if depth > heads:
+            raise OptionError(
+                f"tree.choices: the tree is {depth} deep, and one level needs one head: this draft has {heads}"
+            )
+        if widest > vocab_size:
+            raise OptionError(f"tree.choices: a node has {widest} children, the vocabulary {vocab_size} tokens")
+        return choices
+
+
+@dataclass(frozen=True)
+class NewHeads(HeadCount):
+    """The architecture of heads whose training begins. Trained heads bring their own."""
+
+    output: Annotated[Literal["own", "target"], NEW_HEADS] = "own"
+    """Lm_heads of their own, which are trained, or the target's for all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("head.output", self.output, OUTPUTS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of medusa."""
+
+    tree: HeadTreeOptions = field(default_factory=HeadTreeOptions)
+    head: NewHeads = field(default_factory=NewHeads)
+    objective: Annotated[str, TRAINING] = "tokens"
+    """A head learns from the tokens of the data (tokens), or from the target's distribution
+    (distribution)."""
+
+    def __post_init__(self) -> None:
+        check_choice("objective", self.objective, OBJECTIVES)
+
+
+# --- the net
+
+
+class ResBlock(nn.Linear):
+    """x + SiLU(W x + b)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(super().forward(x))
+
+
+class Net(nn.Module):
+    """The heads."""
+
+    def __init__(self, hidden_size: int, vocab_size: int | None, heads: int, blocks: int) -> None:
+        """vocab_size: outputs of the heads' own lm_heads; None if they use the target's."""
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResBlock(hidden_size, hidden_size) for _ in range(blocks))) for _ in range(heads)
+        )
+        self.lm_head = (
+            nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(heads)) if vocab_size else None
+        )
+
+    def forward(self, features: Tensor, k: int) -> Tensor:
+        """Return what head k's lm_head reads, [..., D], for the target's final features [..., D]."""
+        hidden: Tensor = self.blocks[k](features)
+        return hidden
+
+    def output(self, k: int) -> Tensor | None:
+        """Return head k's own lm_head [V, D]; None if it uses the target's."""
+        return None if self.lm_head is None else self.lm_head[k].get_parameter("weight")
+
+
+# --- the method
+
+
+class Method(DraftMethod):
+    """Medusa-1 on the frozen target."""
+
+    Options: ClassVar[type] = Options
+    summary = "Medusa: several heads on one feature, each a token further ahead, tree of ranks"
+    needs_weights = True
+    trainable = True
+    head_format = "medusa"
+    net: Net
+
+    def __init__(self, target: Target, options: Any, net: Net) -> None:
+        super().__init__(target, options)
+        self.net = net
+        self.feature_layers = (target.num_layers,)
+        self.heads = len(net.blocks)
+        self.tree = HeadsTree(self.options.tree, self.heads, target)
+
+    @classmethod
+    def new_head_layers(cls, target: Target, options: Any) -> tuple[int, ...]:
+        """Return the `train_feature_layers` of new heads, without making them."""
+        return (target.num_layers,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.net.parameters()).dtype
+
+    @property
+    def max_tree(self) -> TreeSize | None:
+        return self.tree.max_tree
+
+    # --- weights
+
+    @classmethod
+    def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
+        """Load heads. Raise CheckpointError unless width and vocabulary are the target's, and all tensors and no
+        others are there."""
+        weights = check_head(weights, cls.head_format, cls.head_format, target_sizes(target))
+        config = weights.config
+        own_size = target.vocab_size if config["output"] == "own" else None
+        net = Net(target.hidden_size, own_size, config["heads"], config["blocks"])
+        return cls(target, options or cls.Options(), load_tensors(net, weights, target))
+
+    @classmethod
+    def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
+        options = options or cls.Options()
+        new = options.head
+        with seeded(seed, target.device):
+            net = Net(target.hidden_size, target.vocab_size if new.output == "own" else None, new.count, new.blocks)
+            for weight in net.parameters():
+                nn.init.normal_(weight, std=target.hidden_size**-0.5)
+        return cls(target, options, place_net(net, target))
+
+    @classmethod
+    def init_for_training(
+        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
+    ) -> Self:
+        """Return heads that begin as the target's own: blocks that add nothing, then a copy of its lm_head (section
+        2.2)."""
+        method = cls.random(target, options, seed)
+        with torch.no_grad():
+            for weight in method.net.blocks.parameters():
+                weight.zero_()
+            for k in range(method.heads):
+                if (lm_head := method.net.output(k)) is not None:
+                    lm_head.copy_(lm_head_like(target, lm_head))
+        return method
+
+    def weights(self) -> Weights:
+        net = self.net
+        config = {
+            "heads": self.heads,
+            "blocks": len(list(net.blocks[0].children())),
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size if net.lm_head else None,
+            "output": "own" if net.lm_head else "target",
+            "base_model": self.target.name,
+        }
+        return saved_head(self.head_format, config, net, self.target)
+
+    # --- drafting
+
+    def open(self, rows: int) -> DraftSession:
+        return FeatureSession(rows, self.target, self.grow)
+
+    def logits(self, feature_BD: Tensor, heads: int) -> Tensor:
+        """Return the logits [B, K, V] of the first `heads` heads."""
+        net: Net = self.decoding_net
+        hidden_BKD = torch.stack([net(feature_BD.to(self.dtype), k) for k in range(heads)], dim=1)
+        if net.lm_head is None:
+            return self.target.head(hidden_BKD.to(self.target.dtype))
+        return torch.stack([net.lm_head[k](hidden_BKD[:, k]) for k in range(heads)], dim=1)
+
+    def grow(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
+        """Return the tree below the roots: at level k, the best tokens of head k."""
+        static, logits_BKV = self.tree.static, self.logits(feature_BD, self.tree.depth)
+        if static is None:
+            assert self.tree.dynamic is not None
+            return grow_dynamic(DraftNetSteps.of_levels(logits_BKV), cycle_input, self.tree.dynamic)
+        level_K = torch.arange(static.depth, device=feature_BD.device)
+        tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, static.width)
+        return static.draft(
+            cycle_input, tokens_BKW.flatten(1)[:, static.flat_M], score_BKW.flatten(1)[:, static.flat_M]
+        )
+
+    def chain(self, depth: int) -> Method:
+        """Return the method with a chain, at most as deep as there are heads."""
+        return Method(self.target, Options(tree=HeadTreeOptions(f"chain-{min(depth, self.heads)}")), self.net)
+
+    def describe(self) -> dict[str, Any]:
+        return self.tree.describe()
+
+    # --- training
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
+        """Return the sum over heads k of 0.8^k times the head's cross-entropy (section 2.2)."""
+        features_ND = batch.features_NF.to(self.dtype)
+
+        def read(k: int, rows_M: Tensor) -> tuple[Tensor, Tensor]:
+            lm_head = self.net.output(k)
+            return self.net(features_ND[rows_M], k), lm_head_like(self.target) if lm_head is None else lm_head
+
+        return heads_loss(self.target, batch, self.heads, read, DECAY, self.options.objective)

@@ -1,0 +1,221 @@
+"""Figures from hand-made steps and answers, where every number can be worked out on paper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from eyas.core.engine import Step
+from eyas.core.tree import Draft
+from eyas.hardware.machine import Used
+from eyas.metrics import Cycle
+from eyas_lab.bench import rows as table_of
+from eyas_lab.bench.record import Answer, Differs, Memory, answer_from
+from steps import step
+
+ABOUT = {"method": "x", "prompt": "a", "task": "chat", "turn": 0, "temperature": 0.0, "prompt_tokens": 5}
+
+
+def answered(*steps: Step, seconds: float = 1.0) -> Answer:
+    """The prompt's own token in two seconds, then these."""
+    first = Step(1, (7,), None)
+    return answer_from([(first, 2.0), *((s, seconds) for s in steps)], **ABOUT)
+
+
+def answer(
+    method: str,
+    prompt: str,
+    cycles: list[tuple[int, int, float]],
+    prefill: float = 1.0,
+    task: str = "chat",
+    turn: int = 0,
+) -> Answer:
+    """cycles: (emitted, accepted, seconds), each of a chain of three draft tokens."""
+    made = tuple(Cycle(e, a, s, 4, 3, min(a + (e > a), 3), s / 4, s / 2, s / 8, 0.0) for e, a, s in cycles)
+    ids = tuple(range(1 + sum(c.emitted for c in made)))
+    return Answer(method, prompt, task, turn, 0.0, 5, ids, "length", prefill, made)
+
+
+PLAIN = [answer("vanilla", "a", [(1, 0, 1.0)] * 6), answer("vanilla", "b", [(1, 0, 1.0)] * 2)]
+FAST = [answer("fast", "a", [(4, 3, 1.5), (2, 1, 1.5)]), answer("fast", "b", [(2, 2, 1.5)])]
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_is_worth() -> None:
+    """Bugs: padding counts as drafted, the prompt's token as a cycle's, or the seconds are the
+    step's own instead of the clock's."""
+    made = answered(step(1, (0, 2)), step(2, (0, 1, 3), finish="length"), seconds=0.8)
+    assert made.token_ids == (7, 0, 1, 0, 1, 2)
+    assert (made.emitted, made.prefill_seconds, made.decode_seconds, made.seconds) == pytest.approx((5, 2.0, 1.6, 3.6))
+    assert [(c.emitted, c.accepted, c.nodes, c.candidates) for c in made.cycles] == [(2, 1, 7, 5), (3, 2, 7, 5)]
+    assert made.finish == "length"
+    assert table_of.tau_of([made]) == (2.5, None, None)
+
+
+def test_drawn_trees_are_not_compared_when_sampled() -> None:
+    """Bug: at a temperature a sampled tree's ids, another draw from the same law, are held against
+    it; or nobody's are compared."""
+    one = step(0, (0,), finish="length")
+    drawn = Step(**{**vars(one), "draft": Draft(one.draft.tree, one.draft.tokens_BN, q_BNV=torch.ones(1, 7, 8))})  # type: ignore[union-attr]
+    first = (Step(1, (7,), None), 1.0)
+    for given, temperature, comparable in ((one, 1.0, True), (drawn, 1.0, False), (drawn, 0.0, True)):
+        assert answer_from([first, (given, 1.0)], **{**ABOUT, "temperature": temperature}).comparable is comparable
+
+
+# --- figures -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_tau_speed_and_speedup() -> None:
+    """Guards the ratios: sums over sums, decoding apart from the prompt's pass, the baseline on the
+    same prompts."""
+    assert table_of.tau_of(FAST)[0] == pytest.approx(8 / 3)
+    assert table_of.speed_of(FAST) == pytest.approx(8 / 4.5)
+    assert table_of.speedup(FAST, PLAIN)[0] == pytest.approx((8 / 4.5) / (8 / 8))
+    assert table_of.speedup(FAST, PLAIN, whole=True)[0] == pytest.approx((10 / 6.5) / (10 / 10))
+    assert table_of.speedup(FAST[:1], PLAIN)[0] == pytest.approx(6 / 3)
+    assert table_of.speedup(FAST, []) is None
+
+
+def test_speedup_is_tau_over_c() -> None:
+    """Guards the three against each other: the definitions of DESIGN, section 6."""
+    row = next(r for r in table_of.rows([*PLAIN, *FAST], 1) if (r["task"], r["method"]) == ("all", "fast"))
+    assert row["c"] == pytest.approx(1.5)
+    assert row["speedup"] == pytest.approx(row["tau"] / row["c"], abs=1e-3)
+
+
+def test_intervals_are_paired() -> None:
+    """Bug: the two sides are resampled apart: prompts whose ratio is the same everywhere would get
+    a width from their speeds."""
+    plain = [answer("vanilla", str(i), [(1, 0, 0.1 * (i + 1))] * 4) for i in range(6)]
+    twice = [answer("twice", str(i), [(2, 1, 0.1 * (i + 1))] * 2) for i in range(6)]
+    assert table_of.speedup(twice, plain) == pytest.approx((2, 2, 2))
+    value, low, high = table_of.tau_of(FAST)
+    assert low < value < high
+
+
+def test_prompts_without_a_cycle() -> None:
+    """Bug: answers of one token make a resample's fraction 0 / 0, and the interval NaN, which is no JSON."""
+    empty = [answer(m, f"e{i}", []) for m in ("fast", "vanilla") for i in range(6)]
+    fast, plain = [*FAST, *empty[:6]], [*PLAIN, *empty[6:]]
+    assert table_of.tau_of(fast) == table_of.tau_of(FAST)
+    assert table_of.speedup(fast, plain) == table_of.speedup(FAST, PLAIN)
+    assert table_of.tau_of(empty) is None
+    assert table_of.speed_of(empty) == 0
+    row = table_of.rows(empty, 1)[-1]
+    assert row["tau"] is row["speedup"] is row["c"] is None
+
+
+def test_turns_stay_together() -> None:
+    """Guards the unit of resampling: two turns of one prompt are one sample, and one sample has no
+    interval."""
+    turns = [answer("x", "a", [(2, 1, 1.0)], turn=0), answer("x", "a", [(1, 0, 1.0)], turn=1)]
+    assert table_of.tau_of(turns) == (1.5, None, None)
+
+
+def test_tau_by_position() -> None:
+    """Guards the place of a cycle: the prompt, the prompt's own token, and what earlier cycles
+    emitted stand before it."""
+    one = answer("x", "a", [(2, 1, 1.0), (4, 3, 1.0), (1, 0, 1.0)])  # 5 of the prompt + 1: at 6, 8 and 12
+    assert table_of.tau_by_position([one]) == [
+        {"from": 4, "cycles": 1, "tau": 2.0},
+        {"from": 8, "cycles": 2, "tau": 2.5},
+    ]
+
+
+def test_stage_ms() -> None:
+    """Guards the host's share: what the stages leave of the whole cycle; a library that tells
+    nothing has no split."""
+    assert table_of.stage_ms(answered(step(0, (0,), finish="stop"), seconds=1.0).cycles) == pytest.approx(
+        {"draft": 100, "target": 400, "verify": 200, "commit": 100, "host": 200}
+    )
+    assert table_of.stage_ms((Cycle(1, 0, 1.0),)) == {}
+
+
+def test_utilisation() -> None:
+    """Guards R: 20 tokens/s of a model of 100 bytes, on a machine that reads 1,000 bytes/s, is
+    twice what reading alone allows."""
+    assert table_of.utilisation(20.0, 100, 1000.0) == 2.0
+    assert table_of.utilisation(20.0, 100, None) is None
+
+
+def test_rows() -> None:
+    """Guards the summary's table: pooled rows, texts that differ are named, sums, medians, memory,
+    what a library does not tell."""
+    fast = [
+        FAST[0].replace(differs=Differs(3, 0.5), memory=Memory(900, 90)),
+        FAST[1].replace(memory=Memory(950, 70), prefill_seconds=3.0),
+    ]
+    theirs = [
+        Answer(**{**vars(a), "method": "transformers", "cycles": tuple(Cycle(c.emitted, 0, 2.0) for c in a.cycles)})
+        for a in PLAIN
+    ]
+    table = {
+        (r["task"], r["method"]): r
+        for r in table_of.rows([*PLAIN, *theirs, *fast], bytes_per_step=100, bandwidth=1000.0)
+    }
+    assert set(table) == {(t, m) for t in ("chat", "all") for m in ("vanilla", "transformers", "fast")}
+    row = table["all", "fast"]
+    assert (row["equal"], row["differ"]) == (False, [["a", 0, 3, 0.5]])
+    assert row["R"] == pytest.approx(round(8 / 4.5, 2) * 100 / 1000, abs=1e-3)
+    assert (row["prompts"], row["tokens"], row["cycles"], row["nodes"], row["drafted"], row["accepted"]) == (
+        2,
+        10,
+        3,
+        4.0,
+        9,
+        6,
+    )
+    assert row["speedup_vs_transformers"] == pytest.approx((8 / 4.5) / (8 / 16), abs=1e-4)
+    assert (row["first_token_ms"], row["memory_bytes"]) == (2000, 90)
+    assert table["all", "vanilla"]["speedup"] == 1.0
+    assert table["all", "vanilla"]["memory_bytes"] is None
+    assert sum(row["cycle_ms"].values()) == pytest.approx(1500, rel=1e-3)
+    other = table["all", "transformers"]
+    assert (other["drafted"], other["nodes"], other["acceptance_by_depth"], other["cycle_ms"]) == (None, None, [], {})
+
+
+def test_pooling_is_over_prompts() -> None:
+    """Bug: tasks or temperatures leak into each other, or a task's mean is pooled instead of its prompts."""
+    slow = answer("fast", "c", [(1, 0, 3.0)] * 4, task="maths")
+    warm = Answer(**{**vars(slow), "temperature": 1.0})
+    rows = {(r["temperature"], r["task"]): r for r in table_of.rows([*FAST, slow, warm], 1)}
+    assert {key: r["tau"] for key, r in rows.items()} == {
+        (0.0, "chat"): round(8 / 3, 4), (0.0, "maths"): 1.0, (0.0, "all"): round(12 / 7, 4), (1.0, "maths"): 1.0, (1.0, "all"): 1.0
+    }  # fmt: skip
+
+
+def test_lines_go_round() -> None:
+    """Guards the file: what is written is what is read; a line of another version is an error of its own."""
+    full = FAST[1].replace(differs=Differs(1, None), memory=Memory(5, None), around=Used(3.0, None), turns=2)
+    for one in (FAST[0], full):
+        assert Answer.from_json(one.to_json()) == one
+    for found in ({**full.to_json(), "cycles": [[1] * 12]}, {k: v for k, v in full.to_json().items() if k != "around"}):
+        with pytest.raises((TypeError, KeyError)):
+            Answer.from_json(found)
+    assert not any(math.isnan(x) for x in full.to_json()["cycles"][0] if x is not None)
+
+
+def test_a_contestant_that_failed_is_a_row_without_figures() -> None:
+    """Bug: the prompts that a contestant answered before it failed make figures that are compared
+    with whole ones."""
+    failed = Answer(
+        **{
+            **vars(FAST[1]),
+            "token_ids": (),
+            "cycles": (),
+            "finish": "failed",
+            "comparable": False,
+            "error": "ValueError: no",
+        }
+    )
+    row = next(
+        r for r in table_of.rows([*PLAIN, FAST[0], failed], 1, 1.0) if (r["task"], r["method"]) == ("all", "fast")
+    )
+    assert row["error"] == "ValueError: no"
+    assert (row["prompts"], row["tokens"], row["cycles"]) == (2, 0, 0)
+    assert row["tau"] is row["speedup"] is row["tokens_per_second"] is row["equal"] is row["R"] is None
+    assert Answer.from_json(failed.to_json()) == failed

@@ -1,0 +1,534 @@
+"""A bench on a tiny model: asking, comparing, going on; simulated acceptance; probes; reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zoo
+from eyas import drafters
+from eyas.api import LLM
+from eyas.core.engine import Decoder, Request, Step
+from eyas.core.ops import REFERENCE
+from eyas.core.options import build_options
+from eyas.core.sampling import GumbelNoise, Sampling
+from eyas.core.target import Target
+from eyas.core.tree import Draft, Tree, Verdict
+from eyas.drafters import CycleInput, Drafter
+from eyas.errors import InputError, OptionError
+from eyas.hardware.machine import Used, cores, snapshot
+from eyas.locks import locked_folder
+from eyas.metrics import acceptance_by_depth
+from eyas_lab.bench import contestants, report
+from eyas_lab.bench.contestants import Contestant, Drafting, Question, Transformers
+from eyas_lab.bench.probe import Probe, chain_alpha, probe
+from eyas_lab.bench.record import Answer
+from eyas_lab.bench.run import ANSWERS, SETTINGS, Bench
+from eyas_lab.bench.simulate import parse_rates, simulated
+from eyas_lab.bench.summary import summarise, write
+from eyas_lab.bench.tasks import Prompt
+
+pytestmark = pytest.mark.slow
+
+TREE = {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2}
+PROMPTS = tuple(Prompt(f"own/{i}", f"task{i % 2}", (), prompt_ids=tuple(range(3 + i, 9 + 2 * i))) for i in range(4))
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    target = Target(zoo.FAMILIES["llama"](), "toy")
+    return LLM(target, drafters.find("vanilla")(target), None)
+
+
+def eagle2(llm: LLM) -> Drafting:
+    kind = drafters.find("eagle2")
+    return Drafting("eagle2", kind.random(llm.target, build_options(kind.Options, TREE), seed=1))
+
+
+def bench(llm: LLM, *others: Contestant, **given: object) -> Bench:
+    everybody = [Drafting("vanilla", llm.drafter), Transformers(llm.target), *others]
+    return Bench(llm, everybody, **{"prompts": PROMPTS, "max_new_tokens": 6, **given})
+
+
+def test_all_answer_alike(llm: LLM, tmp_path: Path) -> None:
+    """Guards the comparison itself: plain decoding, transformers and a method say the same;
+    sampled, transformers draws its own numbers."""
+    run = bench(llm, eagle2(llm), temperatures=(0.0, 0.8))
+    answers = run.run(tmp_path)
+    assert len(answers) == 2 * 4 * 3
+    assert all(a.differs is None for a in answers)
+    assert [a.comparable for a in answers if a.method == "transformers"] == [True] * 4 + [False] * 4
+    assert all(len(a.token_ids) == 1 + a.emitted for a in answers)
+    assert {a.task for a in answers} == {"task0", "task1"}
+
+
+class Stops(Contestant):
+    """Answers as plain decoding until its number is up."""
+
+    name = "stops"
+
+    def __init__(self, llm: LLM, after: int) -> None:
+        self.inner, self.left = Drafting("stops", llm.drafter), after
+
+    def answer(self, question: Question) -> Answer:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self.inner.answer(question)
+
+
+def test_an_interrupted_bench_goes_on(llm: LLM, tmp_path: Path) -> None:
+    """Guards resumption: what is whole is kept to the byte, half a line is dropped, and the whole
+    has every prompt once."""
+    with pytest.raises(KeyboardInterrupt):
+        bench(llm, Stops(llm, after=3)).run(tmp_path)  # one answer warms up, two prompts are done
+    kept = (tmp_path / ANSWERS).read_text()
+    assert kept.count("\n") == 2 * 3
+    third = kept.splitlines()[3].replace("own/1", "own/2")  # a prompt of which one answer was written
+    (tmp_path / ANSWERS).write_text(f'{kept}{third}\n{{"method": "van')
+    answers = bench(llm, Stops(llm, after=99)).run(tmp_path)
+    assert (tmp_path / ANSWERS).read_text().startswith(kept)
+    assert [(a.method, a.prompt) for a in answers] == [
+        (m, p.id) for p in PROMPTS for m in ("vanilla", "transformers", "stops")
+    ]
+
+
+def test_another_bench_in_the_folder_is_refused(llm: LLM, tmp_path: Path) -> None:
+    """Guards answers against being mixed: other settings, another run at the same time, another version."""
+    bench(llm, prompts=PROMPTS[:1]).run(tmp_path)
+    with pytest.raises(InputError, match="max_new_tokens differ"):
+        bench(llm, prompts=PROMPTS[:1], max_new_tokens=7).run(tmp_path)
+    with (
+        locked_folder(tmp_path),
+        pytest.raises(InputError, match="is being written by process"),
+        locked_folder(tmp_path),
+    ):
+        pass
+
+
+def test_other_options_prompts_or_weights_are_another_bench(llm: LLM, tmp_path: Path) -> None:
+    """Bug: a run goes on in the answers of other options, of texts that changed behind the same
+    ids, or of a head that was trained anew."""
+
+    def method(seed: int = 1, **options: object) -> Drafting:
+        kind = drafters.find("eagle2")
+        return Drafting("eagle2", kind.random(llm.target, build_options(kind.Options, {**TREE, **options}), seed=seed))
+
+    bench(llm, method(), prompts=PROMPTS[:1]).run(tmp_path)
+    other = Prompt(PROMPTS[0].id, PROMPTS[0].task, (), prompt_ids=(9, 9))
+    for contestant, prompt, differ in ((method(2), PROMPTS[0], "methods"), (method(**{"window.size": 9}), PROMPTS[0], "methods"),
+                                       (method(), other, "texts")):  # fmt: skip
+        with pytest.raises(InputError, match=rf"holds another bench \({differ} differ\)"):
+            bench(llm, contestant, prompts=(prompt,)).run(tmp_path)
+    assert len(bench(llm, method(), prompts=PROMPTS[:1]).run(tmp_path)) == 3
+
+
+def test_files_of_another_version_and_damaged_ones_are_refused(llm: LLM, tmp_path: Path) -> None:
+    """Bug: a traceback, or answers of another format that are silently dropped and asked again."""
+    run = bench(llm, prompts=PROMPTS[:1])
+    run.run(tmp_path)
+    settings, answers = ((tmp_path / name).read_text() for name in (SETTINGS, ANSWERS))
+    first, *rest = answers.splitlines(keepends=True)
+    damaged = first[: len(first) // 2] + "\n" + "".join(rest)
+    other = "was written by another version"
+    for there, says in (
+        (damaged, "jsonl:1 is damaged"),
+        ('{"method": "vanilla"}\n', f"jsonl:1 {other}"),
+        ("[1]\n", f"jsonl:1 {other}"),
+    ):
+        (tmp_path / ANSWERS).write_text(there)
+        with pytest.raises(InputError, match=says):
+            run.run(tmp_path)
+        assert (tmp_path / ANSWERS).read_text() == there
+    (tmp_path / ANSWERS).write_text(answers)
+    for there, says in ((settings.replace('"format": ', '"format": 9'), r"another version of eyas \(format 9\d, this one writes"),
+                        ("{", "settings.json is missing or damaged"), ("[]", "missing or damaged")):  # fmt: skip
+        (tmp_path / SETTINGS).write_text(there)
+        with pytest.raises(InputError, match=says):
+            run.run(tmp_path)
+    run.forget(tmp_path)
+    assert len(run.run(tmp_path)) == 2
+
+
+def test_a_turn_that_no_longer_fits_is_not_asked(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a long first answer ends the bench at its second turn, and every time it is resumed; or
+    such a prompt is never whole."""
+    run, length = bench(llm, prompts=PROMPTS[:2], max_new_tokens=3), len(PROMPTS[0].prompt_ids)
+    request = run._request
+
+    def two_turns(self: Bench, prompt: Prompt, temperature: float) -> Iterator[Question]:
+        for turn, extra in enumerate((0, 600 if prompt is PROMPTS[0] else 4)):
+            ids = tuple(range(3, 3 + length)) + (5,) * extra
+            yield Question(prompt.id, prompt.task, turn, request(prompt, list(ids), 3, temperature))
+
+    monkeypatch.setattr(Bench, "questions", two_turns)
+    answers = run.run(tmp_path)
+    assert [(a.prompt, a.turn, a.turns) for a in answers if a.method == "vanilla"] == [
+        ("own/0", 0, 1),
+        ("own/1", 0, 2),
+        ("own/1", 1, 2),
+    ]
+    assert run.run(tmp_path) == answers, "nothing is asked again"
+
+
+def test_prompts_that_cannot_be_asked_are_found_before_the_first_is(llm: LLM) -> None:
+    """Bug: a prompt that is longer than the context ends a bench that has run for hours."""
+    long, foreign = (
+        Prompt(f"own/{n}", "own", (), prompt_ids=ids) for n, ids in (("long", (5,) * 600), ("foreign", (5, 5000)))
+    )
+    said = bench(llm, prompts=(long, PROMPTS[0], foreign)).unfit()
+    assert said == {
+        "own/long": "it has 600 tokens, the target's context is 512",
+        "own/foreign": "token id 5000 is outside the target's vocabulary of 160",
+    }
+
+
+def test_what_others_used_survives_an_interruption(llm: LLM, tmp_path: Path) -> None:
+    """Bug: a bench that ran on a busy machine loses its warning when it is resumed, because only
+    the last run is looked at."""
+    run = bench(llm, prompts=PROMPTS[:2])
+    answers = run.run(tmp_path)
+    assert all(a.around is not None and a.around.seconds > 0 for a in answers)
+    known = [a.replace(around=Used(10.0, 10.0 * len(cores()) * (a.prompt == "own/0"))) for a in answers]
+    (tmp_path / ANSWERS).write_text("".join(json.dumps(a.to_json()) + "\n" for a in known))
+    (warning,) = summarise(run, run.run(tmp_path), snapshot(), "x", probe_prompts=0)["warnings"]
+    assert f"other processes used {len(cores()) / 2:.1f} of {len(cores())} cores" in warning
+
+
+class Breaks(Contestant):
+    """Plain decoding, until an exception."""
+
+    name = "breaks"
+
+    def __init__(self, llm: LLM, after: int) -> None:
+        self.inner, self.left = Drafting("breaks", llm.drafter), after
+
+    def answer(self, question: Question) -> Answer:
+        self.left -= 1
+        if self.left < 0:
+            raise AttributeError("no attribute 'weight'")
+        return self.inner.answer(question)
+
+
+@pytest.mark.cover(after=1)
+@pytest.mark.parametrize("after", [0, 3], ids=["at once", "in between"])
+def test_a_contestant_that_fails_is_a_row_that_says_why(llm: LLM, tmp_path: Path, after: int) -> None:
+    """Bug: one broken method takes the whole bench down. Resumed, it is not asked again, and the
+    others' answers stay."""
+    run = bench(llm, Breaks(llm, after), eagle2(llm))
+    answers = run.run(tmp_path)
+    why = "AttributeError: no attribute 'weight'"
+    assert run.failed == {"breaks": why}
+    assert [a.prompt for a in answers if a.method == "eagle2"] == [p.id for p in PROMPTS]
+    assert all(a.differs is None for a in answers)
+    again = bench(llm, Breaks(llm, after=0), eagle2(llm))
+    assert again.run(tmp_path) == answers
+    assert again.failed == {"breaks": why}
+    summary = summarise(again, answers, snapshot(), "eyas bench", probe_prompts=1)
+    assert summary["failed"] == {"breaks": why}
+    write(tmp_path, summary)
+    assert f"**breaks failed and is in no figure: {why}**" in (tmp_path / "report.md").read_text()
+    assert ("breaks", *["–"] * 6, "failed") in [report.cells(row) for row in summary["rows"] if row["task"] == "all"]
+
+
+def test_without_plain_decoding_there_is_no_bench(llm: LLM, tmp_path: Path) -> None:
+    """Bug: a broken target is told as one contestant's failure, and the rest is compared with nothing."""
+    broken = Breaks(llm, 0)
+    broken.name = "vanilla"
+    with pytest.raises(AttributeError, match="weight"):
+        Bench(llm, [broken, eagle2(llm)], PROMPTS, max_new_tokens=6).run(tmp_path)
+
+
+class Liar(Contestant):
+    """Plain decoding but for one token."""
+
+    name = "liar"
+
+    def __init__(self, llm: LLM) -> None:
+        self.inner = Drafting("liar", llm.drafter)
+
+    def answer(self, question: Question) -> Answer:
+        true = self.inner.answer(question)
+        changed = (*true.token_ids[:2], (true.token_ids[2] + 1) % 32, *true.token_ids[3:])
+        return true.replace(token_ids=changed if question.prompt != PROMPTS[3].id else true.token_ids[:2])
+
+
+def test_a_text_that_differs_is_found(llm: LLM, tmp_path: Path) -> None:
+    """Guards the check of texts: the place, and the margin of the two best scores there."""
+    run = bench(llm, Liar(llm))
+    lies = [a for a in run.run(tmp_path) if a.method == "liar"]
+    assert all(a.differs is not None and a.differs.at == 2 for a in lies)
+    assert lies[3].differs == (2, None), "an answer that ends too early is no near tie"
+    first = next(a for a in run.run(tmp_path) if a.method == "vanilla")
+    ids = torch.tensor([[*PROMPTS[0].prompt_ids, *first.token_ids[:2]]])
+    best, second = llm.target.model(ids).logits[0, -1].float().topk(2).values.tolist()
+    assert lies[0].differs.margin == pytest.approx(best - second, rel=1e-3)
+
+
+def test_all_depths_of_simulated_acceptance_are_drawn_in_one_call() -> None:
+    """Guards what is timed on a GPU: the lots of all depths are those of one draw by depth after
+    the other, and their number of operations does not grow with the depth."""
+    noise = GumbelNoise.from_sampling([Sampling(seed=3)] * 5)
+    position_B, chance_D = torch.arange(5) * 7, torch.tensor([0.9, 0.5, 0.1, 0.6], dtype=torch.float64)
+    each = [noise.accepts(chance_D[d], position_B, d) for d in range(4)]
+    assert torch.equal(noise.accepts(chance_D, position_B, torch.arange(4)), torch.stack(each, 1))
+    counts = []
+    for depth in (2, 9):
+        draft = Draft(Tree.chain(1, depth + 1), torch.arange(depth + 1)[None])
+        decide, scores_BNV = simulated((0.9, 0.8)), torch.randn(1, depth + 1, 20)
+        decide(draft, scores_BNV, torch.tensor([4]), noise.from_sampling([None]), REFERENCE)
+        with Operations() as operations:
+            decide(draft, scores_BNV, torch.tensor([4]), noise.from_sampling([None]), REFERENCE)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_simulated_acceptance(llm: LLM) -> None:
+    """Guards the lot: with rates 1 every cycle emits the deepest path, with 0 one token, between
+    them what was asked. Of 300 cycles tau lies within 5 standard errors (at most 0.87 / sqrt(300)
+    each): one false alarm in a million, were it not seeded."""
+    kind = drafters.find("suffix")
+    text = (5, 6, 7, 8, 9, 10, 11) * 3
+
+    def cycles(drafter: Drafter, rates: tuple[float, ...], new: int) -> list[Step]:
+        decoder, steps = Decoder(llm.target, drafter, verify=simulated(rates)), []
+        decoder.add(Request(text, new, Sampling()))
+        while not decoder.finished:
+            steps += decoder.step()
+        return [s for s in steps if not s.prefill][:-1]
+
+    def tau(drafter: Drafter, rates: tuple[float, ...], new: int) -> float:
+        made = cycles(drafter, rates, new)
+        return sum(len(s.tokens) for s in made) / len(made)
+
+    tree = eagle2(llm).drafter
+    chain = tree.chain(3)
+    assert tau(tree, (0.0,), 5) == tau(chain, (0.0,), 5) == 1.0
+    for made in (cycles(tree, (1.0,), 40), cycles(kind(llm.target), (1.0,), 20)):
+        for s in made:
+            deepest = int((s.draft.tree.depth_BN * s.draft.tree.acceptable_BN).max())  # type: ignore[union-attr]
+            assert len(s.tokens) == 1 + deepest
+            assert all(s.draft.tree.parents_BN[0, b] == a for a, b in zip(s.path, s.path[1:], strict=False))  # type: ignore[union-attr]
+    expected = 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 0.25
+    assert abs(tau(chain, (0.8, 0.5, 0.25), 480) - expected) < 5 * 0.87 / 300**0.5 * 1.1
+    assert parse_rates("0.8,0.5") == (0.8, 0.5)
+    for bad in ("x", "1.5", "", "nan"):
+        with pytest.raises(OptionError):
+            parse_rates(bad)
+
+
+def test_probe_counts_nodes_whose_parent_was_accepted(llm: LLM) -> None:
+    """Guards the looking: the root's children are always looked at, hits are what was accepted,
+    alpha lies between 0 and 1."""
+    found, contestant = Probe(), eagle2(llm)
+    question = Question("a", "t", 0, Request((5, 6, 7, 8), 12, Sampling()))
+    below_root = list[int]()
+
+    def watch(roots: CycleInput, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
+        below_root.append(int((draft.tree.depth_BN == 1).sum()))
+        found.watch(roots, draft, scores_BNV, verdict)
+
+    answer = contestant.answer(question, watch)
+    roots = sum(n for (depth, _), (n, *_) in found.positions.items() if depth == 1)
+    assert roots == sum(below_root) >= len(answer.cycles)
+    hits = sum(h for _, h, *_ in found.positions.values())
+    assert hits == sum(c.accepted for c in answer.cycles) or answer.cycles[-1].emitted <= answer.cycles[-1].accepted
+    assert all(0 <= a <= n for n, _, a, _ in found.positions.values())
+    named = dict(probe(bench(llm, contestant), 2))
+    assert list(named) == ["eagle2"]
+    assert len(named["eagle2"]["n_alpha"]) == 5
+
+
+def looked_at(scored: bool) -> Probe:
+    """One cycle by hand: the root has children 1 and 2, of which 2 was accepted, 2 has child 3, and
+    4 is padding; V = 4.
+
+    The root's law is (.1, .2, .3, .4), node 2's (.25, .25, .25, .25).
+    """
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 2, 0]]), 2, torch.tensor([[True, True, True, True, False]]))
+    score = torch.tensor([[1.0, 0.4, 0.25, 0.95, 1.0]]).log() if scored else None
+    draft = Draft(tree, torch.tensor([[0, 1, 2, 3, 0]]), score)
+    laws = torch.full((1, 5, 4), 0.25)
+    laws[0, 0] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    found = Probe()
+    path = torch.tensor([[0, 2, -1]])
+    found.watch(None, draft, laws.log(), Verdict(path, path, torch.tensor([2]), torch.tensor([1])))  # type: ignore[arg-type]
+    return found
+
+
+def test_a_probe_by_hand() -> None:
+    """Guards ranks, min(1, p/q), its square, the bins, the calibration error; padding, and nodes
+    behind a refused one, are left out."""
+    found = looked_at(scored=True)
+    assert set(found.positions) == {(1, 0), (1, 1), (2, 0)}
+    assert found.positions[1, 0] == pytest.approx([1, 0, 0.2 / 0.4, 0.25])
+    assert found.positions[1, 1] == pytest.approx([1, 1, 1, 1])
+    assert found.positions[2, 0] == pytest.approx([1, 0, 0.25 / 0.95, (0.25 / 0.95) ** 2])
+    assert {i: found.bins[i] for i in range(10) if found.bins[i][0]} == {
+        4: pytest.approx([1, 0, 0.4, 0.5]), 2: pytest.approx([1, 1, 0.25, 1]), 9: pytest.approx([1, 0, 0.95, 0.25 / 0.95])
+    }  # fmt: skip
+    assert found.calibration_error() == pytest.approx((0.4 + 0.75 + 0.95) / 3)
+    for place in found.positions.values():
+        place[:] = [10 * x for x in place]
+    assert found.to_json()["positions"][0] == {"depth": 1, "rank": 0, "n": 10, "hit": 0.0, "alpha": 0.5, "sd": 0.0}
+
+
+def test_a_probe_of_a_draft_without_probabilities() -> None:
+    """Bug: prompt lookup, which has no q, is not looked at; or its hits are called certain drafts."""
+    found = looked_at(scored=False)
+    assert found.positions[1, 1][:2] == [1, 1]
+    assert found.calibration_error() is None
+    assert found.to_json()["bins"] == []
+    for place in found.positions.values():
+        place[:] = [10 * x for x in place]
+    assert found.to_json()["positions"][1] == {"depth": 1, "rank": 1, "n": 10, "hit": 1.0}
+
+
+def test_n_alpha_is_acceptance_in_a_chain(llm: LLM) -> None:
+    """Guards n-alpha at both temperatures: the rates of a chain's own steps, and none for a method
+    that drafts no chains."""
+    question = [Question("a", "t", 0, Request((5, 6, 7, 8), 30, Sampling(temperature=t))) for t in (0.0, 1.0)]
+    small = drafters.find("small_model").random(llm.target, seed=1)
+    chain = small.chain(5)
+    for asked in question:
+        chain_answer = Drafting("x", chain).answer(asked)
+        assert chain_alpha(Drafting("x", small), [asked]) == [
+            None if rate is None else round(rate, 4) for rate in acceptance_by_depth(chain_answer.cycles, 5)
+        ]
+        assert sum(c.candidates for c in chain_answer.cycles) == 5 * len(chain_answer.cycles)
+    assert chain_alpha(Drafting("x", drafters.find("prompt_lookup")(llm.target)), question) is None
+
+
+def test_transformers_is_trimmed_like_us() -> None:
+    """Bug: tokens that an assisted step accepted behind the end of the text count as decoded, and
+    raise its tokens per second."""
+    request = Request((1,), 6, eos=frozenset({2}))
+    assert contestants._cut([5, 6, 2, 7], request) == (5, 6, 2)
+    assert contestants._cut([5] * 9, request) == (5,) * 6
+    assert contestants._fit([1, 3, 4], 5) == [1, 3, 1]
+    assert contestants._fit([2, 2, 2], 2) == [2, 0, 0]
+
+
+def test_transformers_assisted_by_our_small_model(llm: LLM) -> None:
+    """Bug: what assists is not the model that drafts for us; its accepted tokens are lost, or its
+    text is another one."""
+    model = zoo.FAMILIES["llama"]()  # a perfect assistant
+    plain, assisted = Transformers(llm.target), Transformers(llm.target, "transformers_assisted", assistant=model)
+    question = Question("a", "t", 0, Request((5, 6, 7, 8), 20, Sampling()))
+    first, second = plain.answer(question), assisted.answer(question)
+    assert second.token_ids == first.token_ids
+    assert sum(c.accepted for c in first.cycles) == 0
+    assert len(second.cycles) < len(first.cycles)
+    assert second.cycles[0].emitted == second.cycles[0].accepted + 1
+    assert sum(c.emitted for c in second.cycles) <= len(second.token_ids)
+
+
+def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: making a decoder ready is nobody's time, a cycle's begin is not the end of the one
+    before, or a watch is in the time.
+
+    On a clock of its own a decoder takes 5 to be made, the prompt 10, a cycle 3, and somebody who
+    watches 100.
+    """
+    now = [0.0]
+    tree = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))
+
+    class Slow:
+        cycle_runner = None
+
+        def __init__(self, *given: object, **more: object) -> None:
+            now[0] += 5
+            self.left = 3
+
+        def add(self, request: Request) -> None: ...
+
+        @property
+        def finished(self) -> bool:
+            return not self.left
+
+        def step(self) -> list[Step]:
+            self.left -= 1
+            steps = []
+            for prefill in (True, False) if self.left == 2 else (False,):
+                now[0] += 10 if prefill else 3
+                steps.append(
+                    Step(1, (5,), None if self.left else "length", () if prefill else (0,), tree, ended_at=now[0])
+                )
+            now[0] += 100
+            return steps
+
+    monkeypatch.setattr(contestants, "Decoder", Slow)
+    monkeypatch.setattr(contestants, "is_worth_keeping", lambda cycle_runner: False)
+    monkeypatch.setattr("eyas_lab.bench.contestants.time.perf_counter", lambda: now[0])
+    answer = Drafting("vanilla", llm.drafter).answer(Question("a", "t", 0, Request((5,), 4)))
+    assert answer.prefill_seconds == 15
+    assert [c.seconds for c in answer.cycles] == [3, 3, 3]
+
+
+def test_reports(llm: LLM, tmp_path: Path) -> None:
+    """Guards what people read: every method in the table, texts and a tree, simulation is said, other
+    formats refused."""
+    run = bench(llm, eagle2(llm))
+    summary = summarise(
+        run, run.run(tmp_path), snapshot(), "eyas bench <x>", probe_prompts=1, skipped={"medusa": "no <head>"}
+    )
+    write(tmp_path, summary)
+    text = (tmp_path / "report.md").read_text()
+    for said in (
+        "vanilla",
+        "transformers",
+        "eagle2",
+        "all tasks",
+        "task1",
+        "2-alpha",
+        "peak memory",
+        "GB/s",
+        "Not run: medusa: no <head>",
+        "The same text by every method.",
+        "## One cycle's tree (eagle2)",
+        "   -> ",
+    ):
+        assert said in text, said
+    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail) == json.loads(
+        json.dumps(summary)
+    )
+    again = report.read_summary(tmp_path)
+    compared = report.compared(again, {**again, "settings": {**again["settings"], "threads": 99}})
+    assert {r["ratio"] for r in compared["rows"]} == {1.0}
+    assert compared["differ"] == {"threads": [again["settings"]["threads"], 99]}
+    assert "| eagle2 |" in report.comparison(again, again, ("a", "b"))
+    with pytest.raises(InputError, match="in common"):
+        report.compared(again, {**again, "rows": []})
+    (tmp_path / "summary.json").write_text(json.dumps({**again, "format": 0}))
+    with pytest.raises(InputError, match="format 0"):
+        report.read_summary(tmp_path)
+    told = summarise(replace(run, simulated="0.5"), run.run(tmp_path), snapshot(), "x")
+    assert "SIMULATED" in told["title"]
+    assert "simulated" in told["warnings"][0]
+    assert "SIMULATED" in report.markdown(told)
+
+
+def test_texts_that_differ_are_said_with_their_margin() -> None:
+    """Bug: in half precision a near tie and a wrong text look alike in the table."""
+    row = {"equal": False, "differ": [["a", 0, 3, 0.002], ["b", 0, 1, 0.01]]}
+    assert report._texts(row) == "2 differ, margin up to 0.01"
+    assert report._texts({"equal": False, "differ": [["a", 0, 3, None]]}) == "1 differ"
+    assert [report._texts({"equal": e}) for e in (True, None)] == ["equal", "not compared"]

@@ -1,0 +1,377 @@
+"""`eyas bench` from the command line: what it prints, what it refuses, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import processes
+import zoo
+from eyas.locks import locked_folder
+from eyas_lab.bench.contestants import Drafting, Question
+from eyas_lab.bench.entries import HEADS
+from eyas_lab.bench.record import FORMAT, Answer
+
+pytestmark = pytest.mark.slow
+
+Run = Callable[..., Any]
+Refused = Callable[..., str]
+QUICK = ("--max-new-tokens", 8, "--probe", 0)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": list(range(5 + i, 12 + i))}) + "\n" for i in range(3)))
+    return path
+
+
+@pytest.fixture
+def bench(prompts: Path, tmp_path: Path) -> tuple[object, ...]:
+    """A bench of plain decoding, transformers and what follows, on three prompts."""
+    return ("bench", "--target", "llama", "--prompts", prompts, "--output", tmp_path / "out", *QUICK)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A language model of the target's vocabulary: the target itself, saved as a draft model."""
+    zoo.FAMILIES["llama"]().save_pretrained(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def summary_of(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_the_object_that_other_programs_read(run: Run, bench: tuple[object, ...], world: Path) -> None:
+    """Guards the stable part of --json (DESIGN, section 5), and that plain decoding and
+    transformers always take part."""
+    found = summary_of(
+        run(*bench, "--methods", "eagle2,suffix", "--draft", world / "head", "--tree.nodes", 6, "--json")
+    )
+    rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
+    assert list(rows) == ["vanilla", "transformers", "transformers_prompt_lookup", "eagle2", "suffix"]
+    stable = {"method", "task", "temperature", "prompts", "tokens", "tokens_per_second", "speedup", "speedup_low", "speedup_high",
+              "speedup_vs_transformers", "tau", "c", "equal"}  # fmt: skip
+    assert all(stable <= row.keys() for row in rows.values())
+    assert all(
+        row["equal"] and row["prompts"] == 3 and row["tokens"] == rows["vanilla"]["tokens"] for row in rows.values()
+    )
+    assert found["machine"]["cpu"]
+    assert found["settings"]["methods"]["eagle2"]["tree"]["nodes"] == 6
+    assert found["settings"]["methods"]["eagle2"]["head"] == str(world / "head")
+
+
+def test_a_small_model_assists_transformers_too(run: Run, bench: tuple[object, ...], small: Path) -> None:
+    """Bug: the row of transformers' assisted generation never appears, because nobody knows where
+    the small model is."""
+    found = summary_of(run(*bench, "--methods", "small_model", "--draft", f"small_model={small}", "--json"))
+    rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
+    assert list(rows) == [
+        "vanilla",
+        "transformers",
+        "transformers_prompt_lookup",
+        "transformers_assisted",
+        "small_model",
+    ]
+    assert rows["transformers_assisted"]["equal"]
+    assert rows["transformers_assisted"]["tau"] > 1.5
+    assert rows["small_model"]["tau"] > 3, "a perfect draft model: chains of five"
+
+
+def test_all_names_who_cannot_run_and_why(run: Run, bench: tuple[object, ...], world: Path) -> None:
+    """Bug: a method without its head ends `--methods all`, or is left out without a word."""
+    result = run(*bench, "--methods", "all", "--draft", world / "head", "--limit", 1)
+    assert result.exit_code == 0, (result.output, result.exception)
+    for name, words in (
+        ("medusa", "eyas train --method medusa --target"),
+        ("hydra", "--draft hydra=HEAD"),
+        ("rest", "eyas datastore build"),
+    ):
+        assert any(
+            line.startswith(f"eyas: {name} is left out: ") and words in line for line in result.stderr.splitlines()
+        ), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("embedded")
+def test_small_trees_of_the_embedded_model(
+    run: Run, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: the embedded model's small static tree goes over a flag of the user's, or falls on a
+    method that grows its tree, which is as large as pays there, or, where acceptance is simulated,
+    as ever."""
+    monkeypatch.chdir(tmp_path)
+    command = (
+        "bench",
+        "--prompts",
+        prompts,
+        "--output",
+        tmp_path / "out",
+        *QUICK,
+        "--limit",
+        1,
+        "--simulate-acceptance",
+        "0.5",
+        "--json",
+    )
+
+    def trees(*given: object) -> dict[str, Any]:
+        found = summary_of(run(*command, *given, "--restart"))
+        assert found["settings"]["methods"]["eagle2"]["head"] == "embedded eagle1", "not where it lies on this machine"
+        return {name: {k: tree.get(k) for k in ("nodes", "depth")} for name, about in found["settings"]["methods"].items()
+                if (tree := about.get("tree"))}  # fmt: skip
+
+    alike = {"nodes": 4, "depth": 3}
+    assert trees("--methods", "eagle1,eagle2,eagle2:tree.expand=confidence,medusa,small_model") == {
+        "eagle1": alike, "eagle2": {"nodes": 60, "depth": 8}, "eagle2:tree.expand=confidence": {"nodes": 60, "depth": 8},
+        "medusa": alike, "small_model": alike,
+    }  # fmt: skip
+    assert trees("--methods", "eagle2,small_model:depth=2", "--tree.nodes", 9, "--tree.depth", 4) == {
+        "eagle2": {"nodes": 9, "depth": 4}, "small_model:depth=2": {"nodes": 3, "depth": 2}
+    }  # fmt: skip
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[object, ...], prompts: Path) -> None:
+    """Bug: one line ends the bench, or is left out in silence; so for a prompt that the context
+    cannot hold."""
+    with prompts.open("a") as f:
+        f.write('{"prompt_ids": [5,\n{"promt": "x"}\n' + json.dumps({"prompt_ids": [5] * 600}) + "\n")
+    result = run(*bench, "--methods", "vanilla", "--json")
+    assert {row["prompts"] for row in summary_of(result)["rows"]} == {3}
+    said = result.stderr.splitlines()
+    assert any(line.startswith(f"eyas: {prompts}:4: not JSON") for line in said)
+    assert any(line.startswith(f"eyas: {prompts}:5: ") and "did you mean prompt" in line for line in said)
+    assert "eyas: prompt mine/6 is left out: it has 600 tokens, the target's context is 512" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--methods", "eagle3"), "eagle3 has no head here: `eyas train --method eagle3 --target"),
+        (("--methods", "eagle2"), "eagle2 has no head here: `eyas train --method eagle1 --target"),
+        (("--methods", "eagl2"), "did you mean eagle2"),
+        (
+            ("--methods", "suffix:nodes=3"),
+            "--methods suffix:nodes=3: unknown option 'nodes'; did you mean suffix.nodes?",
+        ),
+        (("--methods", "suffix:suffix.nodes=x"), "suffix.nodes: 'x' is not a value of type int"),
+        (("--methods", "suffix", "--tree.nodes", 9), "none of the methods has the option --tree.nodes"),
+        (("--methods", "suffix", "--draft", "nobody=/tmp"), "unknown method 'nobody'"),
+        (("--methods", "suffix", "--heads", "/nowhere"), "--heads /nowhere is not a folder"),
+        (("--temperature", -1), "temperature"),
+        (("--simulate-acceptance", "2"), "rates must be between 0 and 1"),
+        (("--simulate-acceptance", ""), "takes rates by depth"),
+        (("--prompts", "/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
+        (("--output", "/proc/nowhere"), "cannot write /proc/nowhere"),
+        (("--compare", "/nowhere", "/nowhere"), "--compare only shows two finished benches: leave --prompts out"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    refused: Refused, bench: tuple[object, ...], arguments: tuple[object, ...], says: str
+) -> None:
+    """Bug: a traceback, an hour of work before the refusal, or a line that does not say what to do."""
+    assert says in refused(*bench, *arguments)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_the_embedded_models_missing_heads_are_made_by_make(
+    refused: Refused, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: who wants medusa on the embedded model is told how to train from nothing, though one
+    command of the repository does it."""
+    monkeypatch.chdir(tmp_path)  # without heads of a run before
+    said = refused("bench", "--prompts", prompts, "--output", tmp_path / "out", *QUICK, "--methods", "medusa")
+    assert f"`make bench-heads` trains it into {HEADS}/medusa" in said
+
+
+def test_text_needs_a_tokenizer(refused: Refused, tmp_path: Path) -> None:
+    """Bug: a traceback at the first prompt. Token ids need none: the other tests of `bare` use them."""
+    assert "no prompt can be asked; the first, bundled/" in refused(
+        "bench", "--target", "bare", "--methods", "vanilla", "--output", tmp_path / "out", *QUICK
+    )
+
+
+def test_a_draft_of_another_vocabulary_is_refused(
+    run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: a draft model whose tokens mean something else drafts nonsense, slowly and in silence;
+    `all` goes on without it."""
+    zoo.tiny("llama", vocab_size=90).save_pretrained(tmp_path / "other")
+    given = ("--draft", f"small_model={tmp_path / 'other'}")
+    assert "vocabulary" in refused(*bench, "--methods", "small_model", *given)
+    result = run(*bench, "--methods", "all", *given, "--limit", 1)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert any(
+        line.startswith("eyas: small_model is left out: ") and "vocabulary" in line
+        for line in result.stderr.splitlines()
+    )
+
+
+def test_two_sets_with_the_same_prompts_are_refused(refused: Refused, tmp_path: Path) -> None:
+    """Bug: two prompts of one id count as one, whose answers are never whole."""
+    assert "two prompts are called bundled/" in refused(
+        "bench", "--target", "llama", "--tasks", "bundled,bundled", "--output", tmp_path
+    )
+
+
+def test_a_folder_in_use_and_folders_of_others_are_refused(
+    run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: two runs write into one file; other settings or another version's answers pass for this
+    bench's; --restart does not help."""
+    command = (*bench, "--methods", "vanilla")
+    with locked_folder(tmp_path / "out"):
+        assert f"{tmp_path / 'out'} is being written by process {os.getpid()} on " in refused(*command)
+    assert run(*command).exit_code == 0
+    assert "holds another bench (sampling differ)" in refused(*command, "--seed", 1)
+    settings = tmp_path / "out" / "settings.json"
+    settings.write_text(settings.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
+    assert f"was written by another version of eyas (format 1, this one writes {FORMAT})" in refused(*command)
+    assert run(*command, "--seed", 1, "--restart").exit_code == 0
+
+
+def test_comparing(run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path) -> None:
+    """Guards --compare: folders or files, what differs, one object with --json; a summary of
+    another version is refused."""
+    outs = [tmp_path / "a", tmp_path / "b"]
+    for seed, out in enumerate(outs):
+        assert run(*bench, "--methods", "suffix", "--seed", seed, "--output", out).exit_code == 0
+    shown = run("bench", "--compare", outs[0], outs[1] / "summary.json")
+    assert shown.exit_code == 0, shown.output
+    assert f"A: {outs[0]} (eyas bench: " in shown.stdout
+    assert "| 0 | all | suffix |" in shown.stdout
+    assert "Different settings: sampling (" in shown.stdout
+    found = summary_of(run("bench", "--compare", *outs, "--json"))
+    assert {row["method"] for row in found["rows"]} == {
+        "vanilla",
+        "transformers",
+        "transformers_prompt_lookup",
+        "suffix",
+    }
+    old = outs[1] / "summary.json"
+    old.write_text(old.read_text().replace(f'"format": {FORMAT}', '"format": 1', 1))
+    assert f"has format 1, this eyas reads {FORMAT}: run the bench again" in refused("bench", "--compare", *outs)
+    assert "cannot be read as a summary" in refused("bench", "--compare", outs[0], tmp_path / "nothing")
+
+
+@pytest.mark.exhaustive
+def test_simulated_acceptance_is_said_everywhere(
+    run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: numbers of a lot pass for a method's. Methods without a head take part with random
+    weights; transformers as it is."""
+    found = summary_of(
+        run(
+            *bench,
+            "--methods",
+            "eagle2,medusa",
+            "--tree.depth",
+            3,
+            "--simulate-acceptance",
+            "1",
+            "--max-new-tokens",
+            40,
+            "--json",
+        )
+    )
+    rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
+    assert list(rows) == ["vanilla", "transformers", "eagle2", "medusa"]
+    assert all(row["tokens"] == 3 * 40 and row["equal"] for row in (rows["vanilla"], rows["transformers"]))
+    assert rows["eagle2"]["tokens"] == 3 * 40, "an accidental end would make texts of different lengths"
+    assert rows["eagle2"]["tau"] > 2
+    assert rows["eagle2"]["equal"] is None, "its text is the lot's"
+    assert "SIMULATED" in found["title"]
+    assert "holds another bench (simulated differ)" in refused(*bench, "--methods", "eagle2,medusa", "--tree.depth", 3,
+                                                               "--simulate-acceptance", "0.5", "--max-new-tokens", 40)  # fmt: skip
+    assert "SIMULATED" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_text_of_ours_that_differs_fails_the_run(
+    run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a method that is not lossless is a row of the table like others."""
+    true = Drafting.answer
+
+    def lie(self: Drafting, question: Question, *watch: Any) -> Answer:
+        said = true(self, question, *watch)
+        return (
+            said
+            if self.name == "vanilla" or question.prompt != "mine/2"
+            else said.replace(token_ids=(*said.token_ids[:-1], 7))
+        )
+
+    monkeypatch.setattr(Drafting, "answer", lie)
+    result = run(*bench, "--methods", "suffix")
+    assert result.exit_code == 1
+    assert "eyas: error: suffix, mine/2, turn 1, T = 0: token 7 is not plain decoding's (margin " in result.stderr
+    assert result.stderr.count("a fault of eyas") == 1
+
+
+def test_a_method_that_fails_takes_no_other_one_down(
+    run: Run, bench: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: one method's exception ends the bench with a traceback. Status 1 only when every method failed."""
+    true = Drafting.answer
+
+    def fail(self: Drafting, question: Question, *watch: Any) -> Answer:
+        if self.name == "suffix":
+            raise AttributeError("broken")
+        return true(self, question, *watch)
+
+    monkeypatch.setattr(Drafting, "answer", fail)
+    result = run(*bench, "--methods", "suffix,prompt_lookup", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "eyas: error: suffix failed and is in no figure: AttributeError: broken" in result.stderr
+    rows = {row["method"]: row for row in summary_of(result)["rows"] if row["task"] == "all"}
+    assert (rows["suffix"]["error"], rows["prompt_lookup"]["error"]) == ("AttributeError: broken", None)
+    assert rows["prompt_lookup"]["tau"] >= 1
+    assert run(*bench, "--methods", "suffix", "--restart").exit_code == 1
+
+
+# --- interruptions -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_kill_9_loses_one_prompt_at_most(
+    run: Run, bench: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Bug: a kill costs more than the prompt that was asked, or the next run mixes a half one in.
+    The kill comes at once after the second prompt was written: a false alarm needs a machine that
+    asks six prompts of 3 x 40 tokens before this process is woken."""
+    count = 8
+    prompts.write_text("".join(json.dumps({"prompt_ids": list(range(5 + i, 12 + i))}) + "\n" for i in range(count)))
+    command = [*bench, "--methods", "vanilla", "--max-new-tokens", 40]
+    arguments = [str(world / "llama") if a == "llama" else str(a) for a in command]
+    answers = tmp_path / "out" / "answers.jsonl"
+    with processes.started(
+        [sys.executable, "-m", "eyas", *arguments], True, stderr=subprocess.PIPE, env=processes.environment()
+    ) as process:
+        processes.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 6, process)
+        process.send_signal(signal.SIGKILL)
+    there = answers.read_text()
+    whole = [json.loads(line)["prompt"] for line in there.splitlines(keepends=True) if line.endswith("\n")]
+    assert 2 <= len(set(whole)) < count
+    done = {prompt for prompt, count in Counter(whole).items() if count == 3}
+    assert len(set(whole) - done) <= 1, "at most the last prompt is not whole"
+    again = run(*command)
+    assert again.exit_code == 0, (again.output, again.exception)
+    lines = answers.read_text().splitlines()
+    assert lines[: 3 * len(done)] == there.splitlines()[: 3 * len(done)], "what was whole is kept to the byte"
+    names = ("vanilla", "transformers", "transformers_prompt_lookup")
+    assert [(a["prompt"], a["method"]) for a in map(json.loads, lines)] == [
+        (f"mine/{i + 1}", m) for i in range(count) for m in names
+    ]

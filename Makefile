@@ -87,7 +87,7 @@ clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have w
 
 scale: $(STAMP) $(SCALE_STAMP) ## several processes on Ray: replicas and workers, killed ones too; the server's contract with a fleet (minutes; `make test` skips them)
 	@echo "==> pytest: packages/eyas-ray/tests, and data in Parquet"
-	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest packages/eyas-ray/tests tests/cli/test_sources.py tests/cli/test_object_stores.py --all -n 0 $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest packages/eyas-ray/tests packages/eyas-train/tests/cli/test_sources.py packages/eyas-train/tests/cli/test_object_stores.py --all -n 0 $(ARGS)
 	@echo "==> runs/scale_contract.py: tests/serve against a fleet"
 	@OMP_NUM_THREADS=1 .venv-scale/bin/python runs/scale_contract.py
 
@@ -143,7 +143,7 @@ $(STAMP): pyproject.toml tiny/pyproject.toml $(wildcard packages/*/pyproject.tom
 	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
 	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e ./packages/eyas-lab -e '.[tiny,serve,grammar,peft,offload,quantised,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e ./tiny -e ./packages/eyas-lab -e ./packages/eyas-train -e '.[tiny,serve,grammar,peft,offload,quantised,dev]'
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps -e ./packages/eyas-ray # Ray itself: make scale
 	@touch $@
 	@echo "==> .venv is ready"

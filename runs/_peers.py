@@ -26,8 +26,8 @@ from _servers import served
 import eyas
 from eyas.checkpoints import ExportTarget, load
 from eyas.errors import InputError
-from eyas.exports import export
 from eyas.named import NamedModel, find
+from eyas_train.exports import export
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).parent / "engines"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from eyas import tiny
 from eyas.checkpoints import ExportTarget, load
-from eyas.exports import export
+from eyas_train.exports import export
 
 TREE = (8, 4, 2)  # nodes, depth, branch: the best of those that were tried
 PYTHON = Path(__file__).resolve().parents[1] / ".venv-reference/bin/python"

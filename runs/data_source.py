@@ -24,7 +24,7 @@ from _heads import Head
 
 from eyas.errors import EyasError, InputError
 from eyas.files import write_text
-from eyas.train._chat import messages_to_learn
+from eyas_train._chat import messages_to_learn
 
 SOURCES = ("fixed", "regenerated")
 Turns = list[dict[str, Any]]

@@ -23,8 +23,8 @@ import torch
 from _common import parser, run, write
 from torch import Tensor
 
-from eyas.train.data import Data, Example, Examples, Report
-from eyas.train.store import FeatureSettings, FeatureStore, plan_store
+from eyas_train.data import Data, Example, Examples, Report
+from eyas_train.store import FeatureSettings, FeatureStore, plan_store
 
 SHARD_BYTES = 64 << 20
 HIDDEN = 576

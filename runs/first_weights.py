@@ -17,10 +17,10 @@ from _common import machine, parser, run, write
 import eyas
 from eyas.core.options import build_options
 from eyas.drafters import DraftMethod, find
-from eyas.train.batch_loss import LossSums, batch_loss
-from eyas.train.data import Batches, read
-from eyas.train.start import fit_start
-from eyas.train.vocab import count_tokens
+from eyas_train.batch_loss import LossSums, batch_loss
+from eyas_train.data import Batches, read
+from eyas_train.start import fit_start
+from eyas_train.vocab import count_tokens
 
 EAGLE3 = {"ttt.steps": 4, "head.draft_vocab": 16_384, "head.norm_output": True, "head.fc_norm": True}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

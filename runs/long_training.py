@@ -29,8 +29,8 @@ from eyas import drafters
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.files import parse_json
-from eyas.train.data import Example, Examples
-from eyas.train.loop import TrainConfig, train
+from eyas_train.data import Example, Examples
+from eyas_train.loop import TrainConfig, train
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2,
                          "num_key_value_heads": 1, "vocab_size": 8192, "max_position_embeddings": 65_536}  # fmt: skip

@@ -19,10 +19,10 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters import Batch, find
 from eyas.nn import Documents
-from eyas.train.alpha import chain_figures
-from eyas.train.data import Batches, Example, Examples
-from eyas.train.features import batch_of as packed
-from eyas.train.loop import TrainConfig, train
+from eyas_train.alpha import chain_figures
+from eyas_train.data import Batches, Example, Examples
+from eyas_train.features import batch_of as packed
+from eyas_train.loop import TrainConfig, train
 from reference import SAMPLINGS, plain_decode
 
 

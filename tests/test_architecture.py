@@ -29,11 +29,11 @@ LAYERS = {
     "core": 0,
     **dict.fromkeys(["features", "nn", "option_texts", "losses", "passes", "speedup", "targets", "text", "tiny"], 1),
     "checkpoints": 2,
-    **dict.fromkeys(["drafters", "exports", "metrics", "grammar", "named"], 3),
-    **dict.fromkeys(["blocks", "pard", "runners", "train"], 4),
+    **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
+    **dict.fromkeys(["blocks", "pard", "runners"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     **dict.fromkeys(["api", "media"], 6),
-    **dict.fromkeys(["accelerate", "adapt", "hooks", "recall", "serve"], 7),
+    **dict.fromkeys(["adapt", "hooks", "recall", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line
 }
@@ -49,7 +49,6 @@ WINGS = {
     "adapt": {"adapt"},
     "adaptive": {"adaptive"},
     "blocks": {"blocks"},
-    "exports": {"exports"},
     "features": {"features"},
     "grammar": {"grammar"},
     "hooks": {"hooks"},
@@ -59,11 +58,9 @@ WINGS = {
     "recall": {"recall"},
     "serve": {"serve"},
     "speed": {"runners", "kernels", "gpu"},  # runners choose among the kernels that the other two are
-    "train": {"train"},
 }
-# The command line puts wings together, so it may import all. `accelerate` is what one of its commands does:
-# a training, and a forecast of what `--tree auto` makes of the head.
-COMMAND_LINE = {"cli", "accelerate", "__main__", "__init__"}
+# The command line puts wings together, so it may import all.
+COMMAND_LINE = {"cli", "__main__", "__init__"}
 # A module of a wing -> (the wing that it imports nevertheless, why). The list only gets shorter.
 WING_EXCEPTIONS: dict[str, tuple[str, str]] = {}
 MAX_WING_EXCEPTIONS = 0
@@ -295,9 +292,10 @@ def test_private_modules_stay_in_their_package() -> None:
 
 # A distribution -> the distributions of this repository that its modules import.
 DISTRIBUTIONS = {
-    "eyas": {"eyas_lab"},  # accelerate and datastore, which leave next
+    "eyas": set(),
     "eyas_lab": {"eyas"},
     "eyas_ray": {"eyas"},
+    "eyas_train": {"eyas", "eyas_lab"},
 }
 ROOTS = {"eyas": EYAS} | {file.name: file for file in sorted(EYAS.parents[1].glob("packages/*/src/eyas_*"))}
 
@@ -311,9 +309,8 @@ def imports_of_all() -> list[Import]:
 @pytest.mark.parametrize("name", ROOTS)
 def test_distributions_import_what_they_depend_on(name: str) -> None:
     """Guards the order of the distributions: eyas imports no other, and finds what others bring by entry points."""
-    known = {"eyas", *DISTRIBUTIONS} | {f"eyas_{word}" for word in ("lab", "ray", "tiny", "train")}
     imports = imports_of(ROOTS[name], Rules({}))
-    foreign = {i.imported.split(".")[0] for i in imports} & known - {name, "eyas_tiny"}
+    foreign = {i.imported.split(".")[0] for i in imports} & DISTRIBUTIONS.keys() - {name}
     assert foreign <= DISTRIBUTIONS[name]
     cycles = _cycles([i for i in imports if i.imported.split(".")[0] == name])
     assert not cycles, cycles

@@ -26,8 +26,8 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError, InputError
-from eyas.train.config import TrainConfig
-from eyas.train.features import layers_for_training
+from eyas_train.config import TrainConfig
+from eyas_train.features import layers_for_training
 from fp8_support import MULTIPLIES
 
 pytestmark = pytest.mark.slow  # processes of their own

@@ -24,6 +24,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "heads": ("hydra_num_heads", "medusa_num_heads"),
     },
     "ray": {"parts": ("fleet", "training", "workers")},
+    "train": {"commands": ("accelerate", "datastore", "export", "features", "push", "regenerate", "train")},
 }
 
 

@@ -24,7 +24,7 @@ from eyas.core.target import Target
 from eyas.drafters import Batch
 from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
-from eyas.train.loop import TrainConfig, train
+from eyas_train.loop import TrainConfig, train
 from reference import run
 
 NAMES = ("dflash", "dflash2", "dspark")

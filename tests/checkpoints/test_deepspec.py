@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 import zoo
-from eyas import checkpoints, exports
+from eyas import checkpoints
 from eyas.checkpoints import ExportTarget
 from eyas.checkpoints import mtp as mtp_form
 from eyas.core.engine import Decoder, Request
@@ -33,6 +33,7 @@ from eyas.core.target import Target
 from eyas.drafters import find, mtp
 from eyas.errors import CheckpointError
 from eyas.nn import Documents
+from eyas_train import exports
 from reference import plain_decode, run
 
 IDS = [0, 1, 3, 4, 5]  # outputs of layers

@@ -15,7 +15,7 @@ from torch import Tensor
 import eyas
 import gguf_heads
 import zoo
-from eyas import checkpoints, exports
+from eyas import checkpoints
 from eyas.checkpoints import Weights, vllm
 from eyas.checkpoints import mtp as mtp_form
 from eyas.checkpoints._files import read_config, read_tensors
@@ -28,6 +28,7 @@ from eyas.drafters import find, mtp
 from eyas.drafters._nets import layer_shape
 from eyas.errors import CheckpointError, InputError
 from eyas.nn import rope_frequencies
+from eyas_train import exports
 from reference import plain_decode, run
 
 LAYERS = [0, 1, 3]

@@ -13,7 +13,7 @@ from torch import Tensor
 from eyas.checkpoints import load, save
 from eyas.checkpoints._weights import ExportTarget
 from eyas.errors import CheckpointError
-from eyas.exports import export
+from eyas_train.exports import export
 from golden import same
 from published import D, Head, V, deep, put, read, refused, without
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from eyas import drafters, exports
+from eyas import drafters
 from eyas.checkpoints._weights import formats
+from eyas_train import exports
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 

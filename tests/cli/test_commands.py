@@ -117,7 +117,7 @@ def test_help_of_generate(run: Run) -> None:
 def test_help_of_train_has_the_fields_of_its_config(run: Run) -> None:
     from dataclasses import fields
 
-    from eyas.train.loop import TrainConfig
+    from eyas_train.loop import TrainConfig
 
     shown = run("train", "--help").output
     for field in fields(TrainConfig):

@@ -21,7 +21,7 @@ from transformers.modeling_layers import MtpModel
 import eyas
 import heads
 import zoo
-from eyas import checkpoints, exports
+from eyas import checkpoints
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
@@ -31,6 +31,7 @@ from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, _twin, load_net
 from eyas.errors import CheckpointError, ModelError, OptionError
 from eyas.nn import Documents, DraftKVCache
+from eyas_train import exports
 from reference import plain_decode, run
 
 TREE = {"tree.nodes": 10, "tree.depth": 4, "tree.branch": 3}

@@ -13,7 +13,7 @@ from eyas.drafters import Batch, DraftMethod
 from eyas.drafters._eagle3_net import LaterLayer
 from eyas.nn import Attention, Documents, LayerShape
 from eyas.nn.fitting import attend_to_itself, copy_layer, least_squares, own_attention
-from eyas.train.start import FitsStart
+from eyas_train.start import FitsStart
 
 SHAPE = LayerShape(32, 48, 4, 4, 8)
 LENGTHS = (90, 120, 60)

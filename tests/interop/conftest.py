@@ -20,10 +20,11 @@ import torch
 
 import eyas
 import processes
-from eyas import checkpoints, exports, tiny
+from eyas import checkpoints, tiny
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas_lab.bench import tasks
+from eyas_train import exports
 from interop_engines import VARIABLE, python_of
 
 BLOCK = 5  # slots of the block heads that are trained here

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import processes
 import zoo
-from eyas import checkpoints, exports
+from eyas import checkpoints
 from eyas.blocks._method import BlockMethod
 from eyas.blocks._session import BlockSession
 from eyas.checkpoints import ExportTarget, Weights
@@ -22,6 +22,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
+from eyas_train import exports
 from interop_engines import PROGRAMS
 from reference import run
 

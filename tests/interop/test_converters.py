@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from eyas import checkpoints, exports
+from eyas import checkpoints
+from eyas_train import exports
 from interop_engines import ours, python_of
 
 sys.path.append(str(Path(__file__).parents[2] / "runs"))

@@ -19,12 +19,13 @@ from torch import Tensor
 import eyas
 import processes
 import zoo
-from eyas import checkpoints, exports
+from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find, mtp
 from eyas.errors import CheckpointError
+from eyas_train import exports
 from interop_engines import ours, python_of
 
 pytestmark = pytest.mark.slow

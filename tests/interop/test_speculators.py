@@ -16,10 +16,11 @@ from torch import Tensor
 import eyas
 import processes
 import zoo
-from eyas import checkpoints, exports
+from eyas import checkpoints
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.nn import Documents
+from eyas_train import exports
 from heads import make
 from interop_engines import PROGRAMS
 

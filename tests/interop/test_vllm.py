@@ -17,10 +17,11 @@ import torch
 
 import eyas
 import zoo
-from eyas import checkpoints, exports
+from eyas import checkpoints
 from eyas.core.target import Target
 from eyas.drafters import Batch, mtp
 from eyas.nn import Documents
+from eyas_train import exports
 from interop_engines import asked, ours
 
 sys.path.append(str(Path(__file__).parents[2] / "runs"))

@@ -34,11 +34,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules use deprecated parts of pydantic
     from eyas_ray import fleet
 
-from eyas.cli import features, run, train  # noqa: E402 - what follows needs Ray
-from eyas.cli.features import MakeWriter  # noqa: E402
+from eyas.cli import run  # noqa: E402 - what follows needs Ray
 from eyas_ray.data import Workers, piece_size, worked  # noqa: E402
 from eyas_ray.options import Fleet  # noqa: E402
 from eyas_ray.training import train_with  # noqa: E402
+from eyas_train.commands import features, train  # noqa: E402 - what follows needs Ray
+from eyas_train.commands.features import MakeWriter  # noqa: E402
 
 pytestmark = live.MARKS
 
@@ -365,7 +366,7 @@ class DyingLoop(train._Loop):
     number = signal.SIGKILL
 
     def __call__(self, stop: Callable[[], bool]) -> str | None:
-        from eyas.train import loop
+        from eyas_train import loop
 
         step, mark = loop.train_step, Path(self.head.output).parent / "killed"
 

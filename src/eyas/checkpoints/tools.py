@@ -8,10 +8,12 @@ Everything else in modules that begin with an underscore may change.
 
 from __future__ import annotations
 
-from eyas.checkpoints._files import write
+from eyas.checkpoints._files import read_config, write
+from eyas.checkpoints._hub import fetch_model
 from eyas.checkpoints._llama import Shape, count, flag, layer_names, mapping, text
 from eyas.checkpoints._weights import Published, differences, formats, refuse_dtypes
 
 __all__ = [
-    "Published", "Shape", "count", "differences", "flag", "formats", "layer_names", "mapping", "refuse_dtypes", "text", "write",
+    "Published", "Shape", "count", "differences", "fetch_model", "flag", "formats", "layer_names", "mapping", "read_config",
+    "refuse_dtypes", "text", "write",
 ]  # fmt: skip

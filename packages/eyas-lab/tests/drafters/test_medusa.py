@@ -19,8 +19,8 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import CheckpointError, OptionError
 from eyas.targets.fingerprints import has_fingerprint
-from eyas.train.features import layers_for_training
 from eyas_lab.methods.method_medusa import REFERENCE_TREE, Method, Options
+from eyas_train.features import layers_for_training
 from heads import features, make, roots_of
 from reference import SAMPLINGS, plain_decode, run
 

@@ -1,0 +1,296 @@
+"""manifest.json of a folder of features: its target, tokenizer, data and layers, and the plan of
+its shards.
+
+This module knows no features: it plans, and writes what does not need the target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.errors import InputError
+from eyas.files import write_text
+from eyas.locks import read_versioned
+from eyas.text.sources import File
+from eyas_train._tensors import tensors_digest, write_tensors
+from eyas_train.data import Data, Report
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "DTYPES",
+    "EXAMPLES_FILE",
+    "MANIFEST_FILE",
+    "FeatureSettings",
+    "Manifest",
+    "Shard",
+    "StorePlan",
+    "StoredTensor",
+    "format_value",
+    "plan_store",
+    "tokenizer_identity",
+]
+
+FORMAT = "eyas-features"
+VERSION = 1
+MANIFEST_FILE = "manifest.json"
+EXAMPLES_FILE = "examples.safetensors"
+LAYERS_MEAN = "Hugging Face's hidden_states[k], the input of layer k; the number of layers: after the final norm"
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+SCALES_MEAN = "; times scale.k, a power of two for each token"
+MAX_PROBLEMS = 1000  # unusable lines of the data that the manifest lists
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a shard, [tokens, width]."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """Settings that two runs must share to write into one store."""
+
+    target: dict[str, str]  # name, fingerprint, dtype
+    tokenizer: dict[str, str]  # SHA-256 of its vocabulary and of its chat template
+    layers: tuple[int, ...]
+    hidden_size: int
+    dtype: str  # dtype of the features on disk
+    data: dict[str, Any]  # files, each with its SHA-256; sha256 of all of them
+    max_length: int
+    heldout: float
+    shard_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Return bytes of one token's features."""
+        return sum(tensor.token_bytes for layer in self.layers for tensor in self.tensors(layer))
+
+    def tensors(self, layer: int) -> tuple[StoredTensor, ...]:
+        """Return the tensors in which a layer is stored: for eight bits, first the scales of the tokens."""
+        features = StoredTensor(f"layer.{layer}", DTYPES[self.dtype], self.hidden_size)
+        if features.dtype.itemsize > 1:
+            return (features,)
+        return StoredTensor(f"scale.{layer}", torch.bfloat16, 1), features
+
+    def differences(self, now: FeatureSettings, is_same_target: Callable[[str], bool]) -> list[str]:
+        """Return the differences to another run's settings, for a message.
+
+        Args:
+            is_same_target: whether a fingerprint belongs to the other run's target.
+        """
+        messages = []
+        if not is_same_target(self.target["fingerprint"]):
+            messages.append(f"the target was {self.target['name']!r}, it is {now.target['name']!r}")
+        elif self.target["dtype"] != now.target["dtype"]:
+            messages.append(f"the target's dtype was {self.target['dtype']}, it is {now.target['dtype']}")
+        messages += [
+            f"the tokenizer has another {part}"
+            for part in self.tokenizer
+            if self.tokenizer[part] != now.tokenizer.get(part)
+        ]
+        if self.data["sha256"] != now.data["sha256"]:
+            messages.append(
+                f"the data was {', '.join(file['name'] for file in self.data['files'])}, with other contents than now"
+            )
+        for name in ("layers", "dtype", "max_length", "heldout", "shard_bytes"):
+            before, value = getattr(self, name), getattr(now, name)
+            if before != value:
+                messages.append(f"{name} {format_value(before)} there, {format_value(value)} now")
+        return messages
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of features."""
+
+    file: str
+    first: int  # number of its first example in the order of the shards
+    examples: int
+    tokens: int
+    bytes: int  # without the file's header
+    # hash of those bytes: always in the shard's header, in the manifest once the store is complete
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    settings: FeatureSettings
+    report: Report
+    train: int  # examples
+    heldout: int  # examples
+    examples_sha256: str
+    shards: tuple[Shard, ...]
+    versions: dict[str, str]
+
+    @property
+    def id(self) -> str:
+        """Identifies the store; every shard carries it."""
+        settings = self.settings
+        parts = [
+            settings.target["fingerprint"],
+            settings.target["dtype"],
+            settings.layers,
+            settings.dtype,
+            self.examples_sha256,
+        ]
+        return hashlib.sha256(json.dumps([*parts, [[s.file, s.bytes] for s in self.shards]]).encode()).hexdigest()
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json. Raise InputError if it cannot be written."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": self.id,
+            **asdict(self.settings),
+            "layers_mean": LAYERS_MEAN + SCALES_MEAN * (DTYPES[self.settings.dtype].itemsize == 1),
+            "report": {**asdict(self.report), "problems": self.report.problems[:MAX_PROBLEMS]},
+            "examples": {
+                "file": EXAMPLES_FILE,
+                "sha256": self.examples_sha256,
+                "train": self.train,
+                "heldout": self.heldout,
+                "order": f"the first {self.train} are for training, the last {self.heldout} are held out",
+            },
+            "shards": [asdict(shard) for shard in self.shards],
+            "versions": self.versions,
+        }
+        write_text(folder / MANIFEST_FILE, json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: File) -> Manifest:
+        """Read manifest.json, here or at a URL. Raise InputError if it is missing, damaged or of a newer version."""
+        path = folder / MANIFEST_FILE
+        missing = f"{str(folder)!r} holds no features (no {MANIFEST_FILE}): make them with `eyas features`"
+
+        def damaged(reason: str) -> InputError:
+            return InputError(f"{path} is damaged ({reason}): take it from where the features were made")
+
+        manifest, is_unchanged = read_versioned(path, FORMAT, VERSION, cls._from_content, missing, damaged)
+        if outside := [shard.file for shard in manifest.shards if Path(shard.file).name != shard.file]:
+            raise InputError(f"{path} names a shard outside of its folder ({outside[0]}): do not use these features")
+        if not is_unchanged:
+            raise InputError(f"{path} was changed after it was written: take it from where the features were made")
+        return manifest
+
+    @classmethod
+    def _from_content(cls, content: Mapping[str, Any]) -> tuple[Manifest, bool]:
+        """Return the manifest, and whether it is as it was written."""
+        settings = FeatureSettings(**{f.name: content[f.name] for f in fields(FeatureSettings)})
+        examples = content["examples"]
+        manifest = cls(
+            settings=replace(settings, layers=tuple(settings.layers)),
+            report=Report(**content["report"]),
+            train=examples["train"],
+            heldout=examples["heldout"],
+            examples_sha256=examples["sha256"],
+            shards=tuple(Shard(**shard) for shard in content["shards"]),
+            versions=content["versions"],
+        )
+        return manifest, content["sha256"] == _content_hash(content) and manifest.id == content["id"]
+
+
+def _content_hash(content: Mapping[str, Any]) -> str:
+    """Return SHA-256 of a manifest's content, without the entry for this hash itself."""
+    hashed = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return SHA-256 of a tokenizer's vocabulary and of its chat template."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
+    return {
+        "vocabulary": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "chat template": hashlib.sha256(template.encode()).hexdigest(),
+    }
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """A store before anything is written."""
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]  # tensors of all examples
+
+    def write(self, folder: Path) -> None:
+        """Write manifest and examples; from them the shards can be made anywhere. Raise OSError when the examples
+        cannot be written, InputError when the manifest cannot."""
+        write_tensors(folder / EXAMPLES_FILE, self.tensors, {})
+        self.manifest.write(folder)
+
+
+def plan_store(settings: FeatureSettings, data: Data, versions: dict[str, str]) -> StorePlan:
+    """Assign the examples to shards, in a shuffled order."""
+    tokens, counted, lengths = array("i"), bytearray(), array("i")
+    for examples in (data.train, data.heldout):
+        for example in examples:
+            tokens.extend(example.ids)
+            counted.extend(example.counted)
+            lengths.append(len(example.ids))
+    order = list(range(len(lengths)))
+    random.Random(0).shuffle(order)
+    tensors = {
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
+        "order": torch.tensor(order, dtype=torch.int32),
+        "tokens": torch.frombuffer(tokens, dtype=torch.int32),
+        "counted": torch.frombuffer(counted, dtype=torch.uint8),
+    }
+    shards = _cut_into_shards([lengths[i] for i in order], settings)
+    manifest = Manifest(
+        settings, data.report, len(data.train), len(data.heldout), tensors_digest(tensors), shards, versions
+    )
+    return StorePlan(manifest, tensors)
+
+
+def _cut_into_shards(lengths: Sequence[int], settings: FeatureSettings) -> tuple[Shard, ...]:
+    """Return shards of at most `shard_bytes`, of whole examples. `lengths`: tokens of each example, in the
+    order of the shards.
+    """
+    shards: list[Shard] = []
+    first, tokens = 0, 0
+
+    def close(end: int) -> None:
+        size = tokens * settings.token_bytes + 8 * (end - first) * len(settings.layers)
+        shards.append(Shard(f"shard-{len(shards):05d}.safetensors", first, end - first, tokens, size))
+
+    for i, length in enumerate(lengths):
+        if i > first and (tokens + length) * settings.token_bytes > settings.shard_bytes:
+            close(i)
+            first, tokens = i, 0
+        tokens += length
+    close(len(lengths))
+    return tuple(shards)
+
+
+def format_value(value: object) -> str:
+    """Return a setting's value, for a message."""
+    return ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else str(value)

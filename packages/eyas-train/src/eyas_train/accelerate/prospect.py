@@ -1,0 +1,226 @@
+"""What is going to be done with a model on this machine, and what it will bring: measured speeds and
+costs, the plan that follows from them, and the forecast.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
+
+import torch
+
+from eyas import drafters
+from eyas.adaptive.cost import Costs, load_costs
+from eyas.api import LLM
+from eyas.core.drafter import TreeSize
+from eyas.core.target import Target
+from eyas.drafters import DraftMethod
+from eyas.errors import EyasError
+from eyas_train.accelerate import trial
+from eyas_train.accelerate.curve import Acceptance, acceptance_of, fit
+from eyas_train.accelerate.forecast import Forecast, forecast
+from eyas_train.accelerate.material import Material
+from eyas_train.accelerate.plan import EVALUATION_TOKENS, Plan, Speeds, make_plan
+from eyas_train.regenerate import GenerationSettings
+
+__all__ = ["CHAIN_DEPTH", "METHODS", "Models", "Prospect", "look", "updated"]
+
+log = logging.getLogger("eyas.accelerate")  # the command line shows its messages
+
+METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/accelerate.md) first
+CHAIN_DEPTH = 5  # draft tokens of an evaluation's chain (`chain_figures`)
+ROWS = {"cpu": 8}  # conversations that are answered at a time; elsewhere OTHER_ROWS
+OTHER_ROWS = 16
+MOST_NEW_TOKENS = 256  # an answer is cut there
+LOOK_SHARE, MOST_LOOK_SECONDS = (
+    0.05,
+    20.0,
+)  # for trying methods: share of the time, and its limit; then no further one is tried
+LENGTHS, MOST_LENGTH = 4, 1024  # a training example is cut at so many mean lengths, and at so many tokens
+TRIAL_SHARE, MOST_TRIAL_SECONDS = 0.03, 15.0  # share of the time for the trial of answering, and its limit
+TRIAL_LENGTH, TRIAL_BATCH = 256, 512  # tokens of an example and of a batch in the trial of a training, at most
+LEAST_BATCH = 32  # tokens of such a batch where the target is slow
+TRIAL_PASSES = 10  # batches that the trial of a method reads or trains on, about
+AT_BEST = 2.0  # factor of a speed that is estimated from sizes, so that no training is refused that would fit
+COUNTED_SHARE = 0.8  # share of these tokens that are an answer's
+CLUSTERING = 1.5  # factor of the deviation, as the tokens of one text are not independent
+
+
+class Models(Protocol):
+    """The target in its two forms. Asking for one may unload the other."""
+
+    loading_seconds: float  # time that the last load took
+
+    def for_answers(self) -> LLM:
+        """Return the target by the fastest runner, with plain decoding."""
+        ...
+
+    def for_training(self) -> LLM:
+        """Return the target by its own forward."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """A method, with the plan of its run and what to expect."""
+
+    method: str
+    target: str
+    max_length: int  # tokens of a training example
+    max_new_tokens: int  # most tokens of an answer
+    speeds: Speeds
+    plan: Plan
+    costs: Costs
+    limit: TreeSize  # the largest tree
+    forecast: Forecast
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `json` writes it."""
+        return {**asdict(self), "limit": list(self.limit), "forecast": self.forecast.to_json()}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Return the prospect that `to_json` described."""
+        parsed = {
+            "speeds": Speeds(**fields["speeds"]),
+            "plan": Plan(**fields["plan"]),
+            "costs": Costs.from_json(fields["costs"]),
+            "limit": TreeSize(*fields["limit"]),
+            "forecast": Forecast.from_json(fields["forecast"]),
+        }
+        return cls(**{**fields, **parsed})
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Tokens per second of a method's steps."""
+
+    feature: float
+    train: float
+
+
+def look(models: Models, material: Material, methods: Sequence[str], seconds: float) -> Prospect:
+    """Measure the model and the machine, and return the method from which most is to be expected.
+
+    Args:
+        seconds: the time for everything, this included.
+
+    Raises:
+        EyasError: none of the methods suits this model; or too little time, or no usable question.
+    """
+    began = time.monotonic()
+    log.info("trying how fast each step is on this machine (%s)", " and ".join(methods))
+    training = models.for_training()
+    loading, target = models.loading_seconds, training.target
+    _judge_by_size(target, loading, len(material.answers), seconds)
+    rates = _rates_of(methods, target, min(MOST_LOOK_SECONDS, LOOK_SHARE * seconds))
+    chain_pass = trial.chain_pass_seconds(target)
+    del training, target
+    llm = models.for_answers()
+    new_tokens = min(MOST_NEW_TOKENS, llm.target.context // 2)
+    rows = min(ROWS.get(llm.target.device.type, OTHER_ROWS), len(material.answers))
+    trial_seconds = min(MOST_TRIAL_SECONDS, TRIAL_SHARE * seconds)
+    answers = trial.answer_speed(
+        llm, material.answers, GenerationSettings(max_new_tokens=new_tokens), rows, trial_seconds
+    )
+    longest = min(answers.longest, LENGTHS * (answers.prompt_tokens + answers.answer_tokens))
+    max_length = min(MOST_LENGTH, llm.target.context, _above(longest))
+    prospects = []
+    for name, rate in rates.items():
+        drafter = drafters.find(name).random(llm.target)
+        costs, _ = load_costs(drafter)
+        speeds = _speeds(loading, rows, answers, rate, chain_pass, costs)
+        plan = make_plan(seconds - (time.monotonic() - began), speeds, len(material.answers), max_length)
+        limit = drafter.max_tree
+        assert limit is not None
+        expected = forecast(costs, limit, fit(name).after(plan.effective_tokens))
+        about = (name, llm.target.name, max_length, new_tokens)
+        prospects.append(Prospect(*about, speeds, plan, costs, limit, expected))
+    return max(prospects, key=lambda prospect: prospect.forecast.drafted)
+
+
+def _speeds(
+    loading: float, rows: int, answers: trial.AnswerSpeed, rate: _Rates, chain_pass: float, costs: Costs
+) -> Speeds:
+    return Speeds(
+        loading_seconds=loading,
+        rows=rows,
+        answer_rate=answers.rate,
+        answer_tokens=answers.answer_tokens,
+        prompt_tokens=answers.prompt_tokens,
+        feature_rate=rate.feature,
+        train_rate=rate.train,
+        chain_pass_seconds=chain_pass,
+        plain_rate=1 / costs.plain(),
+    )
+
+
+def _rates_of(methods: Sequence[str], target: Target, seconds: float) -> dict[str, _Rates]:
+    """Return the rates of the methods that suit this target, as far as these seconds go. The error
+    of the first, where none does."""
+    rates, refusals, began = dict[str, _Rates](), list[EyasError](), time.monotonic()
+    for name in methods:
+        if rates and time.monotonic() - began > seconds:
+            log.info("%s is left out: to try it takes too much of the time; --method %s takes it", name, name)
+            continue
+        try:
+            rates[name] = _rates(drafters.find(name), target, seconds / len(methods))
+        except EyasError as error:
+            refusals.append(error)
+            log.info("%s is left out: %s", name, error)
+    if not rates:
+        raise refusals[0]
+    return rates
+
+
+def _judge_by_size(target: Target, loading: float, questions: int, seconds: float) -> None:
+    """Raise InputError if the time is too short for a training even at the speed that sizes alone allow: of a
+    multiplication on this machine, and of the target. It takes a moment."""
+    parameters = sum(p.numel() for p in target.family.layers.parameters())
+    rate = AT_BEST * trial.multiplications_per_second(target) / max(1, parameters)
+    log.info(
+        "by its size alone this model reads at most %s tokens/s here; a closer look takes up to a minute",
+        f"{rate:,.0f}",
+    )
+    tokens = LEAST_BATCH / 2  # short conversations need the fewest tokens
+    speeds = Speeds(
+        loading_seconds=loading, rows=1, answer_rate=rate, answer_tokens=tokens, prompt_tokens=tokens, feature_rate=rate,
+        train_rate=rate, chain_pass_seconds=1 / rate, plain_rate=rate,
+    )  # fmt: skip
+    make_plan(seconds, speeds, questions, LEAST_BATCH)
+
+
+def _rates(kind: type[DraftMethod], target: Target, seconds: float) -> _Rates:
+    """Return the rates of a method, by a trial that takes about so many seconds at most: on a slow machine its batches
+    are smaller."""
+    length = min(LEAST_BATCH, target.context)
+    slow = trial.feature_rate(target, (), length, length) * seconds / TRIAL_PASSES
+    batch = max(LEAST_BATCH, min(TRIAL_BATCH, _above(slow + 1) // 2))
+    length = min(TRIAL_LENGTH, batch, target.context)
+    every_token_V = torch.ones(target.vocab_size, dtype=torch.long)
+    drafter = kind.init_for_training(target, kind.Options(), 0, every_token_V)
+    reading = trial.feature_rate(target, drafter.train_feature_layers, length, batch)
+    return _Rates(reading, trial.training_rate(drafter, length, int(COUNTED_SHARE * length), batch))
+
+
+def _above(number: float) -> int:
+    """Return the power of two that is not below the number."""
+    return 1 << max(0, int(number - 1).bit_length())
+
+
+def updated(prospect: Prospect, tokens: float, share: float, tau: float, prompts: int) -> Forecast:
+    """Return what to expect after an evaluation of the head.
+
+    Args:
+        tokens: of the whole training, as `effective_tokens` counts.
+        share: of it that is done.
+        tau: tokens per cycle of chains, on so many held-out prompts.
+    """
+    mean = acceptance_of(tau, CHAIN_DEPTH)
+    cycles = max(1.0, prompts * EVALUATION_TOKENS / tau)
+    measured = Acceptance(mean, CLUSTERING * (mean * (1 - mean) / cycles) ** 0.5)
+    curve = fit(prospect.method).moved(share * tokens, measured)
+    return forecast(prospect.costs, prospect.limit, curve.after(tokens))

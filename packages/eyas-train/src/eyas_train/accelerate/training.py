@@ -1,0 +1,50 @@
+"""The options of the training, from the time that is left for it and the text that is there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from eyas_train.accelerate import plan
+from eyas_train.accelerate.curve import effective_tokens
+from eyas_train.accelerate.plan import Speeds
+from eyas_train.data import Batches
+from eyas_train.store import FeatureStore
+
+__all__ = ["training_options"]
+
+RATE, RATE_WIDTH = 3e-3, 384  # learning rate by held-out loss at this hidden size (docs/log.md); less for wider ones
+LEAST_RATE_SHARE = 0.02
+SAVE_SECONDS = 60.0  # between two saved states
+
+
+def training_options(store: FeatureStore, speeds: Speeds, seconds: float, max_length: int) -> dict[str, Any]:
+    """Return the fields of TrainConfig as "config"; "prompts" of an evaluation; the "tokens" that will
+    be read, and how many tokens of new text teach as much, "effective_tokens".
+
+    Args:
+        max_length: of the plan; the store may hold shorter examples.
+    """
+    examples = store.data().train
+    available = sum(len(example.ids) for example in examples)
+    tokens = plan.training_tokens(seconds, speeds, available)
+    batch_tokens = plan.batch_size(tokens, max_length)
+    batches = len(Batches(examples, batch_tokens).plan(0))
+    steps = max(plan.STEPS[0], round(tokens * batches / available))
+    seconds = tokens / speeds.train_rate
+    config = {
+        "steps": steps,
+        "batch_tokens": batch_tokens,
+        "max_length": store.settings.max_length,
+        "heldout": store.settings.heldout,
+        "lr": RATE * min(1.0, RATE_WIDTH / store.settings.hidden_size),
+        "min_lr_share": LEAST_RATE_SHARE,
+        "eval_every": math.ceil(steps / plan.EVALUATIONS),
+        "save_every": max(1, round(steps * SAVE_SECONDS / seconds)),
+    }
+    return {
+        "config": config,
+        "prompts": plan.evaluation_prompts(seconds, speeds),
+        "tokens": tokens,
+        "effective_tokens": effective_tokens(available, tokens / available),
+    }

@@ -1,0 +1,380 @@
+"""`eyas accelerate`: from a model to a faster one, by the other commands of this folder.
+
+    look at model and machine --> plan and forecast --> regenerate --> features --> train --> bench --> report
+
+OUTPUT holds the head with its card and the report; OUTPUT/work holds what it was made from, and
+run.json, from which the same command goes on. Each step is the command of that name, with options
+that the plan chose; a finished step is not done again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.types import PositiveFloat
+
+from eyas.cli.tools import (
+    AS_JSON,
+    DraftOptions,
+    SamplingOptions,
+    TargetOptions,
+    UsageError,
+    check_exact,
+    interruptible,
+    load,
+    load_target,
+    need_tokenizer,
+    note,
+    option_group,
+    print_table,
+    quiet,
+    sampling_of,
+)
+from eyas.errors import InputError, OptionError, near
+from eyas.locks import check_output_folder, locked_folder
+from eyas_lab.commands import bench
+from eyas_train.commands import features, regenerate, train
+from eyas_train.commands._data import check_files
+
+if TYPE_CHECKING:
+    from eyas.api import LLM
+    from eyas_train.accelerate.forecast import Forecast
+    from eyas_train.accelerate.journal import Journal
+    from eyas_train.accelerate.material import Material
+    from eyas_train.accelerate.prospect import Prospect
+    from eyas_train.progress import Progress
+
+GROUP = "Heads"
+SHOWN_NODES = (1, 4, 8, 16, 32)
+SHARD_MIB = 64.0  # an interrupt loses one shard
+EXAMPLES = """
+eyas accelerate MODEL --minutes 60 --output HEAD  # with questions of ours
+eyas accelerate MODEL --data prompts.jsonl --output HEAD  # with questions like those that it will get: better
+eyas accelerate MODEL --dry-run  # only what it would do, how long each step takes, and what to expect
+eyas generate --target MODEL --draft HEAD "Why ..."  # what it is for
+"""
+NOTES = (
+    'Lines of --data: {"prompt": "..."}, {"messages": [...]} or {"conversations": [...]}; replies are made anew.',
+    "Whatever ends it, the same command goes on where it was.",
+)
+
+
+@option_group
+class AccelerateOptions:
+    """The questions, the time, and the folder of the head."""
+
+    data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
+    """Questions or chats (JSONL) like those that the model will get, .gz too. Default: questions of
+    ours, in English."""
+    minutes: Annotated[PositiveFloat, "Training", "N"] = 60.0
+    """The time for everything together."""
+    method: Annotated[str | None, "Method", "NAME"] = None
+    """mtp or eagle3. Default: the one from which more is to be expected."""
+    output: Annotated[str | None, "Output", "FOLDER"] = None
+    """Where the head goes, with its card and a report."""
+    dry_run: Annotated[bool, "Output"] = False
+    """Only measure, and say what would be done and what to expect. Nothing is kept."""
+    as_json: AS_JSON = False
+
+
+def command(
+    target: Annotated[
+        str | None, "Model", Parameter(help="The model: a name (smollm2), a folder, a hub id or a file in GGUF format.")
+    ] = None,
+    /,
+    *,
+    job: AccelerateOptions,
+    model: TargetOptions,
+) -> None:
+    """Make a model faster: train a draft head for it in a given time."""
+    model = _check(target, job, model)
+    from eyas_train.accelerate.journal import Journal
+    from eyas_train.accelerate.material import read_material
+
+    if job.dry_run:
+        prospect = _look(Models(model), read_material(job.data), job)
+        _show(prospect)
+        if job.as_json:
+            print(json.dumps(prospect.to_json()))
+        return
+    folder = Path(str(job.output)).expanduser()
+    check_output_folder(folder)
+    if not (folder / "work").exists() and folder.exists() and any(not f.name.startswith(".") for f in folder.iterdir()):
+        raise InputError(f"{folder} holds something that this command has not made: name another --output")
+    material = read_material(job.data)
+    with locked_folder(folder / "work"):
+        run = Run(job, model, folder, Journal(folder / "work", _settings(job, model)))
+        report = run.report(material)
+    print(report["text"])
+    named = "" if model.target is None else f" --target {shlex.quote(model.target)}"
+    note(f'the head is in {folder}: eyas generate{named} --draft {shlex.quote(str(folder))} "Your question"')
+    if job.as_json:
+        print(json.dumps({name: value for name, value in report.items() if name != "text"}))
+
+
+def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> TargetOptions:
+    """Return the options of the target, its name included. Refuses bad input before anything is loaded."""
+    from eyas_train.accelerate.prospect import METHODS
+
+    if target is not None and model.target is not None:
+        raise UsageError("the model is named twice: leave --target out")
+    if job.output is None and not job.dry_run:
+        raise UsageError("option --output is missing (or --dry-run)")
+    if job.method is not None and job.method not in METHODS:
+        raise OptionError(f"--method {job.method}: {near(job.method, METHODS)}")
+    check_files(job.data)
+    check_exact(replace(model, kernels="auto"))  # the features are read from the exact model, whatever kernels answer
+    return replace(model, target=target or model.target)
+
+
+def _settings(job: AccelerateOptions, model: TargetOptions) -> dict[str, Any]:
+    """Return what must be equal for a run to go on."""
+    from eyas_train.data import data_hash
+
+    data = data_hash(job.data) if job.data else "bundled"
+    options = {name: value for name, value in asdict(model).items() if name != "verbose"}
+    return {"data": data, "minutes": job.minutes, "method": job.method, **options}
+
+
+def _look(models: Models, material: Material, job: AccelerateOptions) -> Prospect:
+    from eyas_train.accelerate.prospect import METHODS, look
+
+    methods = METHODS if job.method is None else (job.method,)
+    with quiet(models.model.verbose), interruptible(lambda: "nothing is planned yet; the same command begins again"):
+        return look(models, material, methods, 60 * job.minutes)
+
+
+class Models:
+    """The target as it answers, and as it is read for training. One of them is in memory at a time."""
+
+    def __init__(self, model: TargetOptions) -> None:
+        self.model = model
+        self.loading_seconds = 0.0  # time that the last load took
+        self._loaded: tuple[str, LLM] | None = None
+
+    def for_answers(self) -> LLM:
+        """Return the target by the fastest runner, with plain decoding."""
+        return self._get("answers", lambda: load(self.model, DraftOptions(method="vanilla"), {}))
+
+    def for_training(self) -> LLM:
+        """Return the target by its own forward."""
+        return self._get("training", lambda: load_target(replace(self.model, kernels="auto")))
+
+    def _get(self, purpose: str, load_llm: Callable[[], LLM]) -> LLM:
+        if self._loaded is None or self._loaded[0] != purpose:
+            self._loaded = None
+            gc.collect()  # its modules point at each other
+            began = time.monotonic()
+            llm = load_llm()
+            need_tokenizer(llm)
+            self.loading_seconds = time.monotonic() - began
+            self._loaded = purpose, llm
+        return self._loaded[1]
+
+
+# --- what is shown ------------------------------------------------------------------------------
+
+
+def _show(prospect: Prospect) -> None:
+    """Print what is going to be done, how long it takes, and what to expect."""
+    from eyas import named
+
+    plan, speeds = prospect.plan, prospect.speeds
+    rows = [
+        ("regenerate", f"{plan.answers:,} questions, {speeds.answer_rate:,.0f} tokens/s", plan.answer_seconds),
+        ("features", f"{speeds.feature_rate:,.0f} tokens/s", plan.feature_seconds),
+        (
+            f"train {prospect.method}",
+            f"{plan.trained_tokens:,} tokens in {plan.passes} passes, {speeds.train_rate:,.0f} tokens/s",
+            plan.training_seconds,
+        ),
+        ("bench", f"{plan.bench_questions} other questions, drafts beside none", plan.bench_seconds),
+        ("together", "", plan.seconds),
+    ]
+    title = f"{prospect.target}: a head of {prospect.method}"
+    print_table(("step", "what", "minutes"), [(step, what, f"{s / 60:.1f}") for step, what, s in rows], title)
+    sys.stdout.flush()
+    passes = zip(prospect.costs.nodes, prospect.costs.verify, strict=True)
+    shown = ", ".join(f"{nodes}: {1e3 * seconds:.1f}" for nodes, seconds in passes if nodes in SHOWN_NODES)
+    note(f"milliseconds of a pass of the target over so many nodes: {shown}")
+    note(f"expected of the head: {_expected(prospect.forecast)}")
+    known = named.find(prospect.target)
+    if known is not None and known.best in known.heads:
+        note(f"{prospect.target} has a head of its own already, which eyas uses without --draft ({known.best})")
+
+
+def _expected(forecast: Forecast) -> str:
+    """Return a forecast in words."""
+    interval = f"{forecast.speedup:.2f} times plain decoding (likely {forecast.low:.2f} to {forecast.high:.2f})"
+    if forecast.drafted <= 1:
+        return (
+            f"{interval}: with such a head no draft is expected to pay on this machine, and eyas then decodes plainly"
+        )
+    return (
+        f"{interval}: {forecast.tau:.2f} tokens from a pass over {forecast.tree.nodes} nodes, "
+        f"which costs {forecast.cost:.2f} plain ones"
+    )
+
+
+# --- the steps ----------------------------------------------------------------------------------
+
+
+class Run:
+    """A run in its folder, which may have begun earlier."""
+
+    def __init__(self, job: AccelerateOptions, model: TargetOptions, folder: Path, journal: Journal) -> None:
+        self.job = job
+        self.models = Models(model)
+        self.folder = folder
+        self.work = folder / "work"
+        self.journal = journal
+        self.prospect: Prospect  # set by `plan`
+
+    def report(self, material: Material) -> dict[str, Any]:
+        """Do what is not done yet; return the report, with its Markdown as "text"."""
+        self.plan(material)
+        steps = {"regenerate": self.regenerate, "features": self.features, "train": self.train, "bench": self.bench}
+        for name, do in steps.items():
+            if not self.journal.is_done(name):
+                with self.journal.step(name):
+                    do()
+        return self._written()
+
+    def plan(self, material: Material) -> None:
+        """Measure and plan, or read the plan; show it."""
+        from eyas_train.accelerate.material import write_material
+        from eyas_train.accelerate.prospect import Prospect
+
+        if "prospect" in self.journal:
+            self.prospect = Prospect.from_json(self.journal["prospect"])
+            done = [name for name in self.journal["steps"] if self.journal.is_done(name)]
+            note(f"going on in {self.folder}; done: {', '.join(done)}")
+        else:
+            began = time.monotonic()
+            self.prospect = _look(self.models, material, self.job)
+            asked = material._replace(bench=material.bench[: self.prospect.plan.bench_questions])
+            write_material(asked, self.work / "questions.jsonl", self.work / "bench.jsonl")
+            measured = {"seconds": round(time.monotonic() - began, 1), "done": True}
+            self.journal.write(prospect=self.prospect.to_json(), evaluations=[], steps={"measure": measured})
+        _show(self.prospect)
+
+    def regenerate(self) -> None:
+        """Let the target answer the questions until the planned time is over."""
+        plan, speeds = self.prospect.plan, self.prospect.speeds
+        last_answers = speeds.rows * speeds.answer_tokens / speeds.answer_rate  # those that run when no more begin
+        seconds = plan.answer_seconds - self.journal.seconds("regenerate") - last_answers
+        answers = self.work / "answers.jsonl"
+        if seconds <= 0 and _lines(answers) >= speeds.rows:
+            return
+        job = regenerate.RegenerateOptions(
+            data=(str(self.work / "questions.jsonl"),),
+            output=str(answers),
+            max_new_tokens=self.prospect.max_new_tokens,
+            rows=speeds.rows,
+            minutes=max(1.0, seconds) / 60,
+        )
+        regenerate.answer_data(job, sampling_of(SamplingOptions()), self.models.for_answers)
+
+    def features(self) -> None:
+        """Write the features of the answers."""
+        from eyas_train.accelerate.plan import heldout_share
+
+        answers = self.work / "answers.jsonl"
+        job = features.FeatureOptions(
+            data=(str(answers),),
+            output=str(self.work / "features"),
+            method=self.prospect.method,
+            max_length=self.prospect.max_length,
+            heldout=heldout_share(_lines(answers)),
+            shard_mib=SHARD_MIB,
+            yes=True,  # hours after the command was given nobody is there to be asked
+        )
+        features.make_features(self.models.for_training(), job, {})
+
+    def train(self) -> None:
+        """Train the head in the time that is left, and correct the forecast at each evaluation."""
+        from eyas import drafters
+        from eyas_train.accelerate.plan import EVALUATION_TOKENS
+        from eyas_train.accelerate.training import training_options
+        from eyas_train.config import TrainConfig
+        from eyas_train.store import FeatureStore
+
+        store, plan, speeds = self.work / "features", self.prospect.plan, self.prospect.speeds
+        if "training" not in self.journal:  # kept, as a run that goes on needs the same options
+            left = 60 * self.job.minutes - self.journal.seconds() - plan.bench_seconds
+            made = training_options(FeatureStore(store), speeds, left, self.prospect.max_length)
+            self.journal.write(training=made)
+        options = self.journal["training"]
+        head = train.HeadOptions(features=str(store), output=str(self.folder), method=self.prospect.method)
+
+        def on_progress(now: Progress) -> None:
+            # progress repeats the last evaluation, and a resumed run the one in its saved state: each counts once
+            known = [(one["tau"], one.get("loss")) for one in self.journal["evaluations"]]
+            figures = now.heldout.get("chain tau"), now.heldout.get("loss")
+            if figures[0] is not None and figures not in known:
+                self._evaluate(now.step, now.steps, figures[0], figures[1])
+
+        train.train_head(
+            self.models.for_training(),
+            head,
+            TrainConfig(**options["config"]),
+            drafters.find(self.prospect.method).Options(),
+            on_progress=on_progress,
+            prompts=options["prompts"],
+            new_tokens=EVALUATION_TOKENS,
+            tree_prompts=0,
+        )
+
+    def _evaluate(self, step: int, steps: int, tau: float, loss: float | None) -> None:
+        """Correct the forecast by the acceptance that an evaluation has measured."""
+        from eyas_train.accelerate.prospect import updated
+
+        training = self.journal["training"]
+        forecast = updated(self.prospect, training["effective_tokens"], step / steps, tau, training["prompts"])
+        evaluation = {"step": step, "steps": steps, "tau": tau, "loss": loss, "forecast": forecast.to_json()}
+        others = [one for one in self.journal["evaluations"] if one["step"] != step]
+        self.journal.write(evaluations=[*others, evaluation])
+        note(f"now expected: {_expected(forecast)}")
+
+    def bench(self) -> None:
+        """Ask the questions that were kept apart, with drafts and without."""
+        from eyas import drafters
+        from eyas.adaptive import make_controller
+        from eyas_lab.bench.contestants import Drafting
+        from eyas_lab.bench.run import VANILLA, Bench
+        from eyas_lab.bench.tasks import read_prompts
+
+        llm, method = self.models.for_answers(), self.prospect.method
+        with quiet(self.models.model.verbose):
+            drafter = drafters.find(method).from_pretrained(self.folder, llm.target)
+        plain = Drafting(VANILLA, drafters.find(VANILLA)(llm.target))
+        drafted = Drafting(method, drafter, "the new one", policy=make_controller(drafter, compared=True))
+        prompts, _ = read_prompts(self.work / "bench.jsonl")
+        asked = Bench(llm, [plain, drafted], prompts, max_new_tokens=self.prospect.plan.bench_tokens)
+        unfit = asked.unfit()
+        asked.prompts = [prompt for prompt in prompts if prompt.id not in unfit]
+        with locked_folder(self.work / "bench"):
+            bench.run_bench(asked, self.work / "bench", 0, {})
+
+    def _written(self) -> dict[str, Any]:
+        """Write the report; return it with its Markdown."""
+        from eyas_lab.bench.report import read_summary
+        from eyas_train.accelerate.report import made_report, write_report
+
+        command_line = shlex.join(["eyas", *sys.argv[1:]])
+        found = made_report(self.prospect, self.journal, read_summary(self.work / "bench"), command_line)
+        return {**found, "text": write_report(self.folder, found)}
+
+
+def _lines(path: Path) -> int:
+    """Return how many lines a file has; 0 without it."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -1,0 +1,193 @@
+"""Features at a URL that fsspec opens (s3://, gs://, https://, ...): a training fetches what it reads.
+
+    first          manifest.json and examples.safetensors
+    for a shard    its beginning, with the checksums of its examples
+    for a step     the rows of its examples, all at the same time, while the step before is computed
+
+A batch has examples from all over the store, as examples are in the shards at random. So a training fetches
+rows of examples, not whole shards. They are kept in a temporary folder up to a number of bytes; the ones that were read longest ago
+go first. Each is compared with its CRC-32 whenever it has been fetched.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from eyas.errors import InputError
+from eyas.files import write_errors
+from eyas.text.sources import RemoteFile, as_file, file_system, read_errors
+from eyas_train._tensors import Header, parse_header
+from eyas_train.store import FeatureStore
+
+__all__ = ["RemoteStore", "open_store"]
+
+MAX_HEADER_BYTES = 1 << 16  # read of a shard's beginning; its header has about a hundred bytes for each layer
+
+Key = tuple[int, int]  # number of an example, layer
+
+
+class Part(NamedTuple):
+    """Bytes of a shard."""
+
+    shard: int
+    begin: int
+    end: int
+
+
+def open_store(place: str, max_bytes: int) -> FeatureStore:
+    """Return the features in a folder or at a URL.
+
+    Args:
+        max_bytes: how much of the features at a URL is kept here.
+
+    Raises:
+        InputError: the manifest or the examples are missing, damaged or out of reach.
+        OptionError: the package that reads such a URL is missing.
+    """
+    source = as_file(place)
+    return RemoteStore(source, max_bytes) if isinstance(source, RemoteFile) else FeatureStore(source)
+
+
+class RemoteStore(FeatureStore):
+    """Features at a URL, of which some are kept here. They must be whole: no shard may be missing."""
+
+    repair = "copy it there again"
+
+    def __init__(self, source: RemoteFile, max_bytes: int) -> None:
+        """Raise InputError if the manifest or the examples are missing or damaged, or shards are not made yet."""
+        super().__init__(cast(Path, source))  # it only names files in it
+        self.source = source
+        if any(shard.sha256 is None for shard in self.manifest.shards):
+            raise InputError(f"{source} was copied before `eyas features` had ended: let it end, and copy all files")
+        self.files, self.root = file_system(source)
+        self.max_bytes = max_bytes
+        self.kept: dict[Key, int] = {}  # bytes of what is here; read longest ago first
+        self._headers: dict[int, Header] = {}
+        self._place = Path(mkdtemp(prefix="eyas-features-"))
+        weakref.finalize(self, shutil.rmtree, self._place, ignore_errors=True)
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead: Future[dict[Key, bytes]] | None = None
+
+    def _load(self, path: Any) -> dict[str, Tensor]:
+        return load(path.read_bytes())
+
+    def fault(self, shard: int) -> str:
+        """Return an empty string: a shard elsewhere is checked when it is first read."""
+        return ""
+
+    def expect(self, numbers: Sequence[int], layers: Sequence[int]) -> None:
+        """Wait for the running download, then start to download the named examples that are not cached yet."""
+        keys = [(number, layer) for number in numbers for layer in layers]
+        if all(key in self.kept for key in keys):
+            return
+        self._collect()
+        missing = []
+        for key in keys:
+            if key in self.kept:
+                self.kept[key] = self.kept.pop(key)  # now the last to go
+            else:
+                missing.append(key)
+        if missing:
+            self._ahead = self._thread.submit(self._fetch, missing)
+
+    def _rows(self, number: int, layer: int) -> list[Tensor]:
+        key = (number, layer)
+        if key not in self.kept:
+            self._collect()
+        if key not in self.kept:
+            self._keep(self._fetch([key]))
+        self.kept[key] = self.kept.pop(key)
+        content, begin, rows = bytearray(self._path_of(key).read_bytes()), 0, list[Tensor]()
+        for tensor in self.settings.tensors(layer):
+            count = self.lengths[number] * tensor.width
+            rows.append(torch.frombuffer(content, dtype=tensor.dtype, count=count, offset=begin).view(-1, tensor.width))
+            begin += count * tensor.dtype.itemsize
+        return rows
+
+    # --- what is here
+
+    def _path_of(self, key: Key) -> Path:
+        return self._place / f"{key[0]}.{key[1]}"
+
+    def _collect(self) -> None:
+        """Wait for what is being fetched, and keep it."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            self._keep(ahead.result())
+
+    def _keep(self, contents: Mapping[Key, bytes]) -> None:
+        for key, content in contents.items():
+            with write_errors(self._path_of(key)):
+                self._path_of(key).write_bytes(content)
+            self.kept[key] = len(content)
+            self._is_checked[self._flag(*key)] = 0
+        size = sum(self.kept.values())
+        while size > self.max_bytes and len(self.kept) > 1:
+            oldest = next(iter(self.kept))
+            size -= self.kept.pop(oldest)
+            self._path_of(oldest).unlink()
+
+    # --- what is elsewhere
+
+    def _fetch(self, keys: Sequence[Key]) -> dict[Key, bytes]:
+        """Return these rows of examples. Raise InputError if they cannot be read."""
+        self._fetch_headers(sorted({self._shard_of[number] for number, _ in keys} - self._headers.keys()))
+        contents = self._read([part for key in keys for part in self._parts(key)])
+        count = len(self.settings.tensors(self.settings.layers[0]))
+        whole = [b"".join(parts) for parts in zip(*[iter(contents)] * count, strict=True)]
+        return dict(zip(keys, whole, strict=True))
+
+    def _fetch_headers(self, shards: Sequence[int]) -> None:
+        columns = len(self.settings.layers)
+        sizes = [MAX_HEADER_BYTES + 8 * columns * self.manifest.shards[shard].examples for shard in shards]
+        parts = [Part(shard, 0, size) for shard, size in zip(shards, sizes, strict=True)]
+        for shard, content in zip(shards, self._read(parts, may_end=True), strict=True):
+            header = parse_header(io.BytesIO(content), self.path(shard))
+            if fault := self._header_fault(shard, header, header.end):
+                raise InputError(f"{fault}; {self.repair}")
+            begin, end = header.tensors["crc32"]
+            self._checksums[shard] = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.int64).view(
+                -1, columns
+            )
+            self._headers[shard] = header
+
+    def _parts(self, key: Key) -> Iterator[Part]:
+        """Yield where an example's rows are, one part for each tensor of the layer."""
+        number, layer = key
+        shard, row = self._shard_of[number], self._row_of[number]
+        for tensor in self.settings.tensors(layer):
+            begin = self._headers[shard].tensors[tensor.name][0] + row * tensor.token_bytes
+            yield Part(shard, begin, begin + self.lengths[number] * tensor.token_bytes)
+
+    def _read(self, parts: Sequence[Part], may_end: bool = False) -> list[bytes]:
+        """Return parts of shards, read at the same time where the file system can do that.
+
+        Args:
+            may_end: whether a shard may end before the end of a part.
+        """
+        names = [f"{self.root.rstrip('/')}/{self.manifest.shards[part.shard].file}" for part in parts]
+        begins, ends = [part.begin for part in parts], [part.end for part in parts]
+        with read_errors(self.source):
+            contents = self.files.cat_ranges(names, begins, ends, on_error="return")
+        for part, content in zip(parts, contents, strict=True):
+            path, size = self.path(part.shard), part.end - part.begin
+            with read_errors(path):
+                if isinstance(content, BaseException):
+                    raise content
+            if len(content) > size or (len(content) < size and not may_end):
+                raise InputError(
+                    f"{path}: {len(content):,} bytes came where {size:,} had been asked for: the file is cut, or its "
+                    f"server sends no parts of files; {self.repair}"
+                )
+        return list(contents)

@@ -1,0 +1,120 @@
+"""How the minutes are split."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from eyas.errors import InputError
+from eyas_train.accelerate.plan import (
+    BENCH_QUESTIONS,
+    MOST_PASSES,
+    Plan,
+    Speeds,
+    batch_size,
+    evaluation_prompts,
+    heldout_share,
+    make_plan,
+    training_tokens,
+)
+
+SPEEDS = Speeds(
+    loading_seconds=2.0,
+    rows=8,
+    answer_rate=150.0,
+    answer_tokens=80.0,
+    prompt_tokens=20.0,
+    feature_rate=1500.0,
+    train_rate=500.0,
+    chain_pass_seconds=0.03,
+    plain_rate=60.0,
+)
+
+
+def plan(minutes: float = 30, questions: int = 10**6, **speeds: float) -> Plan:
+    return make_plan(60 * minutes, replace(SPEEDS, **speeds), questions, 512)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("minutes", [3, 10, 60, 600])
+@pytest.mark.parametrize("answer_rate", [20.0, 150.0, 5000.0])
+def test_all_steps_fit_the_time_and_use_it(minutes: float, answer_rate: float) -> None:
+    """Bug: a share is counted twice, or a step's loading is forgotten: the run takes longer than asked,
+    or leaves much of the time unused."""
+    made = plan(minutes, answer_rate=answer_rate)
+    assert 0.8 * 60 * minutes <= made.seconds <= 60 * minutes
+    assert BENCH_QUESTIONS[0] <= made.bench_questions <= BENCH_QUESTIONS[1]
+
+
+def test_slow_answers_are_read_more_often() -> None:
+    """Bug: the number of passes does not follow from the speeds."""
+    slow, fast = plan(answer_rate=15.0), plan(answer_rate=100_000.0)
+    assert 1 <= fast.passes < slow.passes <= MOST_PASSES
+    assert fast.answers > slow.answers
+
+
+def test_the_chosen_passes_teach_most() -> None:
+    """Bug: the plan minimises what it should maximise. A plan with one pass more or less, made by hand
+    for the same time, teaches no more."""
+    made = plan()
+    length = SPEEDS.conversation_tokens
+    once = SPEEDS.answer_tokens / SPEEDS.answer_rate + length / SPEEDS.feature_rate
+    spent = made.answers * (once + made.passes * length / SPEEDS.evaluated_train_rate)
+    for passes in (made.passes - 1, made.passes + 1):
+        answers = int(spent / (once + passes * length / SPEEDS.evaluated_train_rate))
+        other = replace(made, answers=answers, passes=passes, trained_tokens=int(answers * length * passes))
+        assert other.effective_tokens <= 1.01 * made.effective_tokens
+
+
+def test_no_more_answers_than_questions() -> None:
+    """Bug: a plan counts on questions that are not there; with few of them the time goes into passes,
+    up to a limit."""
+    made = plan(questions=100)
+    assert made.answers == 100
+    assert made.passes == MOST_PASSES
+    assert made.trained_tokens == 100 * 100 * MOST_PASSES
+    assert made.seconds < 0.5 * 60 * 30
+
+
+def test_examples_are_cut_at_the_longest() -> None:
+    """Bug: tokens that a training example cannot hold are counted as trained."""
+    long = replace(SPEEDS, answer_tokens=2000.0)
+    made = make_plan(3600, long, 50, 512)
+    assert made.trained_tokens == 50 * 512 * made.passes
+
+
+def test_too_little_time_is_refused_with_a_time_that_suffices() -> None:
+    """Bug: the message names a time that is refused again."""
+    slow = replace(SPEEDS, train_rate=5.0, plain_rate=2.0)
+    with pytest.raises(InputError, match="too few to train") as refused:
+        make_plan(120, slow, 1000, 512)
+    found = re.search(r"at least (\d+) minutes more", str(refused.value))
+    assert found
+    more = int(found[1])
+    assert make_plan(120 + 60 * more, slow, 1000, 512).trained_tokens > 0
+
+
+def test_a_training_reads_its_text_at_least_once_and_not_for_ever() -> None:
+    """Bug: with no time left nothing is trained at all, or little text is read a thousand times."""
+    assert training_tokens(0.0, SPEEDS, 1000) == 1000
+    assert training_tokens(1e9, SPEEDS, 1000) == MOST_PASSES * 1000
+    assert 1000 < training_tokens(10.0, SPEEDS, 1000) < 500 * 10
+
+
+def test_small_trainings_have_small_batches() -> None:
+    """Bug: few tokens in large batches give a handful of updates of the weights."""
+    assert batch_size(10_000, 256) == 256
+    assert batch_size(10_000, 600) >= 600
+    assert batch_size(10**9, 256) == 8192
+    for tokens in (10**5, 10**6, 10**7):
+        assert tokens / batch_size(tokens, 256) >= 150
+
+
+def test_evaluations_and_what_is_held_out() -> None:
+    """Bug: evaluations take more of a short training than the training, or nothing is held out."""
+    assert evaluation_prompts(1e6, SPEEDS) == 16
+    assert evaluation_prompts(1.0, SPEEDS) == 2
+    assert heldout_share(10) == 0.2
+    assert heldout_share(10**6) == 0.02
+    assert 15 <= 200 * heldout_share(200) <= 17

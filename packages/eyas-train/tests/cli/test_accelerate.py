@@ -1,0 +1,217 @@
+"""`eyas accelerate`: bad input, the dry run, a whole run, and runs that were stopped at every step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eyas.adaptive import cost
+from eyas.cli._errors import Interrupted
+from eyas_train.accelerate import prospect
+from eyas_train.accelerate.forecast import forecast
+from eyas_train.accelerate.journal import Journal
+from eyas_train.accelerate.prospect import Prospect
+from eyas_train.accelerate.report import HEADING
+from eyas_train.commands import accelerate, features, train
+from eyas_train.progress import Progress
+
+Run = Callable[..., Any]
+COSTS = cost.Costs(64, (1, 8), (0.01, 0.02), (1, 4), (0.001, 0.001), (0.001, 0.001), 0.0, 0.0)
+STEPS = ("regenerate", "features", "train", "bench")
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    lines = [json.dumps({"prompt": f"what is {i}"}) for i in range(24)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    return tmp_path / "questions.jsonl"
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for seconds in place of measurements, and no costs to be measured for the bench."""
+
+    def look(models: Any, material: Any, methods: Any, seconds: float) -> Prospect:
+        speeds = prospect.Speeds(0.1, 4, 400.0, 6.0, 12.0, 1e4, 1e3, 0.01, 100.0)
+        plan = prospect.Plan(18, 4, 1200, 0.3, 0.2, 2.0, 2.0, 4, 8, 64)
+        limit = prospect.TreeSize(6, 3, 2)
+        expected = forecast(COSTS, limit, prospect.Acceptance(0.4, 0.1))
+        return Prospect(methods[0], "llama", 64, 6, speeds, plan, COSTS, limit, expected)
+
+    monkeypatch.setattr(prospect, "look", look)
+    monkeypatch.setattr(cost, "measure", lambda drafter: COSTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "option --output is missing"),
+        (("--output", "x", "--method", "vanilla"), "--method vanilla: known: eagle3, mtp"),
+        (("--output", "x", "--method", "eagle4"), "did you mean eagle3?"),
+        (("--output", "x", "--data", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
+        (("--output", "x", "--minutes", "0"), "--minutes"),
+        (("--output", "x", "--target", "llama"), "the model is named twice"),
+        (("--output", "x", "--weights", "int8"), "--weights int8: features are read"),
+    ],
+)
+def test_bad_options_are_refused(
+    refused: Callable[..., str], arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Bug: a mistake is noticed after minutes of measuring, or leaves a folder behind."""
+    monkeypatch.chdir(tmp_path)
+    assert message in refused("accelerate", "llama", *arguments)
+    assert not (tmp_path / "x").exists()
+
+
+def test_data_that_cannot_be_used_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Bug: a head is trained on nothing, or plain text is taken for questions."""
+    few, text = tmp_path / "few.jsonl", tmp_path / "book.txt"
+    few.write_text('{"prompt": "why"}\n')
+    text.write_text("Once upon a time.")
+    assert "1 questions are too few" in refused("accelerate", "llama", "--output", tmp_path / "h", "--data", few)
+    assert "is plain text, and has no questions" in refused(
+        "accelerate", "llama", "--output", tmp_path / "h", "--data", text
+    )
+    assert "it is a file" in refused("accelerate", "llama", "--output", few)
+    assert "holds something that this command has not made" in refused("accelerate", "llama", "--output", tmp_path)
+
+
+def test_large_features_are_not_asked_about(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a run whose features are large asks in the middle of the night, or ends where nobody can answer, with the
+    advice to give an option that it does not have."""
+    jobs = list[features.FeatureOptions]()
+    monkeypatch.setattr(features, "make_features", lambda llm, job, options: jobs.append(job))
+    run = accelerate.Run(None, None, tmp_path, None)  # type: ignore[arg-type]
+    run.models = SimpleNamespace(for_training=lambda: None)  # type: ignore[assignment]
+    run.prospect = prospect.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
+    run.features()
+    assert jobs[0].yes
+
+
+def test_every_evaluation_counts_once(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the forecast ignores an evaluation with the same acceptance as the evaluation before it, or a resumed run
+    counts the evaluation in its saved state again, at a later step. The run is killed at step 5; its state is of step 3."""
+    (tmp_path / "work").mkdir()
+    sessions = [[(2, 3.0), (3, 3.0), (4, 3.0), (4, 2.0), (5, 2.0)], [(4, 3.0), (4, 2.0), (5, 2.0), (6, 2.0), (6, 1.0)]]
+    Journal(tmp_path / "work", {}).write(
+        training={"config": {}, "prompts": 4, "effective_tokens": 1200}, evaluations=[]
+    )
+    for shown in sessions:
+
+        def train_head(*of: Any, on_progress: Callable[[Progress], None], shown: Any = shown, **more: Any) -> None:
+            for step, loss in shown:
+                on_progress(Progress(step, 6, 1e-3, 1.0, heldout={"chain tau": 1.0, "loss": loss}))
+
+        monkeypatch.setattr(train, "train_head", train_head)
+        run = accelerate.Run(None, None, tmp_path, Journal(tmp_path / "work", {}))  # type: ignore[arg-type]
+        run.models = SimpleNamespace(for_training=lambda: None)  # type: ignore[assignment]
+        run.prospect = prospect.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
+        run.train()
+    evaluations = Journal(tmp_path / "work", {})["evaluations"]
+    assert [(one["step"], one["loss"]) for one in evaluations] == [(2, 3.0), (4, 2.0), (6, 1.0)]
+
+
+@pytest.mark.exhaustive
+def test_every_step_is_done_once_however_often_the_run_is_stopped(
+    run: Run, questions: Path, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a run that goes on answers, reads or trains again, or skips what was stopped half way. The
+    run is stopped at the beginning of each step, and within it where its work is half done."""
+    done, stop_in = Counter[str](), list[str]()
+
+    def counted(name: str, step: Callable[[Any], None]) -> Callable[[Any], None]:
+        def do(self: Any) -> None:
+            if name in stop_in:
+                raise Interrupted("here")
+            step(self)
+            done[name] += 1
+
+        return do
+
+    for name in STEPS:
+        monkeypatch.setattr(accelerate.Run, name, counted(name, getattr(accelerate.Run, name)))
+    command = ("accelerate", "llama", "--data", questions, "--minutes", 1, "--output", tmp_path / "head")
+    for name in STEPS:
+        stop_in[:] = [name]
+        result = run(*command)
+        assert result.exit_code == 130, (result.output, result.exception)
+    stop_in.clear()
+    result = run(*command, "--json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert done == dict.fromkeys(STEPS, 1)
+    report = json.loads(result.stdout.strip().splitlines()[-1])
+    assert report == json.loads((tmp_path / "head" / "report.json").read_text())
+    assert report["reached"]["equal"] is True
+    assert [step["name"] for step in report["steps"]] == ["measure", *STEPS]
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert card.startswith("# mtp draft head for")
+    again = run(*command)
+    assert again.exit_code == 0
+    assert done == dict.fromkeys(STEPS, 1)
+    assert (tmp_path / "head" / "README.md").read_text() == card
+    assert card.count(HEADING) == 1
+    other = run(*command[:-3], 2, *command[-2:])
+    assert other.exit_code == 2
+    assert "minutes 1.0 there, 2.0 now" in other.stderr
+    answer = run("generate", "--target", "llama", "--draft", tmp_path / "head", "--max-new-tokens", 4, "what is 1")
+    assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.exhaustive
+def test_a_training_that_was_stopped_goes_on(
+    run: Run, questions: Path, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the options of the training follow from the time that is left, so a resumed run is refused,
+    or trains from the start."""
+    from eyas_train import loop
+
+    steps, real = list[int](), loop.train_step
+
+    def stopped(setup: Any, loss: Any, optimizer: Any, state: Any) -> Any:
+        if len(steps) == 7:
+            raise KeyboardInterrupt
+        steps.append(state.step)
+        return real(setup, loss, optimizer, state)
+
+    command = ("accelerate", "llama", "--data", questions, "--minutes", 1, "--output", tmp_path / "head")
+    monkeypatch.setattr(loop, "train_step", stopped)
+    first = run(*command)
+    assert first.exit_code == 130, (first.output, first.exception)
+    assert "step 7 of" in first.stderr
+    assert "the same command goes on from there" in first.stderr
+    monkeypatch.setattr(loop, "train_step", lambda *a: (steps.append(a[3].step), real(*a))[1])
+    second = run(*command)
+    assert second.exit_code == 0, (second.output, second.exception)
+    assert steps == list(range(len(steps)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+def test_a_whole_run_measures_plans_trains_and_reports(run: Run, tmp_path: Path) -> None:
+    """Bug: what is measured does not fit what the steps take. Everything is real here: the trials, the
+    costs, bundled questions, the training in the time that is left."""
+    dry = run("accelerate", "llama", "--kernels", "off", "--minutes", 1.5, "--dry-run", "--json")
+    assert dry.exit_code == 0, (dry.output, dry.exception)
+    planned = json.loads(dry.stdout.strip().splitlines()[-1])
+    assert planned["method"] == "mtp"
+    assert "eagle3 is left out: " in dry.stderr  # this target has four layers
+    assert planned["plan"]["answers"] > 0
+    assert planned["forecast"]["low"] <= planned["forecast"]["speedup"] <= planned["forecast"]["high"]
+    assert "together" in dry.stdout
+    assert "expected of the head: " in dry.stderr
+    assert list(tmp_path.iterdir()) == []
+    head = tmp_path / "head"
+    result = run("accelerate", "llama", "--kernels", "off", "--minutes", 1.5, "--method", "mtp", "--output", head)
+    assert result.exit_code == 0, (result.output, result.exception)
+    report = json.loads((head / "report.json").read_text())
+    assert report["method"] == "mtp"
+    assert report["reached"]["equal"] is True
+    assert report["evaluations"][-1]["forecast"] == report["forecast"]["after"]
+    assert "expected before training" in (head / "README.md").read_text()
+    assert "now expected: " in result.stderr

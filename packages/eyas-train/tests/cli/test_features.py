@@ -1,0 +1,380 @@
+"""`eyas features`, and `eyas train --features`: agreed, resumed, divided, checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import processes
+from eyas.locks import locked_output
+from eyas_train import alpha
+from eyas_train.commands import features
+from eyas_train.data import read
+from eyas_train.store import FeatureStore
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def command(chats: Path, tmp_path: Path) -> tuple[object, ...]:
+    """About ten shards of all layers that an eagle3 head of these three and eagle1 read."""
+    sizes = ("--max-length", 64, "--heldout", 0.005, "--store-dtype", "float32", "--shard-mib", 0.09)
+    return (
+        "features",
+        "--target",
+        "llama",
+        "--data",
+        chats,
+        "--output",
+        tmp_path / "store",
+        "--head.layers",
+        "0,1,2",
+        *sizes,
+    )
+
+
+TRAINING = (
+    "--method",
+    "eagle1",
+    "--steps",
+    3,
+    "--batch-tokens",
+    128,
+    "--warmup-steps",
+    1,
+    "--eval-every",
+    0,
+    "--precision",
+    "float32",
+)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without decoding of held-out prompts, which takes longer than such a training."""
+    monkeypatch.setattr(alpha, "chain_figures", lambda *arguments: None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
+def test_the_same_head_from_either_source(
+    run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, world: Path
+) -> None:
+    """The way of a user: features, a check, a training from them and one from the data: the same
+    examples held out, the same losses."""
+    result = run(*command)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert f"{chats}:6: not JSON" in result.stderr
+    assert "40 examples, " in result.stderr
+    assert "layers 0,1,2,4 of 48 numbers in float32; to be made: " in result.stderr
+    assert "GiB; free there: " in result.stderr
+    assert f"{tmp_path / 'store'} is complete: " in result.stderr.splitlines()[-1]
+    assert "every checksum is right" in run("features", "--output", tmp_path / "store", "--verify").stderr
+    stored, data = (
+        FeatureStore(tmp_path / "store").data(),
+        read(chats, AutoTokenizer.from_pretrained(world / "llama"), max_length=64, heldout=0.005),
+    )
+    assert list(stored.train) == list(data.train)
+    assert list(stored.heldout) == list(data.heldout)
+    assert len(stored.heldout) == 2
+    records = {}
+    for source in (("--features", tmp_path / "store"), ("--data", chats, "--max-length", 64, "--heldout", 0.005)):
+        output = tmp_path / source[0].strip("-")
+        trained = run("train", "--target", "llama", "--output", output, *TRAINING, *source)
+        assert trained.exit_code == 0, (trained.output, trained.exception)
+        records[source[0]] = json.loads((output / "training.json").read_text())
+    disk, online = records["--features"], records["--data"]
+    assert disk["examples"] == online["examples"]
+    assert disk["data"] == online["data"]
+    assert disk["config"] == online["config"]
+    assert disk["heldout"] == pytest.approx(online["heldout"], rel=1e-5)
+    assert disk["features"]["layers"] == [0, 1, 2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
+def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """One of two machines: its part is said, trained from with a note, and the other part completes
+    it without reading the data again."""
+    first = run(*command, "--part", "1/2")
+    shards = len(FeatureStore(tmp_path / "store").manifest.shards)
+    assert f"to be made: {(shards + 1) // 2} of {shards} shards" in first.stderr
+    assert "this part is done; " in first.stderr
+    own = ("--method", "eagle3", "--head.layers", "0,1,2", "--features", tmp_path / "store")
+    trained = run("train", "--target", "llama", "--output", tmp_path / "new", *TRAINING, *own)
+    assert trained.exit_code == 0, trained.output
+    assert "of its 40 examples are there: the same `eyas features` makes the rest" in trained.stderr
+    second = run(*command, "--part", "2/2")
+    assert "is complete" in second.stderr
+    assert "not JSON" not in second.stderr
+    assert run(*command).stderr.count("\n") == 1  # nothing is left to do
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_whole_shards(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, calls = FeatureStore.write_shard, list[int]()
+
+    def interrupted(self: FeatureStore, shard: int, found: Any) -> None:
+        calls.append(shard)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        put(self, shard, found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureStore, "write_shard", interrupted)
+        result = run(*command)
+    assert result.exit_code == 130
+    shards = len(FeatureStore(tmp_path / "store").manifest.shards)
+    assert result.stderr.splitlines()[-1] == (
+        f"eyas: interrupted: 2 of {shards} shards are whole in {tmp_path / 'store'}; the same command goes on"
+    )
+    again = run(*command)
+    assert f"to be made: {shards - 2} of {shards} shards" in again.stderr
+    assert "is complete" in again.stderr
+
+
+@pytest.mark.exhaustive
+def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
+    """Killed as soon as some shards are there: each of them is whole, and the same command makes
+    the rest.
+
+    It is told to write 180 shards; a false alarm needs a machine that writes the rest before this
+    process is woken by the third."""
+    large = [
+        str(world / "llama") if a == "llama" else str(a) for a in (*command, "--shard-mib", 0.02, "--max-length", 40)
+    ]
+    text = (tmp_path / "chat.jsonl").read_text()
+    (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(12)))
+    with processes.started(
+        [sys.executable, "-m", "eyas", *large], True, stderr=subprocess.PIPE, env=processes.environment()
+    ) as process:
+        processes.wait_until(lambda: len(list((tmp_path / "store").glob("shard-*"))) >= 3, process)
+        process.send_signal(signal.SIGKILL)
+    store = FeatureStore(tmp_path / "store")
+    left = len(store.missing())
+    assert 0 < left < len(store.manifest.shards) - 2
+    assert store.verify() == []
+    assert len(store.data().train) > 0
+    again = run(*large)
+    assert again.exit_code == 0, again.output
+    assert f"to be made: {left} of " in again.stderr
+    assert not list((tmp_path / "store").glob(".*.tmp"))
+
+
+@pytest.mark.slow
+def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path) -> None:
+    assert run(*command, "--part", "1/4").exit_code == 0
+    changed = run(*command, "--store-dtype", "bfloat16", "--heldout", 0.3)
+    assert changed.exit_code == 2
+    last = changed.stderr.splitlines()[-1]
+    assert (
+        f"{tmp_path / 'store'} was begun with other settings: dtype float32 there, bfloat16 now; heldout 0.005 there, 0.3 now;"
+        in last
+    )
+    chats.write_text(chats.read_text() + "\n")
+    assert "the data was chat.jsonl, with other contents than now" in run(*command).stderr
+
+
+# --- size ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_much_is_asked_for(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written before the answer; a script has to say --yes."""
+    monkeypatch.setattr(features, "LARGE_GIB", 1e-5)
+    assert "is a lot: give --yes if that is intended" in run(*command).stderr
+    monkeypatch.setattr(features, "_on_terminal", lambda: True)
+    asked = run(*command, stdin="n\n")
+    assert asked.exit_code == 130
+    assert "Write 0.0 GiB into" in asked.stderr
+    assert "nothing was written" in asked.stderr
+    assert not (tmp_path / "store").exists()
+    assert run(*command, "--part", "1/4", stdin="y\n").exit_code == 0
+    assert run(*command, "--yes").exit_code == 0
+
+
+def test_missing_data_is_refused_before_the_target_is_loaded(
+    refused: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a large target was read for minutes, and then the name of a file was wrong."""
+    monkeypatch.setattr(features, "load_target", lambda *_: pytest.fail("loaded"))
+    said = refused("features", "--data", tmp_path / "nowhere.jsonl", "--output", tmp_path / "out")
+    assert "nowhere.jsonl does not exist" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
+    result = run(*command, "--yes")
+    assert result.exit_code == 2
+    assert "GiB does not fit into the 0.00 GiB that are free" in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_workers_divide_the_shards(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of all workers are run here one after the other; then no shard is missing. The
+    target that made the plan is freed before the first worker starts: with several devices it would
+    sit on the first one beside that worker's own."""
+    told: list[list[str]] = []
+    load, models = features.load_target, list[Any]()
+
+    def loaded(*arguments: Any) -> Any:
+        llm = load(*arguments)
+        models.append(weakref.ref(llm.target.model))
+        return llm
+
+    monkeypatch.setattr(features, "load_target", loaded)
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, arguments: list[str], **settings: Any) -> None:
+            assert models[0]() is None
+            told.append(arguments)
+            result = run(*arguments[3:], "--of", os.getppid())
+            assert result.exit_code == 0, result.output
+            assert result.stderr == ""
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    result = run(*command, "--workers", 3, "--device", "cpu,cpu")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "is complete" in result.stderr
+    assert len(told) == 3
+    shards = [int(i) for arguments in told for i in arguments[arguments.index("--only") + 1].split(",")]
+    assert sorted(shards) == list(range(len(FeatureStore(tmp_path / "store").manifest.shards)))
+    assert all(arguments[1:4] == ["-m", "eyas", "features"] for arguments in told)
+
+
+@pytest.mark.slow
+def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """Killed, the first process cannot end the others: they must not go on unseen for days."""
+    assert run(*command, "--part", "1/4").exit_code == 0
+    before = FeatureStore(tmp_path / "store").missing()
+    assert run(*command, "--only", before[0], "--of", os.getppid() + 1).exit_code == 130
+    assert FeatureStore(tmp_path / "store").missing() == before
+
+
+@pytest.mark.slow
+def test_processes_of_one_folder_do_not_refuse_each_other(
+    run: Run, command: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Bug: each worker, and each part, locked the whole folder for a moment when it began, so one of them ended where
+    two did so at once. A part that another process makes is refused."""
+    assert run(*command, "--part", "1/4").exit_code == 0
+    store = tmp_path / "store"
+    missing = FeatureStore(store).missing()
+    with locked_output(store):
+        worker = run(*command, "--only", missing[0], "--of", os.getppid())
+        assert worker.exit_code == 0, worker.output
+        other = run(*command, "--part", "3/4")
+        assert other.exit_code == 0, other.output
+    assert len(FeatureStore(store).missing()) < len(missing) - 1
+    with locked_output(store, "4-4"):
+        refused = run(*command, "--part", "4/4")
+    assert refused.exit_code == 2
+    assert f"{store} is being written by process {os.getpid()} on " in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said which, why and how to go on; the others finish, however much they say. (Real
+    processes, but of another program.)"""
+    chatty = "import sys; sys.stderr.write('warning\\n' * 100_000); sys.exit('eyas: error: no space left')"
+    silent = "raise SystemExit(3)"
+    popen, count = (
+        subprocess.Popen,
+        iter(("import os; os.kill(os.getpid(), 9)", chatty, chatty, "pass", silent, "pass")),
+    )
+
+    def start(arguments: list[str], **settings: Any) -> Any:
+        return popen([sys.executable, "-c", next(count)], **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    result = run(*command, "--workers", 2)
+    assert result.exit_code == 2
+    shards = len(FeatureStore(tmp_path / "store").manifest.shards)
+    assert result.stderr.splitlines()[-1] == (
+        f"eyas: error: worker 1 of 2: ended by signal 9; 0 of {shards} shards are whole; run the same command again, it goes on"
+    )
+    assert "eyas: error: worker 1 of 2: no space left; 0 of" in run(*command, "--workers", 2).stderr
+    assert "eyas: error: worker 1 of 2: ended with status 3; 0 of" in run(*command, "--workers", 2).stderr
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no data": (("features", "--output", "o"), "option --data is missing"),
+    "nothing to verify": (("features", "--output", "o", "--verify"), "holds no features"),
+    "a part of nothing": (("--part", "3/2"), "--part is like 2/4"),
+    "layers that are words": (("--layers", "last"), "--layers are whole numbers"),
+    "layers outside": (("--layers", "0,5"), "--layers are from 0 to 4"),
+    "an unknown method": (("--method", "eagle9"), "unknown method 'eagle9'"),
+    "a method without a net": (("--method", "eagle3,vanilla"), "vanilla has nothing to train"),
+    "an unknown option": (("--method", "eagle1"), "unknown option 'head.layers'"),
+    "too few layers": (("--head.layers", "auto"), "name layers with --head.layers"),
+    "small batches": (("--batch-tokens", 16), "batch_tokens is 16, the longest example"),
+    "no tokenizer": (("--target", "bare"), "no tokenizer"),
+    "no such device": (("--device", "tpu9,tpu8"), "device 'tpu9' cannot be used"),
+    "two sources": (
+        ("train", "--data", "chat.jsonl", "--features", "store", "--output", "o"),
+        "give only one of --data and --features",
+    ),
+    "no features": (("train", "--features", "./nowhere", "--output", "o"), "'nowhere' holds no features"),
+}
+
+
+@pytest.mark.quick("a part of nothing", "nothing to verify", "no data")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str) -> None:
+    arguments, words = BAD[name]
+    result = run(*arguments) if arguments[0] in ("features", "train") else run(*command, *arguments)
+    assert result.exit_code == 2, (result.output, result.exception)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("eyas: error: ")
+    assert words in last
+
+
+@pytest.mark.slow
+def test_what_cannot_be_trained_is_refused(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """By name: layers that are not there, other lengths, another tokenizer."""
+    assert run(*command[:7], "--method", "eagle1", "--max-length", 64).exit_code == 0
+    train = ("train", "--target", "llama", "--output", tmp_path / "new", *TRAINING, "--features", tmp_path / "store")
+    missing = run(*train, "--method", "eagle3", "--head.layers", "0,1,2")
+    assert missing.stderr.splitlines()[-1].endswith("make features with `eyas features --layers 0,1,2,4`")
+    assert "was made with max_length 64, so it cannot be 32" in run(*train, "--max-length", 32).stderr
+    held = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    held["tokenizer"]["chat template"] = "0" * 64
+    del held["sha256"]
+    held["sha256"] = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()  # as if it had been made so
+    (tmp_path / "store" / "manifest.json").write_text(json.dumps(held))
+    assert "was made with another tokenizer" in run(*train).stderr

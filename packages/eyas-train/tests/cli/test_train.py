@@ -1,0 +1,337 @@
+"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by
+two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import processes
+from eyas import checkpoints
+from eyas.locks import locked_output
+from eyas_train import loop
+from eyas_train.dist import SingleProcess
+from eyas_train.state import load_values, saved_states
+
+pytestmark = pytest.mark.slow
+
+Run = Callable[..., Any]
+# options of eagle3
+OWN = {"--ttt.steps": 2, "--head.layers": "0,2,3", "--tree.nodes": 8, "--tree.depth": 3, "--tree.branch": 3}
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[object, ...]:
+    """Six steps of training a head of EAGLE-3."""
+    chats = [[("user", f"what is {i}"), ("assistant", f"it is the number {i}")] for i in range(30)]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
+    (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
+    sizes = (
+        "--steps",
+        6,
+        "--batch-tokens",
+        128,
+        "--max-length",
+        128,
+        "--warmup-steps",
+        1,
+        "--eval-every",
+        0,
+        "--save-every",
+        1,
+    )
+    paths = ("--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "new")
+    return ("train", *paths, *(part for option in OWN.items() for part in option), "--lr", 1e-3, *sizes)
+
+
+def without(command: tuple[object, ...], *options: str) -> tuple[object, ...]:
+    """The command without these options and their values."""
+    return tuple(
+        part for i, part in enumerate(command) if part not in options and (i == 0 or command[i - 1] not in options)
+    )
+
+
+def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    result = run(*command)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert f"{tmp_path / 'chat.jsonl'}:6: not JSON" in result.stderr
+    assert "1 of 31 lines cannot be used" in result.stderr
+    assert f"{tmp_path / 'new'} holds the head of step" in result.stderr.splitlines()[-1]
+    assert "0-alpha" in result.stderr
+    record = json.loads((tmp_path / "new" / "training.json").read_text())
+    assert (record["method"], record["steps"], record["config"]["lr"]) == ("eagle3", 6, 1e-3)
+    assert {"0-alpha", "chain tau", "tau"} <= set(record["heldout"])
+    assert record["data"]["files"] == ["chat.jsonl"]
+    assert len(record["data"]["sha256"]) == 64
+    used = run(
+        "generate",
+        "--target",
+        "llama",
+        "--draft",
+        tmp_path / "new",
+        "hello",
+        "--max-new-tokens",
+        8,
+        "--tree",
+        "fixed",
+        "--json",
+    )
+    assert used.exit_code == 0
+    assert used.stderr == ""
+    assert json.loads(used.stdout)["method"] == "eagle3"
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "`ttt.steps` 2" in card
+    assert f"| longest sequence that it was trained on | {record['trained_length']} tokens |" in card
+
+
+def test_an_older_method(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    result = run(*without(command, *OWN), "--method", "eagle1", "--steps", 2)
+    assert result.exit_code == 0, (result.output, result.exception)
+    used = run("generate", "--target", "llama", "--draft", tmp_path / "new", "hello", "--max-new-tokens", 8, "--json")
+    assert json.loads(used.stdout)["method"] == "eagle2"
+
+
+@pytest.mark.exhaustive
+def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """The most frequent tokens that count, of the training examples; another head's stays when
+    training begins with it; and it belongs to the state, so that a resumed run finds the very
+    same."""
+    assert run(*command, "--head.draft-vocab", 8, "--steps", 2).exit_code == 0
+    weights = checkpoints.load(tmp_path / "new")
+    drafted = set(weights.tensors["draft_ids"].tolist())
+    letter = {character: 7 + ord(character) - 32 for character in " theinumbr"}  # of the tokenizer in conftest.py
+    assert len(drafted) == weights.config["draft_vocab_size"] == 8
+    assert {letter[c] for c in " tei"} | {2} <= drafted <= set(letter.values()) | {2, *range(7 + 16, 7 + 26)}
+    assert (
+        f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |"
+        in (tmp_path / "new" / "README.md").read_text()
+    )
+    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    assert run(*other, "--init", tmp_path / "new", "--steps", 2).exit_code == 0
+    assert set(checkpoints.load(tmp_path / "more").tensors["draft_ids"].tolist()) == drafted
+    refused = run(*other, "--steps", 2, "--head.layers", "0,2,3")
+    assert refused.exit_code == 2
+    assert "draft vocabulary or embeddings of the head" in refused.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
+    """A head that was trained with a sliding window sees whole examples here: published with its
+    window, it would be served otherwise than it was trained. And no flag of a window passes that
+    would do nothing."""
+    assert run(*command, "--steps", 2).exit_code == 0
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    (tmp_path / "new" / "config.json").write_text(
+        json.dumps({**config, "use_sliding_window": True, "sliding_window": 8})
+    )
+    assert checkpoints.load(tmp_path / "new").config["window"] == 8
+    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    trained = run(*other, "--init", tmp_path / "new", "--steps", 2)
+    assert trained.exit_code == 0, trained.output
+    assert "was trained with a window of 8; here it sees whole examples" in trained.stderr
+    assert checkpoints.load(tmp_path / "more").config["window"] is None
+    refused = run(*other, "--init", tmp_path / "new", "--window.sink", 1)
+    assert refused.exit_code == 2
+    assert (
+        "window.sink: this head was trained with a window of 8, without sinks; give --window.size too" in refused.stderr
+    )
+
+
+@pytest.mark.exhaustive
+def test_interrupted_and_resumed_is_the_same_head(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the third step; the same command goes on, to the same bits as without it."""
+    assert run(*command).exit_code == 0
+    whole = load_file(tmp_path / "new" / "model.safetensors")
+    train_step = loop.train_step
+
+    def interrupted(setup: Any, loss_function: Any, optimizer: Any, state: Any) -> Any:
+        figures = train_step(setup, loss_function, optimizer, state)
+        if state.step == 3:
+            raise KeyboardInterrupt
+        return figures
+
+    other = tuple(tmp_path / "other" if part == tmp_path / "new" else part for part in command)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", interrupted)
+        result = run(*other)
+    assert result.exit_code == 130
+    assert f"eyas: interrupted: step 3 of 6 is saved in {tmp_path / 'other'}; the same command goes on" in result.stderr
+    resumed = run(*other)
+    assert resumed.exit_code == 0
+    assert "resumed at step 3 of 6" in resumed.stderr
+    again = load_file(tmp_path / "other" / "model.safetensors")
+    assert all(bool((again[name] == value).all()) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [
+        (2, "eyas: interrupted: step 2 of 6 is saved in {}; the same command goes on from there"),
+        (0, "eyas: interrupted: no step is saved; the same command begins again"),
+    ],
+)
+def test_a_step_that_ctrl_c_has_cut_off_is_not_told(
+    every: int, said: str, run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a second Ctrl-C within an update of the weights, which is not saved, was told as the step that is."""
+    update, calls = torch.optim.AdamW.step, []
+
+    def step(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return update(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    result = run(*without(command, "--save-every"), "--save-every", every)
+    assert result.exit_code == 130, (result.output, result.exception)
+    assert result.stderr.splitlines()[-1] == said.format(tmp_path / "new")
+
+
+@pytest.mark.exhaustive
+def test_two_processes_one_is_killed_and_one_goes_on(
+    run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
+) -> None:
+    """torchrun, kill -9 of the second process in the middle: everything ends, with one line of ours
+    among torchrun's, and the same command goes on from the last state without torchrun. Steps are
+    slowed by saving each; sixty take seconds, the kill follows the first."""
+    whole = [*command, "--accumulation", 2, "--steps", 60, "--device", "cpu"]
+    arguments = [str(world / "llama") if part == "llama" else str(part) for part in whole]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "eyas",
+        *arguments,
+    ]
+    environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
+    with processes.started(launcher, env=environment, stderr=subprocess.PIPE, text=True) as agent:
+        processes.wait_until(lambda: bool(saved_states(tmp_path / "new")), agent)
+        ranks = {child.environ().get("RANK"): child for child in psutil.Process(agent.pid).children(recursive=True)}
+        ranks["1"].kill()
+        _, said = processes.finish(agent)
+    assert agent.returncode != 0
+    assert f"Signal {int(signal.SIGKILL)} (SIGKILL) received" in said
+    lines = [line for line in said.splitlines() if line.startswith("eyas: error: ")]
+    assert all("another process of this run has ended; the state of step" in line for line in lines), lines
+    assert len(lines) <= 1
+    step = load_values(saved_states(tmp_path / "new")[-1], SingleProcess())["step"]
+    assert 0 < step < 60
+    result = run(*whole)
+    assert result.exit_code == 0, result.output
+    assert f"resumed at step {step} of 60" in result.stderr
+    assert json.loads((tmp_path / "new" / "training.json").read_text())["processes"] == 1
+
+
+def agent(port: int, world: Path, command: tuple[object, ...]) -> list[str]:
+    """The command line of one machine's torchrun, as deploy/slurm/train.sbatch has it."""
+    machines = ("--nnodes", 2, "--nproc-per-node", 1, "--local-addr", "127.0.0.1")
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job")
+    arguments = (world / "llama" if part == "llama" else part for part in command)
+    launcher = (sys.executable, "-m", "torch.distributed.run", *machines, *meeting)
+    return [str(part) for part in (*launcher, "-m", "eyas", *arguments)]
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.exhaustive
+def test_two_machines_train_what_one_process_does(
+    run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
+) -> None:
+    """Guards against machines that train apart: two of torchrun's agents, which have only an address in common, end
+    with the losses and the head of one process, up to the rounding of sums."""
+    whole = (*command, "--accumulation", 2, "--device", "cpu", "--log-every", 1)
+    port = processes.unused_port()
+    environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
+    with ExitStack() as running:
+        agents = [
+            running.enter_context(
+                processes.started(agent(port, world, whole), env=environment, stderr=subprocess.PIPE, text=True)
+            )
+            for _ in range(2)
+        ]
+        said = [processes.finish(one)[1] for one in agents]
+    assert [one.returncode for one in agents] == [0, 0], "\n".join(said)
+    alone = tuple(tmp_path / "alone" if part == tmp_path / "new" else part for part in whole)
+    assert run(*alone).exit_code == 0
+    records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("new", "alone")]
+    assert [record["processes"] for record in records] == [2, 1]
+    losses, expected = (losses_of(tmp_path / name) for name in ("new", "alone"))
+    assert len(losses) == 6
+    assert losses == pytest.approx(expected, rel=1e-4)
+    head = load_file(tmp_path / "new" / "model.safetensors")
+    for name, values in load_file(tmp_path / "alone" / "model.safetensors").items():
+        torch.testing.assert_close(head[name], values, rtol=1e-3, atol=1e-5, msg=name)
+
+
+BAD = {
+    "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: dflash"),
+    "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
+    "a head that is as it is": (("--init", "head"), "--init names a finished head: leave --head.layers out"),
+    "a tracker that is not there": (
+        ("--log", "wandb"),
+        "log: wandb is not installed: pip install wandb, or leave it out",
+    ),
+    "an unknown tracker": (("--log", "tensorbord"), "log knows tensorboard and wandb"),
+    "nothing to recompute": (
+        ("--method", "eagle1", "--checkpointing"),
+        "checkpointing: the method eagle1 keeps too little",
+    ),
+    "an impossible rate": (("--lr", -1), "lr must be 0 or more; got -1.0"),
+    "an unknown schedule": (("--schedule", "linaer"), "--schedule"),
+    "two lengths": (("--epochs", 2), "steps and epochs each say how long"),
+    "broken betas": (("--betas", "0.9;0.95"), "not a list of numbers"),
+    "no data": (("--data", "./nowhere.jsonl"), "./nowhere.jsonl does not exist"),
+    "an output that is a file": (("--output", "chat.jsonl"), "cannot write"),
+    "no head to begin with": (
+        ("--method", "eagle1", "--init", "./nowhere"),
+        "draft head ./nowhere: there is no such folder",
+    ),
+    "an option of another method": (("--method", "eagle1", "--tree.nodes", 4), "unknown option 'tree.nodes'"),
+    "no tokenizer": (("--target", "bare"), "no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(run: Run, command: tuple[object, ...], name: str, tmp_path: Path) -> None:
+    arguments, words = BAD[name]
+    given = [tmp_path / a if a == "chat.jsonl" else a for a in arguments]
+    result = run(*(without(command, *OWN) if "--method" in arguments else command), *given)
+    assert result.exit_code == 2, (result.output, result.exception)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("eyas: error: ")
+    assert words in last
+
+
+def test_a_busy_output_is_refused_before_the_target_is_read(
+    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second training read the target and the data, for minutes, before it was refused."""
+    monkeypatch.setattr("eyas_train.commands.train.load_target", lambda *_: pytest.fail("the target was read"))
+    folder = Path(str(command[command.index("--output") + 1]))
+    folder.mkdir(exist_ok=True)
+    with locked_output(folder):
+        result = run(*command)
+    assert result.exit_code == 2, result.output
+    assert f"{folder} is being written by process {os.getpid()} on " in result.stderr

@@ -1,0 +1,454 @@
+"""Which tokens count, which lines are refused and how, and that batches are a function of (seed, epoch)."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
+
+from chat_data import (
+    CHATML,
+    DEFAULT_SYSTEM,
+    FORGETFUL,
+    FORGETFUL_MARKED,
+    INSTRUCT,
+    MARKED,
+    MARKED_CONTENT,
+    MARKED_NEWLINE,
+    STRICT,
+    THINKING,
+    TWO,
+    byte_level,
+    counted_texts,
+    merging,
+    metaspace,
+    one,
+    tokenizer_with,
+    turns,
+    write,
+)
+from eyas.errors import InputError, OptionError
+from eyas.text import render
+from eyas_train.data import Batches, Example, Examples, Report, data_hash, read
+
+NESTLING = Path(__file__).parents[5] / "shared" / "models" / "nestling"
+
+# --- which tokens count --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [byte_level, merging, metaspace])
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_CONTENT, MARKED_NEWLINE, INSTRUCT])
+def test_exactly_the_replies_with_their_end_of_turn_count(tmp_path: Path, template: str, make: Any) -> None:
+    """Guards marks without the end-of-turn token (it would never be learnt), the newline after it
+    (nobody generates it), counted headers, and offsets that do not begin where a token's text
+    begins (trimmed spaces, a space put before the text)."""
+    tokenizer = tokenizer_with(template, make)
+    example = one(tmp_path, tokenizer, TWO)
+    end = "</s>" if template is INSTRUCT else "<|im_end|>"
+    assert [said.strip() for said in counted_texts(tokenizer, example)] == [f"fine thanks{end}", f"how are you{end}"]
+    assert example.ids == tokenizer.apply_chat_template(TWO, return_dict=True)["input_ids"]
+
+
+def test_marks_agree_with_those_of_transformers(tmp_path: Path) -> None:
+    """Where transformers' own mask is right, ours is the same."""
+    tokenizer = tokenizer_with(MARKED)
+    theirs = tokenizer.apply_chat_template(TWO, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+    assert any(theirs)
+    assert one(tmp_path, tokenizer, TWO).counted == [bool(m) for m in theirs]
+
+
+@pytest.mark.parametrize("template", [MARKED, MARKED_CONTENT, CHATML])
+@pytest.mark.parametrize("content", ["fine ", " fine", "fïne ☕", "a  b\n\n", "日本", "x"])
+def test_spaces_and_wide_characters_at_the_edges(tmp_path: Path, template: str, content: str) -> None:
+    """A reply that ends with a space once made everything after it count: its last character has no
+    token of its own where offsets are trimmed. Characters of several tokens share one offset."""
+    tokenizer = tokenizer_with(template, merging)
+    texts = counted_texts(tokenizer, one(tmp_path, tokenizer, turns("hi", content, "hi", "ok")))
+    assert len(texts) == 2
+    assert texts[0].lstrip() == content.lstrip() + "<|im_end|>"
+    assert texts[1] == "ok<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, FORGETFUL_MARKED])
+def test_a_template_that_rewrites_earlier_turns_counts_the_last_reply_only(tmp_path: Path, template: str) -> None:
+    """In the whole text an earlier reply follows no reasoning; the model never generated it there.
+    Seen per conversation: one without reasoning is not rewritten and counts whole (with prefixes;
+    those marks are on the last reply anyway)."""
+    tokenizer = tokenizer_with(template)
+    reasoned = turns("hi", "<think>greet</think>hello", "more", "<think>end</think>bye", "left over")
+    data = read(write(tmp_path, {"messages": reasoned}), tokenizer)
+    assert counted_texts(tokenizer, data.train[0]) == ["<think>end</think>bye<|im_end|>"]
+    assert data.report.last_only == 1
+    assert "rewrites earlier turns" in str(data.report)
+    plain = read(write(tmp_path, {"messages": turns("hi", "hello", "more", "bye")}), tokenizer)
+    assert counted_texts(tokenizer, plain.train[0]) == (
+        ["hello<|im_end|>", "bye<|im_end|>"] if template is FORGETFUL else ["bye<|im_end|>"]
+    )
+    assert plain.report.last_only == 0
+
+
+def test_an_opening_that_replies_lack(tmp_path: Path) -> None:
+    """Openings of thinking models end with <think>: the reply still begins after the part of the
+    opening that is there."""
+    tokenizer = tokenizer_with(THINKING)
+    data = read(write(tmp_path, {"messages": TWO}, {"messages": TWO[:2]}), tokenizer, heldout=0)
+    assert [counted_texts(tokenizer, example) for example in data.train] == [
+        ["how are you<|im_end|>"],
+        ["fine thanks<|im_end|>"],
+    ]
+    assert data.report.last_only == 1
+
+
+def test_replies_in_a_row_and_a_reply_before_any_question(tmp_path: Path) -> None:
+    """A reply that opens the conversation counts like the others. With prefixes it once did not,
+    without a word: a template may write a default system text before it, so the prompt of no
+    messages is no prefix."""
+    messages = [{"role": "assistant", "content": "welcome"}, *TWO[:2], {"role": "assistant", "content": "and more"}]
+    replies = ["welcome<|im_end|>", "fine thanks<|im_end|>", "and more<|im_end|>"]
+    for template in (CHATML, DEFAULT_SYSTEM, MARKED):
+        tokenizer = tokenizer_with(template)
+        assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages)) == replies
+        assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages[:1])) == replies[:1]
+
+
+@pytest.mark.skipif(not NESTLING.exists(), reason="the model is not beside this checkout")
+def test_nestling(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(NESTLING)
+    example = one(tmp_path, tokenizer, TWO)
+    assert counted_texts(tokenizer, example) == ["fine thanks<|end|>", "how are you<|end|>"]
+    unmarked = AutoTokenizer.from_pretrained(NESTLING)
+    unmarked.chat_template = unmarked.chat_template.replace("{% generation %}", "{% if true %}").replace(
+        "{% endgeneration %}", "{% endif %}"
+    )
+    assert one(tmp_path, unmarked, TWO) == example
+
+
+# --- forms of a file -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_form_of_a_conversation_is_the_same_example(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    names = {"user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in TWO]
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TWO]
+    lines = [{"messages": TWO}, {"conversations": TWO}, {"id": "x", "conversations": sharegpt}, {"messages": parts}]
+    data = read(write(tmp_path, *lines), tokenizer, heldout=0)
+    assert len(data.train) == 4
+    assert all(example == data.train[0] for example in data.train)
+
+
+def test_compressed_array_and_marked_files(tmp_path: Path) -> None:
+    """A .gz by its first bytes, a JSON array as ShareGPT is published, a byte-order mark, blank lines."""
+    tokenizer = tokenizer_with(CHATML)
+    plain = write(tmp_path, {"messages": TWO}, "", {"messages": TWO[:2]})
+    packed, array = tmp_path / "chat.jsonl.gz", tmp_path / "array.json"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    array.write_text(json.dumps([{"messages": TWO}, {"messages": TWO[:2]}], indent=1))
+    marked, marked_array = tmp_path / "marked.jsonl", tmp_path / "marked.json"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    marked_array.write_bytes(b"\xef\xbb\xbf" + array.read_bytes())
+    expected = list(read(plain, tokenizer, heldout=0).train)
+    for file in (packed, array, marked, marked_array):
+        assert list(read(file, tokenizer, heldout=0).train) == expected
+    assert len(read([plain, packed], tokenizer, heldout=0).train) == 4
+
+
+NAMES = ["chats.jsonlines", "train.jsonl-00000-of-00004", "part-00000", "chats.jsonl.1", "chats.txt", "chats"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conversations_by_another_name(tmp_path: Path, name: str) -> None:
+    """Parts of a data set, rotated files and other endings: the JSON was trained as text, the user's words with it."""
+    tokenizer, lines = tokenizer_with(CHATML), [{"messages": TWO}, {"conversations": TWO[:2]}]
+    expected = read(write(tmp_path, *lines), tokenizer, heldout=0).train
+    file = write(tmp_path, *lines, name=name)
+    packed, array, marked = tmp_path / f"packed-{name}", tmp_path / f"array-{name}", tmp_path / f"marked-{name}"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    array.write_text(json.dumps(lines, indent=1))
+    marked.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    for form in (file, packed, array, marked):
+        assert list(read(form, tokenizer, heldout=0).train) == list(expected), form
+    other = write(tmp_path, {"text": "a web page"}, {"text": "another"}, name=name)
+    with pytest.raises(InputError, match='no list "messages"'):
+        read(other, tokenizer, heldout=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1}\nis JSON, they say', "{\n", "[1] A footnote.\nMore.", "{{ braces }}\n{{ again }}", "[", '"messages"'],
+)
+def test_plain_text_that_looks_like_json(tmp_path: Path, text: str) -> None:
+    """A text stays a text: its first two lines are not both JSON objects."""
+    file = write(tmp_path, text, "and so on, for a while", name="a.txt")
+    (example,) = read(file, tokenizer_with(None), heldout=0).train
+    assert all(example.counted)
+
+
+def test_the_same_examples_on_every_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates of Llama 3, Granite and gpt-oss write today's date: the examples were others on the next day, and the same
+    command could not go on. What is served has the date of its day."""
+    dated = "<|im_start|>system\n{{ strftime_now('%d %b %Y') }}, {{ strftime_now( \"%A\" ) }}<|im_end|>\n" + CHATML
+    tokenizer, file, found, served = tokenizer_with(dated), write(tmp_path, {"messages": TWO}), [], []
+    for day in (27, 28):
+        monkeypatch.setattr(chat_template_utils, "datetime", _at(day))
+        found.append(list(read(file, tokenizer, heldout=0).train))
+        served.append(tokenizer.decode(render(tokenizer, TWO[:1])))
+    assert found[0] == found[1]
+    assert "01 Jan 2026, Thursday" in tokenizer.decode(found[0][0].ids)
+    assert ["27 Nov 2026, Friday" in served[0], "28 Nov 2026, Saturday" in served[1]] == [True, True]
+
+
+def _at(day: int) -> type[datetime]:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2026, 11, day, 12)
+
+    return Clock
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces;
+    everything counts."""
+    tokenizer = tokenizer_with(None)
+    file = write(
+        tmp_path,
+        "first one",
+        "on two lines<|endoftext|>second",
+        "<|endoftext|>",
+        "<|endoftext|>",
+        "0123456789" * 3,
+        name="a.txt",
+    )
+    data = read(file, tokenizer, heldout=0, max_length=23)
+    assert [tokenizer.decode(example.ids) for example in data.train] == [
+        "first one\non two lines",
+        "second",
+        ("0123456789" * 3)[:23],
+        "3456789",
+    ]
+    assert all(all(example.counted) for example in data.train)
+    whole = write(tmp_path, "no mark at all", name="b.txt")
+    assert tokenizer.decode(read(whole, tokenizer, heldout=0).train[0].ids) == "no mark at all"
+
+
+# --- bad lines -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{broken", r"not JSON .* repair or drop the line"),
+        ("[" * 100_000, r"JSON"),
+        ("3", r"not a JSON object"),
+        ({"text": "hi"}, r'no list "messages" or "conversations"'),
+        ({"messages": "hi"}, r'no list "messages"'),
+        ({"messages": []}, r"no assistant's turn"),
+        ({"messages": TWO[:1]}, r"no assistant's turn"),
+        ({"messages": ["hi"]}, r"message 1 must be a dict"),
+        (
+            {"messages": [*TWO, {"role": "asistant", "content": "x"}]},
+            r"message 5 has the unknown role 'asistant'; did you mean assistant",
+        ),
+        ({"messages": [*TWO, {"content": "x"}]}, r'message 5 has no "role"'),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r'"role" of message 1 must be a string'),
+        ({"messages": [{"role": "user", "content": None}]}, r'"content" of message 1 must be a string'),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            r"part 1 of message 1 is of type 'image': only parts of text are read here",
+        ),
+        ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
+        ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]}, r"Unicode"),
+    ],
+)
+def test_a_bad_line_is_reported_and_reading_goes_on(tmp_path: Path, line: Any, said: str) -> None:
+    """One clear line with the file, the number and what to do; the good lines around it are read."""
+    file = write(tmp_path, {"messages": TWO}, line, {"messages": TWO})
+    data = read(file, tokenizer_with(STRICT), max_length=200, heldout=0)
+    assert len(data.train) == 2
+    assert (data.report.lines, data.report.bad) == (3, 1)
+    (problem,) = data.report.problems
+    assert problem.startswith(f"{file}:2: ")
+    assert "\n" not in problem
+    assert re.search(said, problem), problem
+
+
+UNREADABLE = {
+    "a number of 5,000 digits": '{"messages": [], "by": ' + "9" * 5000 + "}",
+    "half a number": '{"messages": -}',
+}
+if sys.version_info < (3, 14):  # whose parser reads these
+    UNREADABLE["60,000 brackets"] = "[" * 60_000 + "]" * 60_000
+    UNREADABLE["60,000 brackets inside"] = '{"messages": ' + "[" * 60_000 + "]" * 60_000 + "}"
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_json_that_python_cannot_read(tmp_path: Path, name: str) -> None:
+    """A ValueError that is no JSONDecodeError, and a RecursionError, ended the whole reading: the
+    line is reported, the rest goes on."""
+    file = write(tmp_path, {"messages": TWO}, UNREADABLE[name], {"messages": TWO[:2]})
+    data = read(file, tokenizer_with(CHATML), heldout=0)
+    assert (len(data.train), data.report.bad) == (2, 1)
+    (problem,) = data.report.problems
+    assert problem.startswith(f"{file}:2: ")
+    assert problem.endswith("; repair or drop the line")
+    assert len(problem) < 300
+    array = write(tmp_path, f"[{UNREADABLE[name]}]", name="chat.json")
+    with pytest.raises(
+        InputError, match=r"chat\.json: a JSON array with an error \(.*\); repair it, or write one conversation a line"
+    ):
+        read(array, tokenizer_with(CHATML))
+
+
+def test_bytes_that_are_no_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_bytes(json.dumps({"messages": TWO}).encode() + b'\n{"messages": "\xff"}\n')
+    (problem,) = read(file, tokenizer_with(CHATML), heldout=0).report.problems
+    assert problem == f"{file}:2: not UTF-8 at byte 14; save the file as UTF-8 or drop the line"
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    with pytest.raises(InputError, match=r"none of its 2 lines can be used; the first: .*:1: not JSON"):
+        read(write(tmp_path, "{", "["), tokenizer)
+    with pytest.raises(InputError, match="is empty"):
+        read(write(tmp_path, "", ""), tokenizer)
+    with pytest.raises(InputError, match="does not exist"):
+        read(tmp_path / "missing.jsonl", tokenizer)
+    with pytest.raises(InputError, match="is a folder"):
+        read(tmp_path, tokenizer)
+    with pytest.raises(InputError, match="no chat template"):
+        read(write(tmp_path, {"messages": TWO}), tokenizer_with(None))
+    for damage in (slice(None, -9), slice(None, 20)):
+        broken = tmp_path / "chat.jsonl.gz"
+        broken.write_bytes(gzip.compress(json.dumps({"messages": TWO}).encode() * 50)[damage])
+        with pytest.raises(InputError, match="cannot be read"):
+            read(broken, tokenizer)
+    with pytest.raises(InputError, match="array"):
+        read(write(tmp_path, "[{}", name="x.json"), tokenizer)
+    with pytest.raises(InputError, match="tokens, at least 3 are needed"):
+        read(write(tmp_path, "a", name="x.txt"), tokenizer)
+
+
+def test_options() -> None:
+    for options in ({"max_length": 2}, {"heldout": 1.0}, {"heldout": -0.1}):
+        with pytest.raises(OptionError):
+            read("nowhere", tokenizer_with(CHATML), **options)
+
+
+# --- truncation, split, hash ---------------------------------------------------------------------------------------------------------
+
+
+def test_truncation(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    whole = one(tmp_path, tokenizer, TWO)
+    data = read(write(tmp_path, {"messages": TWO}), tokenizer, max_length=60)
+    assert data.train[0] == Example(whole.ids[:60], whole.counted[:60])
+    assert data.report.truncated == 1
+    assert data.report.tokens == 60
+    assert data.report.counted_tokens == sum(whole.counted[:60])
+
+
+@pytest.mark.slow
+def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
+    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash:
+    deterministic)."""
+    tokenizer = tokenizer_with(CHATML)
+    lines = [{"messages": turns(f"question {i}", f"answer {i}")} for i in range(400)]
+
+    def sides(*lines: Any) -> tuple[set[str], set[str]]:
+        data = read(write(tmp_path, *lines), tokenizer, heldout=0.1)
+        return {tokenizer.decode(e.ids) for e in data.train}, {tokenizer.decode(e.ids) for e in data.heldout}
+
+    train, heldout = sides(*lines)
+    assert 20 < len(heldout) < 60
+    assert not train & heldout
+    assert sides(*lines[::-1], *lines[:50]) == (train, heldout)
+    few_train, few_heldout = sides(*lines[:200])
+    assert few_train <= train
+    assert few_heldout <= heldout
+    assert [len(side) for side in sides(*lines[:2])] == [1, 1]
+    assert [len(side) for side in sides(*lines[:1])] == [1, 0]
+
+
+def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "one", name="a"), write(tmp_path, "two", name="b")
+    assert data_hash(a) == hashlib.sha256(a.read_bytes()).hexdigest()
+    assert data_hash([a, b]) != data_hash([b, a])
+    file = write(tmp_path, {"messages": TWO})
+    assert read(file, tokenizer_with(CHATML)).sha256 == data_hash(file)
+
+
+def test_every_line_is_told(tmp_path: Path) -> None:
+    seen: list[int] = []
+    read(
+        write(tmp_path, {"messages": TWO}, "{", {"messages": TWO}),
+        tokenizer_with(CHATML),
+        on_line=lambda report: seen.append(report.lines),
+    )
+    assert seen == [1, 2, 3]
+    assert str(Report()) == "0 examples, 0 tokens, 0 of them counted"
+
+
+# --- batches -------------------------------------------------------------------------------------------------------------------------
+
+
+def some(*lengths: int) -> Examples:
+    examples = Examples()
+    for length in lengths:
+        examples.append(Example(list(range(1, length + 1)), [i >= length // 2 for i in range(length)]))
+    return examples
+
+
+def test_batches_hold_everything_once_and_fit() -> None:
+    lengths = [3 + (7 * i) % 61 for i in range(500)]
+    batches = Batches(some(*lengths), 256, seed=3)
+    for epoch in (0, 1, None):
+        plan = batches.plan(epoch)
+        assert sorted(i for batch in plan for i in batch) == list(range(500))
+        sizes = [len(batch) * max(lengths[i] for i in batch) for batch in plan]
+        assert max(sizes) <= 256
+        assert sum(lengths) / sum(sizes) > 0.8  # of what is computed is not padding
+
+
+def test_batches_are_a_function_of_seed_and_epoch() -> None:
+    examples = some(*[3 + i % 40 for i in range(200)])
+    plan = Batches(examples, 128, seed=1).plan(5)
+    assert plan == Batches(examples, 128, seed=1).plan(5)
+    assert plan != Batches(examples, 128, seed=1).plan(6)
+    assert plan != Batches(examples, 128, seed=2).plan(5)
+    assert Batches(examples, 128, seed=1).plan(None) == Batches(examples, 128, seed=2).plan(None)
+
+
+def test_examples_are_packed_end_to_end() -> None:
+    batches = Batches(some(3, 5), 64)
+    tokens, counted, documents = batches.load([0, 1])
+    assert tokens.tolist() == [1, 2, 3, 1, 2, 3, 4, 5]
+    assert counted.tolist() == [False, False, True, False, False, True, True, True], (
+        "nothing foresees the first two tokens of each"
+    )
+    assert documents.lengths == (3, 5)
+    assert batches.tokens([0, 1]) == 8
+
+
+def test_an_example_that_fits_no_batch() -> None:
+    with pytest.raises(OptionError, match="batch_tokens is 4, the longest example has 5 tokens"):
+        Batches(some(3, 5), 4)
+
+
+def test_examples_are_a_sequence() -> None:
+    examples = some(3, 4, 5)
+    assert [len(e.ids) for e in examples] == [3, 4, 5]
+    assert examples[-1] == examples[2]
+    assert examples[1:] == [examples[1], examples[2]]
+    with pytest.raises(IndexError):
+        examples[3]

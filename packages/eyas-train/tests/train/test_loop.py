@@ -1,0 +1,724 @@
+"""The loop on a method and a target of the tests' own: exact resumption, interrupts, bad numbers,
+what is left in the folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+import eyas
+from eyas import checkpoints
+from eyas.drafters.vanilla import Method as Vanilla
+from eyas.errors import EyasError, FitError, InputError, OptionError
+from eyas.targets.fingerprints import fingerprint
+from eyas_train import loop, setup
+from eyas_train import state as state_files
+from eyas_train.config import TrainConfig
+from eyas_train.data import Batches
+from eyas_train.loop import TrainResult, train
+from eyas_train.progress import Progress, bar
+from eyas_train.reporter import Reporter
+from eyas_train.state import saved_states
+from processes import wait_until
+from train import real, toy
+from train.states import read_state
+from train.together import CONTEXT
+from train.toy import Toy, ToyTarget, run
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_toy_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are in another order with another number of threads; the toy's heads have no published format."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(checkpoints, "save", toy.save_toy)
+
+
+def state(folder: Path) -> dict[str, Any]:
+    return read_state(folder)
+
+
+def leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """All tensors and values of a state, except the time it took."""
+    if isinstance(value, dict):
+        return {
+            key: leaf
+            for k, inner in value.items()
+            if k != "seconds"
+            for key, leaf in leaves(inner, f"{name}/{k}").items()
+        }
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return leaves(dict(enumerate(value)), name)
+    return {name: value.tolist() if isinstance(value, Tensor) else value}
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in entry.items() if name != "seconds"} for entry in entries]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bit by bit: weights, optimiser, best head, place in the data, log, published head."""
+    left, right = leaves(state(a)), leaves(state(b))
+    left.pop("/config/save_every"), right.pop("/config/save_every")
+    assert left == right
+    assert log(a) == log(b)
+    heads = toy.load_toy(a), toy.load_toy(b)
+    assert heads[0].keys() == heads[1].keys()
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+class Stop:
+    """Raises KeyboardInterrupt after a step, as a second Ctrl-C does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, now: Progress) -> None:
+        if now.step == self.step and not now.note:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "save", toy.save_toy)
+        torch.set_num_threads(1)
+        run(folder)
+    return folder
+
+
+# --- it trains -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_loss_falls_and_the_best_head_is_in_the_folder(tmp_path: Path) -> None:
+    drafter, told = Toy(), list[Progress]()
+    outcome = run(tmp_path, drafter, more=told.append, steps=60, eval_every=10)
+    heldout = [entry["heldout"]["loss"] for entry in log(tmp_path) if "heldout" in entry]
+    assert len(heldout) == 6
+    assert min(heldout) < 0.8 * heldout[0]
+    assert outcome.heldout["loss"] == min(heldout)
+    assert outcome.step == outcome.steps == 60
+    assert not outcome.interrupted
+    assert outcome.best_step == 10 * (1 + heldout.index(min(heldout)))
+    head = toy.load_toy(tmp_path)
+    assert all(torch.equal(value, head[name]) for name, value in drafter.net.state_dict().items())
+    assert not drafter.net.training
+    steps = [now.step for now in told if not now.note]
+    assert steps == list(range(1, 61))
+    assert {"loss", "0-alpha"} <= set(told[-1].heldout)
+
+
+@pytest.mark.slow
+def test_the_best_is_kept_when_later_heads_are_worse(tmp_path: Path) -> None:
+    """A learning rate that wrecks the net after a while: the head of the best evaluation stays, in
+    the folder and in the net."""
+    drafter, heads = Toy(), dict[float, dict[str, Tensor]]()
+
+    def watch(now: Progress) -> None:
+        if "held-out" in now.note:
+            heads[now.heldout["loss"]] = {name: value.clone() for name, value in drafter.net.state_dict().items()}
+
+    outcome = run(tmp_path, drafter, more=watch, lr=0.5, steps=12, eval_every=1)
+    assert outcome.best_step < 12
+    assert outcome.heldout["loss"] == min(heads)
+    assert all(torch.equal(value, heads[min(heads)][name]) for name, value in toy.load_toy(tmp_path).items())
+    assert all(torch.equal(value, heads[min(heads)][name]) for name, value in drafter.net.state_dict().items())
+
+
+def test_patience_ends_a_run(tmp_path: Path) -> None:
+    outcome = run(tmp_path, lr=0.5, steps=60, eval_every=1, patience=3)
+    assert outcome.step < 60
+    assert outcome.step == outcome.best_step + 3
+    assert run(tmp_path, lr=0.5, steps=60, eval_every=1, patience=3).step == outcome.step  # and stays ended
+
+
+def test_nothing_held_out(tmp_path: Path) -> None:
+    """Then the last weights are the head."""
+    drafter = Toy()
+    outcome = run(tmp_path, drafter, heldout=0, steps=4)
+    assert (outcome.best_step, dict(outcome.heldout)) == (4, {})
+    assert all(torch.equal(value, state(tmp_path)["net"][name]) for name, value in toy.load_toy(tmp_path).items())
+
+
+def test_figures_of_the_caller(tmp_path: Path) -> None:
+    """n-alpha from real decoding comes from outside; it is logged, shown and recorded, with the net
+    in eval mode."""
+    modes = []
+
+    def evaluate(drafter: Any) -> dict[str, float]:
+        modes.append(drafter.net.training)
+        return {"1-alpha": 0.5 + len(modes) / 100}
+
+    outcome = run(tmp_path, steps=4, eval_every=2, evaluate=evaluate)
+    assert modes == [False, False]
+    assert [entry["heldout"]["1-alpha"] for entry in log(tmp_path) if "heldout" in entry] == [0.51, 0.52]
+    assert outcome.heldout["1-alpha"] in (0.51, 0.52)
+
+
+def test_accumulation_is_one_large_batch(tmp_path: Path) -> None:
+    """Batches are weighted by their counted tokens: the gradient of two at once is the gradient of
+    their union.
+
+    All examples in one batch of 40 x 16 or in several: the same first update up to rounding."""
+    torch.manual_seed(0)
+    whole, parts = Toy(), Toy()
+    for drafter in (whole, parts):
+        drafter.net.eval()
+        drafter.net.train = lambda mode=True, net=drafter.net: net  # type: ignore[method-assign,assignment,misc]  # no dropout, no noise
+    batches = len(Batches(toy.examples(), 160).plan(0))
+    assert batches > 2
+    first = {"steps": 1, "warmup_steps": 0, "log_every": 1}
+    run(tmp_path / "whole", whole, batch_tokens=1000, accumulation=1, **first)
+    run(tmp_path / "parts", parts, batch_tokens=160, accumulation=batches, **first)
+    torch.testing.assert_close(log(tmp_path / "whole")[0]["loss"], log(tmp_path / "parts")[0]["loss"])
+    torch.testing.assert_close(log(tmp_path / "whole")[0]["grad_norm"], log(tmp_path / "parts")[0]["grad_norm"])
+
+
+@pytest.mark.slow
+def test_bf16_autocast_keeps_float32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Toy()
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "has_bf16", lambda device: True)  # torch emulates it where the CPU has none
+        run(tmp_path, drafter, precision="bf16", steps=3)
+    assert all(value.dtype == torch.float32 for value in drafter.net.state_dict().values())
+    run(tmp_path / "plain", precision="float32", steps=3)
+    assert log(tmp_path)[0]["loss"] != log(tmp_path / "plain")[0]["loss"]
+    assert log(tmp_path)[0]["loss"] == pytest.approx(log(tmp_path / "plain")[0]["loss"], rel=0.02)
+
+
+def test_half_precision_weights_are_trained_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 a step of 1e-4 of a weight rounds to nothing. The head that is published has its
+    own dtype again, half as large."""
+    drafter = Toy()
+    drafter.net.bfloat16()
+    run(tmp_path, drafter, steps=3)
+    assert all(value.dtype == torch.float32 for value in state(tmp_path)["net"].values())
+    assert all(value.dtype == torch.bfloat16 for value in drafter.net.state_dict().values())
+    head = toy.load_toy(tmp_path)
+    assert all(
+        head[name].dtype == torch.bfloat16 and torch.equal(head[name], value)
+        for name, value in drafter.net.state_dict().items()
+    )
+
+
+def test_the_process_keeps_its_own_random_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    run(tmp_path, steps=3)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_bf16_without_instructions_for_it_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated bf16 is several times slower than float32: what was asked for is not done, and said;
+    auto says nothing."""
+    notes: list[str] = []
+    monkeypatch.setattr(setup, "has_bf16", lambda device: False)
+    for precision in ("float32", "bf16", "auto"):
+        run(tmp_path / precision, more=lambda now: notes.append(now.note), precision=precision, steps=3)
+    assert [note for note in notes if "bfloat16" in note] == [
+        "torch multiplies no faster in bfloat16 than in float32 on this cpu: training in float32"
+    ]
+    assert log(tmp_path / "bf16") == log(tmp_path / "auto") == log(tmp_path / "float32")
+    assert json.loads((tmp_path / "bf16" / "training.json").read_text())["precision"] == "float32"
+
+
+@pytest.mark.quick("1")
+@pytest.mark.parametrize("step", [1, 3, 5, 11])
+def test_a_resumed_run_is_the_undisturbed_run(tmp_path: Path, undisturbed: Path, step: int) -> None:
+    """Same bits of weights, optimiser, best head and log, whether interrupted at an evaluation,
+    beside one, or across epochs."""
+    first = run(tmp_path, more=Stop(step))
+    assert first.interrupted
+    assert (first.step, state(tmp_path)["step"]) == (step, step)
+    second = run(tmp_path, Toy(seed=5))  # other first weights: they come from the state
+    assert (second.step, second.interrupted) == (12, False)
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_resuming_from_an_old_state_repeats_what_came_after(tmp_path: Path, undisturbed: Path) -> None:
+    """Saved every 5 steps and ended at 8 without warning: the log and the best head of steps 6 to 8
+    are made again, not twice."""
+
+    class CrashError(Exception):
+        pass
+
+    def crash(now: Progress) -> None:
+        if now.step == 8 and not now.note:
+            raise CrashError
+
+    with pytest.raises(CrashError):
+        run(tmp_path, more=crash, save_every=5)
+    assert state(tmp_path)["step"] == 5
+    assert log(tmp_path)[-1]["step"] == 8
+    run(tmp_path, save_every=5)
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.cover
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 6, 12])
+@pytest.mark.parametrize("written", [False, True])
+def test_an_evaluation_that_dies_loses_no_step(
+    tmp_path: Path, undisturbed: Path, step: int, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended without warning in the evaluation, before or after its line of the log: the step is
+    kept, the line is not there twice, and the best head, the weights and the log are those of an
+    undisturbed run. The first, a middle and the last evaluation."""
+    evaluate, write = loop.evaluate_heldout, Reporter.write
+
+    class CrashError(Exception):
+        pass
+
+    def evaluate_and_crash(setup: Any, at: int, more_figures: Any) -> Any:
+        if at == step:
+            raise CrashError
+        return evaluate(setup, at, more_figures)
+
+    def write_and_crash(self: Reporter, line: Any) -> None:
+        write(self, line)
+        if self.state.step == step and "heldout" in line:
+            raise CrashError
+
+    with monkeypatch.context() as patch:
+        if written:
+            patch.setattr(Reporter, "write", write_and_crash)
+        else:
+            patch.setattr(loop, "evaluate_heldout", evaluate_and_crash)
+        with pytest.raises(CrashError):
+            run(tmp_path)
+    assert (state(tmp_path)["step"], state(tmp_path)["evaluated_step"]) == (step, step - 3)
+    assert (log(tmp_path)[-1]["step"], "heldout" in log(tmp_path)[-1]) == (
+        step if written or step % 2 == 0 else step - 1,
+        written,
+    )
+    drafter = Toy()
+    outcome = run(tmp_path, drafter)
+    assert outcome.step == 12
+    assert drafter.losses == 2 * (12 - step)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def killed(process: Any) -> None:
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "it was over before the kill; make it slower"
+
+
+@pytest.mark.slow
+def test_killed_ten_times_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
+    """kill -9, wherever it hits, ten times in one run; what is there is whole and the end has the
+    same bits. The moments are random, the result is not: no false alarm. No process does more steps
+    than it is told to, and all together fewer than the run's twelve.
+    """
+
+    def changed(name: str) -> int:
+        path = saved_states(tmp_path)[-1] if name == "state" and saved_states(tmp_path) else tmp_path / name
+        try:
+            return path.stat().st_mtime_ns
+        except FileNotFoundError:  # not there yet; or it was the newest state a moment ago
+            return 0
+
+    def has_changed(name: str, before: int) -> Callable[[], bool]:
+        return lambda: changed(name) != before
+
+    for number in range(10):
+        awaited = "state" if number % 3 == 0 else "log.jsonl"  # it has done a step; it has loaded what there is
+        before = changed(awaited)
+        process = CONTEXT.Process(target=toy.slow_run, args=(str(tmp_path), 0.06, 2 if number == 3 else 1))
+        process.start()
+        wait_until(has_changed(awaited, before), process)
+        time.sleep(random.uniform(0, 0.1))
+        killed(process)
+    assert 4 <= state(tmp_path)["step"] < 12
+    run(tmp_path)
+    assert_same_run(tmp_path, undisturbed)
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_real_head_killed_at_a_random_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with eagle3, once: its draft vocabulary, its steps, its head in the published format."""
+    monkeypatch.undo()
+    real.head_run("eagle3", tmp_path / "whole")
+    process = CONTEXT.Process(target=real.slow_head_run, args=("eagle3", str(tmp_path / "parts"), 0.2))
+    process.start()
+    wait_until(lambda: bool(saved_states(tmp_path / "parts")), process)
+    time.sleep(random.uniform(0, 0.6))
+    killed(process)
+    assert state(tmp_path / "parts")["step"] < 6
+    real.head_run("eagle3", tmp_path / "parts")
+    assert leaves(state(tmp_path / "parts")) == leaves(state(tmp_path / "whole"))
+    heads = [checkpoints.load(tmp_path / name) for name in ("whole", "parts")]
+    assert heads[0].config == heads[1].config
+    assert all(torch.equal(value, heads[1].tensors[name]) for name, value in heads[0].tensors.items())
+
+
+@pytest.mark.slow
+def test_starting_anew_forgets_the_old_run(tmp_path: Path, undisturbed: Path) -> None:
+    run(tmp_path, lr=0.1)
+    run(tmp_path, resume=False)
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    run(tmp_path)
+    drafter = Toy()
+    outcome = run(tmp_path, drafter)
+    assert drafter.losses == 0
+    assert outcome.step == 12
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    run(tmp_path, steps=2, warmup_steps=1)
+    with pytest.raises(
+        OptionError, match=r"lr 0\.01 there, 0\.02 now; .*betas \[0\.9, 0\.95\] there, \[0\.9, 0\.99\] now"
+    ) as told:
+        run(tmp_path, steps=2, warmup_steps=1, lr=0.02, betas=(0.9, 0.99))
+    assert "\n" not in str(told.value)
+    with pytest.raises(OptionError, match="other target model"):
+        run(tmp_path, Toy(target=ToyTarget(seed=1)), steps=2, warmup_steps=1)
+    config = TrainConfig(**{**toy.CONFIG, "steps": 2, "warmup_steps": 1})
+    with pytest.raises(OptionError, match="other training or held-out examples"):
+        train(Toy(), toy.examples(41), toy.examples(6, 1), config, tmp_path)
+    other = Toy()
+    other.net = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match="state-2-2 holds no state of this optimizer"):
+        run(tmp_path, other, steps=2, warmup_steps=1)
+    run(tmp_path, steps=2, warmup_steps=1, save_every=7, log_every=3)  # how often it saves is free
+
+
+def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
+    run(tmp_path, steps=2, warmup_steps=1)
+    for file in saved_states(tmp_path)[-1].iterdir():
+        whole = file.read_bytes()
+        for damaged in (whole[: len(whole) // 2], b"", b"not a state at all"):
+            file.write_bytes(damaged)
+            with pytest.raises(InputError, match=r"state-2-2 is damaged .*delete it"):
+                run(tmp_path, steps=2, warmup_steps=1)
+        file.write_bytes(whole)
+
+
+# --- interrupts and bad numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_caller_can_end_it(tmp_path: Path) -> None:
+    """As a signal does: Ray's processes get theirs in another thread."""
+    asked = iter(range(12))
+    config = TrainConfig(**{**toy.CONFIG, "save_every": 0})
+    outcome = train(Toy(), toy.examples(), [], config, tmp_path, stop=lambda: next(asked) == 3)
+    assert (outcome.step, outcome.interrupted, state(tmp_path)["step"]) == (3, True, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path, number: signal.Signals) -> None:
+    """A signal in the middle of a step: the step is finished, the state saved, and the handler of
+    before is back."""
+    before, drafter, notes = signal.getsignal(number), Toy(), list[str]()
+    plain = drafter.loss
+
+    def loss(batch: Any, generator: Any = None) -> Any:
+        if drafter.losses == 9:
+            os.kill(os.getpid(), number)
+        return plain(batch, generator)
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    outcome = run(tmp_path, drafter, more=lambda now: notes.append(now.note))
+    assert (outcome.interrupted, outcome.step) == (True, 5)
+    assert "stopping after this step; Ctrl-C again stops at once" in notes
+    assert signal.getsignal(number) is before
+    run(tmp_path)
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_an_interrupt_inside_a_step_saves_the_step_before(tmp_path: Path, undisturbed: Path) -> None:
+    drafter = Toy()
+    plain = drafter.loss
+
+    def loss(batch: Any, generator: Any = None) -> Any:
+        if drafter.losses == 9:
+            raise KeyboardInterrupt
+        return plain(batch, generator)
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    assert run(tmp_path, drafter, save_every=0).step == 4
+    assert state(tmp_path)["step"] == 4
+    run(tmp_path, save_every=0)
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_an_interrupt_inside_the_update_keeps_the_last_whole_state(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the weights changed: that must never be saved."""
+    update, calls = torch.optim.AdamW.step, []
+
+    def step(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 9:
+            self.param_groups[0]["params"][0].data.zero_()
+            raise KeyboardInterrupt
+        return update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
+        assert run(tmp_path, save_every=3).interrupted
+    assert state(tmp_path)["step"] == 6
+    run(tmp_path, save_every=3)
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_an_interrupt_when_the_state_is_complete(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a state that had its name already was saved once more, and the second one could not get that name."""
+    sync, calls = state_files.sync_folder, []
+
+    def interrupted(folder: Path) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        sync(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_files, "sync_folder", interrupted)
+        assert run(tmp_path).interrupted
+    assert [path.name for path in tmp_path.glob("*state-*")] == ["state-4-3"]
+    run(tmp_path)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_not_in_the_main_thread(tmp_path: Path) -> None:
+    """Python refuses signal handlers there; training goes on without."""
+    found: list[TrainResult] = []
+    thread = threading.Thread(target=lambda: found.append(run(tmp_path, steps=3)))
+    thread.start()
+    thread.join()
+    assert found[0].step == 3
+
+
+def test_nan_stops_and_keeps_the_last_good_state(tmp_path: Path) -> None:
+    drafter = Toy()
+    drafter.bad_from = 14  # two losses a step: step 8 is bad
+    with pytest.raises(
+        EyasError, match=r"NaN or infinite at step 8: start again with a lower lr; the state of step 6 stays in "
+    ) as told:
+        run(tmp_path, drafter, save_every=3)
+    assert "\n" not in str(told.value)
+    assert state(tmp_path)["step"] == 6
+    assert all(value.isfinite().all() for value in state(tmp_path)["net"].values())
+    assert all(value.isfinite().all() for value in toy.load_toy(tmp_path).values())
+
+
+def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
+    drafter = Toy()
+
+    def wreck(now: Progress) -> None:
+        if now.step == 4 and not now.note:
+            next(drafter.net.parameters()).data.fill_(float("inf"))
+
+    with pytest.raises(EyasError, match="NaN or infinite"):
+        run(tmp_path, drafter, more=wreck)
+    assert state(tmp_path)["step"] == 3
+
+
+def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of before stays, and nothing half written."""
+    write, calls = HuggingFaceStorageWriter.write_data, list[int]()
+
+    def full(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
+    with pytest.raises(InputError, match=r"cannot write .*state-3-0: no space left; free some and resume"):
+        run(tmp_path)
+    assert state(tmp_path)["step"] == 2
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(InputError, match="cannot write"):
+            run(folder)
+
+
+def test_out_of_memory_names_the_batch(tmp_path: Path) -> None:
+    drafter = Toy()
+
+    def loss(batch: Any, generator: Any = None) -> Any:
+        raise torch.OutOfMemoryError("of the device")
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(FitError, match=r"batch of \d+ tokens; lower batch_tokens \(now 48\)"):
+        run(tmp_path, drafter)
+
+
+def test_out_of_memory_in_an_evaluation_keeps_the_step(tmp_path: Path) -> None:
+    """The caller's figures come from decoding, which needs memory of its own: it is said, in one
+    line, and the step is there."""
+
+    def evaluate(drafter: Any) -> dict[str, float]:
+        raise torch.OutOfMemoryError("of the device")
+
+    with pytest.raises(
+        FitError, match=r"^out of memory while held-out prompts were decoded; the state of step 3 stays in "
+    ) as told:
+        run(tmp_path, evaluate=evaluate)
+    assert "\n" not in str(told.value)
+    assert state(tmp_path)["step"] == 3
+
+
+def test_what_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="vanilla has nothing to train"):
+        train(Vanilla(Toy().target), toy.examples(), [], TrainConfig(), tmp_path)
+    with pytest.raises(InputError, match="no training examples"):
+        train(Toy(), [], [], TrainConfig(), tmp_path)
+
+
+# --- records -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_beside_the_weights(tmp_path: Path) -> None:
+    config = TrainConfig(**toy.CONFIG)
+    train(Toy(), toy.examples(), toy.examples(6, 1), config, tmp_path, about={"data_sha256": "abc"})
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["data_sha256"] == "abc"
+    assert record["target"] == {"name": "toy", "fingerprint": fingerprint(toy.ToyTarget())}
+    assert record["config"]["lr"] == 1e-2
+    assert record["seed"] == 0
+    assert record["steps"] == record["step"] == 12
+    assert record["versions"]["eyas"] == eyas.__version__
+    assert record["versions"]["torch"] == torch.__version__
+    assert [entry["step"] for entry in record["losses"]] == [3, 6, 9, 12]
+    assert record["tokens"] == state(tmp_path)["tokens"] > 0
+    assert record["seconds"] > 0
+    assert record["command"]
+    card = (tmp_path / "README.md").read_text()
+    assert "# toy draft head for toy" in card
+    assert "| 0-alpha |" in card
+    assert "--method toy" in card
+
+
+@pytest.mark.slow
+def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
+    for terminal in (True, False):
+        screen = io.StringIO()
+        with bar(Console(file=screen, force_terminal=terminal, width=200)) as show:
+            run(tmp_path / str(terminal), more=show, steps=6)
+        assert "held-out loss" in screen.getvalue()
+        assert "0-alpha" in screen.getvalue()
+        assert "6/6" in screen.getvalue()
+
+
+# --- options -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"lr": float("nan")}, "lr must be 0 or more; got nan"),
+        ({"min_lr_share": 1.5}, "min_lr_share is a share"),
+        ({"heldout": 1.0}, "heldout must leave something"),
+        ({"betas": (0.9, 1.0)}, "betas are two numbers"),
+        ({"steps": 0}, "steps must be a whole number, 1 or more; got 0"),
+        ({"steps": 2.5}, "steps must be a whole number"),
+        ({"steps": True}, "steps must be a whole number"),
+        ({"epochs": 0}, "epochs must be above 0"),
+        ({"schedule": "cosin"}, "schedule is unknown; did you mean cosine"),
+        ({"precision": "fp16"}, "precision is unknown"),
+        ({"optimizer": "adam"}, "optimizer is unknown; did you mean adamw"),
+        ({"parallel": "fsdp2"}, "parallel is unknown; did you mean fsdp"),
+        ({"log": "tensorboard,wand"}, "log knows tensorboard and wandb; got 'tensorboard,wand'"),
+        ({"steps": 5, "epochs": 1.0}, "steps and epochs each say how long"),
+        ({"steps": 5, "minutes": 1.0}, "steps and minutes each say how long"),
+        ({"minutes": 0.0}, "minutes must be above 0"),
+        ({"batch_tokens": 100}, "batch_tokens is 100, less than one example of max_length 2048"),
+        ({"clip": -1.0}, "clip must be 0 or more"),
+        ({"accumulation": 0}, "accumulation must be a whole number, 1 or more"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        TrainConfig(**options)
+
+
+def test_the_length_of_a_run() -> None:
+    batches = Batches(toy.examples(), 48, seed=0)
+    epoch = [len(batches.plan(e)) for e in range(3)]
+    base = {"batch_tokens": 48, "max_length": 16}
+    assert TrainConfig(**base).total_steps(batches) == epoch[0]
+    assert TrainConfig(**base, epochs=2.5).total_steps(batches) == epoch[0] + epoch[1] + round(0.5 * epoch[2])
+    assert TrainConfig(**base, epochs=2.0, accumulation=100).total_steps(batches) == 1
+    assert TrainConfig(**base, steps=7).total_steps(batches) == 7
+    first = batches.tokens(batches.plan(0)[0])
+    assert TrainConfig(**base, tokens=first).total_steps(batches) == 1
+    assert TrainConfig(**base, tokens=first + 1).total_steps(batches) == 2
+    with pytest.raises(OptionError, match="warmup_steps is 7, the whole training has 7 steps"):
+        TrainConfig(**base, steps=7, warmup_steps=7).total_steps(batches)
+
+
+def test_minutes_end_a_run_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the schedule of a run whose number of steps nobody knows: each step takes a second of a clock of the test's
+    own, so a third of a minute is about 20 steps, and the learning rate has fallen to its least share in the last ones."""
+    seconds = 0.0
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            nonlocal seconds
+            seconds += 1e-6  # no two readings are equal
+            return seconds
+
+    def tick(now: Progress) -> None:
+        nonlocal seconds
+        seconds += 1.0
+
+    monkeypatch.setattr(state_files, "time", Clock)
+    outcome = run(tmp_path, more=tick, steps=None, minutes=1 / 3, lr=1.0, warmup_steps=0, eval_every=0, log_every=1)
+    assert (outcome.step, outcome.steps, outcome.interrupted) == (20, 20, False)
+    rates = [line["lr"] for line in log(tmp_path) if "lr" in line]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.2 < 0.9 < rates[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"), [("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("constant", 1.0, 1.0)]
+)
+def test_the_learning_rate(schedule: Any, middle: float, last: float) -> None:
+    config = TrainConfig(lr=1.0, schedule=schedule, warmup_steps=10, min_lr_share=0.1)
+    assert [config.lr_at(step, 110) for step in (0, 4, 9)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])
+    assert config.lr_at(10, 110) == pytest.approx(1.0)
+    assert config.lr_at(60, 110) == pytest.approx(middle)
+    assert config.lr_at(110, 110) == pytest.approx(last)
+    assert TrainConfig().lr_at(0, 10) == 5e-4  # too short for a warm-up

@@ -26,7 +26,7 @@ from eyas.runners import with_fastest_runner
 from reference import SAMPLINGS, run
 from test_lossless import make
 
-SOURCE = Path(eyas.__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = ("bfloat16", "float16", "float64", "meta")
 MAKERS = {"empty", "zeros", "ones", "rand", "randn", "eye", "linspace"}
 PROMPT = list(range(3, 43))
@@ -139,7 +139,7 @@ def test_new_tensors_name_their_dtype() -> None:
     """Guards the rest of the source: who makes floats says which. Weights of a net, directly inside nn.Parameter,
     follow the default as torch's own do: nets are made under `plain_defaults`."""
     silent = []
-    for file in sorted(SOURCE.rglob("*.py")):
+    for file in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         weights = {
             id(argument)
@@ -148,7 +148,7 @@ def test_new_tensors_name_their_dtype() -> None:
             for argument in node.args
         }
         silent += [
-            f"{file.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)[:60]}"
+            f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)[:60]}"
             for node in ast.walk(tree)
             if isinstance(node, ast.Call)
             and ast.unparse(node.func) in {f"torch.{maker}" for maker in MAKERS}

@@ -107,7 +107,7 @@ def test_long(): pass
 def test_what_runs_and_what_is_said(options: tuple[str, ...], passed: int, further: str, tmp_path: Path) -> None:
     """Bugs: a command runs other cases than it says; nobody learns that some were left out, with several processes
     above all, of which only the first one writes."""
-    hooks = (TESTS / "conftest.py").read_text().partition("from tiers import")[2].partition(")")[0]
+    hooks = (TESTS.parent / "conftest.py").read_text().partition("from tiers import")[2].partition(")")[0]
     (tmp_path / "conftest.py").write_text(f"from tiers import{hooks})\n")
     (tmp_path / "test_a.py").write_text(PROGRAM)
     marks = "cover\nquick\nslow\nlong\nexhaustive".replace("\n", "\n ")

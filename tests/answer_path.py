@@ -1,0 +1,37 @@
+"""What one answer passes: the files of eyas whose functions run for it. `tests/test_house.py` runs this in a process.
+
+The embedded model with its best head, a fixed tree and without compiled kernels, so that every machine passes
+the same files.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import eyas
+
+FOLDER = str(Path(eyas.__file__).resolve().parent)
+
+
+def main() -> None:
+    """Print the number of files, and of their lines."""
+    llm = eyas.load(tree="fixed", kernels="off")
+    passed: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(FOLDER):
+            passed.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        llm.generate("Hi, how are you?", max_new_tokens=12)
+    finally:
+        sys.setprofile(None)
+    lines = sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in passed)
+    print(len(passed), lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -100,14 +100,14 @@ peers: $(STAMP) ## eyas beside the engines of `make interop`, on an idle machine
 	@echo "==> runs/peers.py"
 	@$(BIN)/python runs/peers.py --output docs/results/peers.json $(ARGS)
 
-wheels: ## the two distributions, eyas and eyas-tiny, into dist/: wheels and sources
+wheels: ## every distribution, eyas, eyas-tiny and those of packages/, into dist/: wheels and sources
 	@test -x .venv-wheels/bin/pip || $(PYTHON) -m venv .venv-wheels
 	@.venv-wheels/bin/python -m pip install --disable-pip-version-check --quiet build
-	@rm -rf dist build tiny/build
-	@for folder in tiny .; do echo "==> building $$folder"; .venv-wheels/bin/python -m build --outdir dist $$folder >build.log 2>&1 || \
+	@rm -rf dist build tiny/build packages/*/build
+	@for folder in tiny packages/* .; do echo "==> building $$folder"; .venv-wheels/bin/python -m build --outdir dist $$folder >build.log 2>&1 || \
 	  { cat build.log; exit 1; }; done; rm -f build.log; ls -l dist
 
-wheel-test: wheels ## what dist/ holds, and both wheels in an empty environment: eyas doctor, generate and demo (minutes; installs torch again)
+wheel-test: wheels ## what dist/ holds, and the wheels in an empty environment: eyas alone, then the others (minutes; installs torch again)
 	@echo "==> runs/wheel_test.py"
 	@.venv-wheels/bin/python runs/wheel_test.py $(ARGS)
 
@@ -134,8 +134,8 @@ format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff format $(LINT)
 
 clean: ## remove the environment, caches and builds (results in out/ stay)
-	rm -rf .venv .venv-clients .venv-scale $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels .venv-docs build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info
-	find src tests runs -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-clients .venv-scale $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-wheels .venv-docs build dist src/eyas.egg-info tiny/build tiny/eyas_tiny.egg-info packages/*/build packages/*/src/*.egg-info
+	find src tests runs packages -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml tiny/pyproject.toml $(wildcard packages/*/pyproject.toml) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

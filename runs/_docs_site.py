@@ -7,7 +7,6 @@ docs/ become links to these pages, or plain words where the site has no such pag
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -27,6 +26,7 @@ REFERENCE = {
     "core.drafter": "the interface of methods",
     "core.tree": "draft trees",
     "core.verify": "which tokens are accepted",
+    "drafters.tools": "parts of methods",
     "checkpoints": "heads",
     "metrics": "figures",
     "tiny": "the embedded model",
@@ -35,13 +35,19 @@ REFERENCE = {
 PICTURES = ROOT / "docs" / "pictures" / "methods"  # runs/draw_tree.py --methods
 
 
-def methods() -> dict[str, str]:
-    """Every method's name and the first line of its file's docstring."""
-    files = sorted((ROOT / "src" / "eyas" / "drafters").glob("[a-z]*.py"))
-    return {
-        path.stem: (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-        for path in files
-    }
+def methods() -> dict[str, Path]:
+    """Return the file of each method, by the method's name."""
+    source = ROOT / "src" / "eyas"
+    folders = [source / "drafters", *(file.parent for file in ROOT.glob("packages/*/src/*/methods/__init__.py"))]
+    files = {file for folder in folders for file in folder.glob("[a-z]*.py")} | set(source.glob("*/method_*.py"))
+    named = {file.stem.removeprefix("method_"): file for file in files if file.stem != "tools"}
+    return dict(sorted(named.items()))
+
+
+def module_of(file: Path) -> str:
+    """Return the dotted name of a file below a folder src."""
+    parts = file.with_suffix("").parts
+    return ".".join(parts[len(parts) - parts[::-1].index("src") :])
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -59,12 +65,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    pages = {f"methods/{name}.md": method_page(name) for name in methods()}
+    pages = {f"methods/{name}.md": method_page(name, file) for name, file in methods().items()}
     for here, there in REPOSITORY.items():
         text = (ROOT / here).read_text(encoding="utf-8")
         pages[there] = text.replace("](docs/", "](").replace("](tutorial.ipynb", "](tutorial.md")
     pages |= {
-        f"reference/{name}.md": f"# eyas.{name}: {about}\n\n{reference(name)}" for name, about in REFERENCE.items()
+        f"reference/{name}.md": f"# eyas.{name}: {about}\n\n{reference(f'eyas.{name}')}"
+        for name, about in REFERENCE.items()
     }
     notebook = ROOT / "docs" / "tutorial.ipynb"
     pages["tutorial.md"] = notebook_page(json.loads(notebook.read_text(encoding="utf-8")))
@@ -74,7 +81,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def method_page(name: str) -> str:
+def method_page(name: str, file: Path) -> str:
     """The picture of a method where one exists, its row of docs/methods.md, and its file:
     docstring, options, classes."""
     rows = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8").splitlines()
@@ -83,12 +90,12 @@ def method_page(name: str) -> str:
         ["", "", ""],
     )
     facts = [f"- **{title}:** {cell}" for title, cell in zip(("drafts", "source", "needs"), cells, strict=True) if cell]
-    parts = [f"# {name}", "\n".join(facts), method_picture(name), reference(f"drafters.{name}", members="[]")]
+    parts = [f"# {name}", "\n".join(facts), method_picture(name), reference(module_of(file), members="[]")]
     # else those of its base
-    if "class Options" in (ROOT / "src" / "eyas" / "drafters" / f"{name}.py").read_text(encoding="utf-8"):
+    if "class Options" in file.read_text(encoding="utf-8"):
         shown = {"inherited_members": "true", "show_bases": "false", "show_if_no_docstring": "true"}
-        parts += ["## Options", reference(f"drafters.{name}.Options", heading_level="3", **shown)]
-    return "\n\n".join([*parts, "## In Python", reference(f"drafters.{name}.Method", heading_level="3")])
+        parts += ["## Options", reference(f"{module_of(file)}.Options", heading_level="3", **shown)]
+    return "\n\n".join([*parts, "## In Python", reference(f"{module_of(file)}.Method", heading_level="3")])
 
 
 def method_picture(name: str) -> str:
@@ -103,7 +110,7 @@ def reference(name: str, **options: str) -> str:
     """The directive from which mkdocstrings makes the page of a module or a class."""
     chosen = {"show_root_heading": "false", "show_root_toc_entry": "false", **options}
     lines = "".join(f"      {option}: {value}\n" for option, value in chosen.items())
-    return f"::: eyas.{name}\n    options:\n{lines}"
+    return f"::: {name}\n    options:\n{lines}"
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ PICTURE = ROOT / "docs" / "pictures" / "house.svg"
 # From the inside out; a ring imports the rings inside it and nothing else. What is not named here is a wing.
 RINGS = {
     "core: the loop": "core errors formats threads timing",
-    "methods, and the files of their heads": "drafters checkpoints nn losses objectives datastore tiny",
+    "methods, and the files of their heads": "drafters checkpoints nn losses objectives tiny",
     "api, and what wings share": "api arguments text targets files metrics locks passes speedup hardware",
 }
 COLOURS = ("#cfe3f5", "#e3eef8", "#f1f6fb")

@@ -3,8 +3,9 @@
     make wheel-test                                     builds them first
     python runs/wheel_test.py --python python3.13       in an environment of another interpreter
 
-Without the embedded model every command that wants it says so in one line; with it `eyas doctor`,
-`eyas generate` and `eyas demo` run.
+eyas is installed alone first: what needs another package says so in one line. With the embedded model `eyas doctor`,
+`eyas generate` and `eyas demo` run; with eyas-train and eyas-lab their commands and methods, too. eyas-ray is installed
+without Ray, which is large.
 """
 
 from __future__ import annotations
@@ -21,17 +22,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = ("--quiet", "--disable-pip-version-check", "--no-cache-dir")
-LARGEST_MB = {"eyas": 2, "eyas_tiny": 75}
+LARGEST_MB = {"eyas": 2, "eyas_tiny": 75, "eyas_lab": 1, "eyas_ray": 1, "eyas_train": 1}
 HELD = {
     "eyas": [
         "eyas/py.typed", "eyas/kernels/cpu/kernels.cpp", "eyas/kernels/cpu/vectors.h", "eyas/serve/page/index.html",
-        "eyas/serve/page/main.js", "eyas/bench/prompts.jsonl", "eyas/cli/demo.py",
+        "eyas/serve/page/main.js", "eyas/cli/demo.py",
     ],
     "eyas_tiny": [
         "eyas_tiny/__init__.py", "eyas_tiny/weights/model.int8.safetensors", "eyas_tiny/weights/checksums.json",
         "eyas_tiny/weights/tokenizer.json", "eyas_tiny/weights/eagle3/model.safetensors", "eyas_tiny/weights/eagle1/config.json",
     ],
+    "eyas_lab": ["eyas_lab/py.typed", "eyas_lab/bench/prompts.jsonl", "eyas_lab/methods/method_medusa.py"],
+    "eyas_ray": ["eyas_ray/py.typed", "eyas_ray/serving.py"],
+    "eyas_train": ["eyas_train/py.typed", "eyas_train/loop.py", "eyas_train/formats/openvino.py"],
 }  # fmt: skip
+# What eyas alone does not bring -> the extra that does.
+MISSING = {
+    ("train", "--help"): "train",
+    ("bench",): "lab",
+    ("generate", "--method", "medusa", "hi"): "lab",
+    ("demo", "--target", "embedded"): "tiny",
+    ("generate", "hi"): "tiny",
+}
 
 
 def only(pattern: str) -> Path:
@@ -48,7 +60,7 @@ def check_contents(name: str) -> None:
         files = opened.namelist()
     with tarfile.open(sources) as packed:
         inside = [member.name.partition("/")[2] for member in packed.getmembers()]
-    before = "src/" if name == "eyas" else ""
+    before = "" if name == "eyas_tiny" else "src/"
     missing = [file for file in HELD[name] if file not in files or before + file not in inside]
     assert not missing, f"{wheel.name} or {sources.name} lacks {missing}"
     foreign = [file for file in files if not file.startswith((f"{name}/", f"{name}-")) or "__pycache__" in file]
@@ -64,17 +76,17 @@ def check_contents(name: str) -> None:
 
 
 def check_running(python: str, folder: Path) -> None:
-    """Install into an empty environment: eyas alone, which names what is missing; then with the
-    embedded model, which runs."""
+    """Install into an empty environment: eyas alone, which names what is missing; then the
+    embedded model and the other packages, which run."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     clean |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "XDG_CACHE_HOME": str(folder / "cache")}
 
-    def install(what: str) -> None:
+    def install(*what: str) -> None:
         command = [scripts / "python", "-m", "pip", "install", *QUIET]
         places = ["-c", ROOT / "constraints.txt", "--find-links", ROOT / "dist"]
-        subprocess.run([*command, *places, what], check=True, cwd=folder)
+        subprocess.run([*command, *places, *what], check=True, cwd=folder)
 
     def eyas(*arguments: str, status: int = 0) -> str:
         line = [scripts / "eyas", *arguments]
@@ -85,15 +97,22 @@ def check_running(python: str, folder: Path) -> None:
 
     wheel = only("eyas-*.whl")
     install(str(wheel))
-    for command in (["demo", "--target", "embedded"], ["generate", "hi"]):
+    for command, extra in MISSING.items():
         message = eyas(*command, status=2)
         assert message.count("\n") == 1, message
-        assert "pip install 'eyas[tiny]'" in message
+        assert f"pip install 'eyas[{extra}]'" in message
     assert "eyas[tiny]" in eyas("doctor")
     install(f"eyas[tiny] @ {wheel.as_uri()}")  # pip finds eyas-tiny in dist/
     assert json.loads(eyas("doctor", "--json"))["ok"]
     assert eyas("generate", "I would like to see a movie tonight.", "--max-new-tokens", "20").strip()
     eyas("demo", "--target", "embedded")
+    install(f"eyas[train] @ {wheel.as_uri()}")  # and eyas-lab, which eyas-train needs
+    install("--no-deps", str(only("eyas_ray-*.whl")))
+    assert "--ttt" in eyas("train", "--method", "eagle3", "--help")
+    methods = {method["name"] for method in json.loads(eyas("methods", "--json"))}
+    assert {"medusa", "eagle3"} <= methods
+    assert eyas("generate", "--method", "lookahead", "I would like to see a movie.", "--max-new-tokens", "8").strip()
+    assert "eyas serve --replicas needs ray" in eyas("serve", "--replicas", "2", status=2)
 
 
 def main() -> None:

@@ -8,14 +8,16 @@ import importlib
 import importlib.util
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from packaging.requirements import Requirement
 
 import eyas
-from eyas import elsewhere, tiny
+from eyas import drafters, elsewhere, tiny
 from eyas.errors import ModelError
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +135,24 @@ def test_what_the_dockerfile_copies() -> None:
     assert all((ROOT / name).exists() for name in copied)
     read = {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
     assert read <= kept
+
+
+def test_every_method_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: methods in folders other than drafters/ had a link in docs/methods.md and no page."""
+    for name in (
+        "mkdocs",
+        "mkdocs.config",
+        "mkdocs.config.defaults",
+        "mkdocs.structure.files",
+        "mkdocs.structure.pages",
+    ):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setitem(sys.modules, "mkdocs.structure", MagicMock())
+    monkeypatch.syspath_prepend(str(ROOT / "runs"))
+    site = importlib.import_module("_docs_site")
+    assert list(site.methods()) == drafters.names()
+    for name, file in site.methods().items():
+        assert site.module_of(file) == drafters.find(name).__module__
 
 
 def test_every_page_is_in_the_site() -> None:

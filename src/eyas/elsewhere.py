@@ -13,7 +13,7 @@ from typing import Any
 
 from eyas.errors import OptionError
 
-__all__ = ["DISTRIBUTIONS", "check", "part"]
+__all__ = ["DISTRIBUTIONS", "check", "command_of", "part"]
 
 # A distribution eyas-NAME, which the extra NAME of eyas installs -> kind -> the names that it brings. "heads" are keys of
 # config.json by which the formats of heads are known.
@@ -37,10 +37,15 @@ def check(kind: str, name: str, subject: str) -> None:
     """
     for extra, kinds in DISTRIBUTIONS.items():
         if name in kinds.get(kind, ()):
-            raise OptionError(
-                f"{subject} needs the package eyas-{extra}: pip install 'eyas[{extra}]' "
-                f"(in a clone: pip install ./packages/eyas-{extra})"
-            )
+            raise OptionError(f"{subject} needs the package eyas-{extra}: {command_of(extra)}")
+
+
+def command_of(extra: str) -> str:
+    """Return the commands that install an extra: from an index, and in a clone."""
+    folders = f"./packages/eyas-{extra}" if extra in DISTRIBUTIONS else f"'.[{extra}]'"
+    if extra == "train":
+        folders = f"./packages/eyas-lab {folders}"  # which it needs
+    return f"pip install 'eyas[{extra}]' (in a clone: pip install {folders})"
 
 
 def part(name: str, subject: str) -> Any:

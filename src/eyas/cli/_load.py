@@ -139,10 +139,7 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
         try:
             import_module(package)
         except ImportError as error:
-            place = f"./packages/eyas-{extra}" if extra in elsewhere.DISTRIBUTIONS else f"'.[{extra}]'"
-            raise OptionError(
-                f"eyas {command} needs {package}: pip install 'eyas[{extra}]' (in a clone: pip install {place})"
-            ) from error
+            raise OptionError(f"eyas {command} needs {package}: {elsewhere.command_of(extra)}") from error
 
 
 def need_tokenizer(llm: LLM) -> None:

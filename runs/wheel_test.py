@@ -109,10 +109,10 @@ def check_running(python: str, folder: Path) -> None:
     install(f"eyas[train] @ {wheel.as_uri()}")  # and eyas-lab, which eyas-train needs
     install("--no-deps", str(only("eyas_ray-*.whl")))
     assert "--ttt" in eyas("train", "--method", "eagle3", "--help")
-    methods = {method["name"] for method in json.loads(eyas("methods", "--json"))}
+    methods = {method["name"] for method in json.loads(eyas("methods", "--json"))["methods"]}
     assert {"medusa", "eagle3"} <= methods
     assert eyas("generate", "--method", "lookahead", "I would like to see a movie.", "--max-new-tokens", "8").strip()
-    assert "eyas serve --replicas needs ray" in eyas("serve", "--replicas", "2", status=2)
+    subprocess.run([scripts / "python", "-c", "import eyas_ray.serving"], check=True, cwd=folder, env=clean)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Draw the house: the rings of the trunk, and the wings with the sockets that they plug into. Everything is read from the source.
+"""Draw the house: the rings of the trunk, the wings with the sockets that they plug into, and the other distributions. Everything is read
+from the source.
 
 python runs/draw_house.py            writes docs/pictures/house.svg
 """
@@ -6,6 +7,7 @@ python runs/draw_house.py            writes docs/pictures/house.svg
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +27,11 @@ PICTURE = ROOT / "docs" / "pictures" / "house.svg"
 RINGS = {
     "core: the loop": "core errors formats threads timing",
     "methods, and the files of their heads": "drafters checkpoints nn losses objectives tiny",
-    "api, and what wings share": "api arguments text targets files metrics locks passes speedup hardware",
+    "api, and what wings share": "api arguments text targets files metrics locks passes speedup hardware option_texts elsewhere",
 }
 COLOURS = ("#cfe3f5", "#e3eef8", "#f1f6fb")
 WING = "#fbeed9"
+DISTRIBUTION = "#e4f2e0"
 
 
 class Part(NamedTuple):
@@ -56,6 +59,17 @@ def parts() -> dict[str, Part]:
     return found
 
 
+def distributions() -> list[tuple[str, int, str]]:
+    """Return the name, the lines and the kinds of entry points of each distribution beside eyas."""
+    found = []
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        lines = sum(place.read_text(encoding="utf-8").count("\n") for place in file.parent.glob("src/**/*.py"))
+        kinds = ", ".join(group.removeprefix("eyas.") for group in project["entry-points"])
+        found.append((project["name"], lines, kinds))
+    return found
+
+
 def role(part: Part, known: Mapping[str, Part]) -> str:
     """Return how a wing is joined to the rest: by its sockets, by what imports it, or as a user of the trunk."""
     if part.sockets:
@@ -63,6 +77,8 @@ def role(part: Part, known: Mapping[str, Part]) -> str:
     if "api" in part.imports:
         return "uses api"
     users = [other.name for other in known.values() if part.name in other.imports]
+    if not users:
+        return "methods"
     return f"used by {', '.join(users[:3])}{', ...' * (len(users) > 3)}"
 
 
@@ -88,8 +104,9 @@ def draw(figure: Figure) -> None:
         top = 0.2 + margin + height
         axes.text(4.6, top - 0.3, title, ha="center", va="top", fontsize=10, weight="bold")
         words = [f"{name} {known[name].lines:,}" for name in names.split() if name in known]
-        for line, begin in enumerate(range(0, len(words), 3)):
-            chunk = "   ".join(words[begin : begin + 3])
+        each = 3 if depth < len(RINGS) - 1 else 4
+        for line, begin in enumerate(range(0, len(words), each)):
+            chunk = "   ".join(words[begin : begin + each])
             axes.text(4.6, top - 0.7 - 0.33 * line, chunk, ha="center", va="top", fontsize=8)
     files = sorted((EYAS / "core").glob("[a-z]*.py"))
     for number, file in enumerate(files):
@@ -98,13 +115,16 @@ def draw(figure: Figure) -> None:
     wings = sorted(
         (part for part in known.values() if part.name not in inner), key=lambda part: (not part.sockets, -part.lines)
     )
-    for number, part in enumerate(wings):
+    boxes = [(part.name, part.lines, role(part, known), WING if part.sockets else "#f6f6f6") for part in wings]
+    boxes += [(*other, DISTRIBUTION) for other in distributions()]
+    step = 11.7 / ((len(boxes) + 1) // 2)
+    for number, (name, lines, about, colour) in enumerate(boxes):
         column, row = number % 2, number // 2
-        x, y = 10.2 + 4.9 * column, 11.0 - 1.12 * row
-        box(axes, x, y, 4.6, 0.92, WING if part.sockets else "#f6f6f6")
-        axes.text(x + 0.2, y + 0.6, f"{part.name}", va="center", fontsize=10, weight="bold")
-        axes.text(x + 4.4, y + 0.6, f"{part.lines:,}", va="center", ha="right", fontsize=9)
-        axes.text(x + 0.2, y + 0.24, role(part, known), va="center", fontsize=8, color="#444444")
+        x, y = 10.2 + 4.9 * column, 11.85 - step * (row + 1)
+        box(axes, x, y, 4.6, 0.82 * step, colour)
+        axes.text(x + 0.2, y + 0.54 * step, name, va="center", fontsize=10, weight="bold")
+        axes.text(x + 4.4, y + 0.54 * step, f"{lines:,}", va="center", ha="right", fontsize=9)
+        axes.text(x + 0.2, y + 0.22 * step, about, va="center", fontsize=8, color="#444444")
     axes.annotate("", xy=(9.1, 6), xytext=(10.1, 6), arrowprops={"arrowstyle": "->", "linewidth": 1.5})
 
 

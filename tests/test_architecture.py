@@ -300,7 +300,7 @@ DISTRIBUTIONS = {
     "eyas_ray": {"eyas"},
     "eyas_train": {"eyas", "eyas_lab"},
 }
-ROOTS = {"eyas": EYAS} | {file.name: file for file in sorted(EYAS.parents[1].glob("packages/*/src/eyas_*"))}
+ROOTS = {"eyas": EYAS} | {f.parent.name: f.parent for f in sorted(EYAS.parents[1].glob("packages/*/src/*/__init__.py"))}
 
 
 def imports_of_all() -> list[Import]:

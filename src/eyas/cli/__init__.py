@@ -6,9 +6,11 @@
     _files.py      prompts in, results out, line by line
     _load.py       from options to an LLM; a result as JSON; _adapt.py: with a head that learns
     _show.py       streamed answers, progress bars, tables; _view.py: the page of one answer
-    _data.py       examples of a training; _answers.py, _replies.py: prompts and chats that a model answers
-    _serving.py    the server of `eyas serve`; _cluster.py: as a fleet on Ray; _spread.py: work of other commands on Ray
-    _card.py       the model card of a head
+    _answers.py    prompts that a model answers
+    _serving.py    the server of `eyas serve`; _spread.py: work of commands on Ray
+    tools.py       what authors of commands use of these
+
+Other distributions bring commands by entry points.
 
 Importing this module imports neither torch nor the library that reads options: Ctrl-C is answered
 with one line from the first moment on.

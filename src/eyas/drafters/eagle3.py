@@ -242,7 +242,7 @@ class Method(DynamicEagle):
 
     @property
     def start_layers(self) -> tuple[int, ...]:
-        """See `train.start.FitsStart`: the fused ones, the input of the first copied layer, the final norm."""
+        """See `eyas_train.start.FitsStart`: the fused ones, the input of the first copied layer, the final norm."""
         L = self.target.num_layers
         return (*self.feature_layers, L - len(self.net.later_layers), L)
 

@@ -122,7 +122,7 @@ def _choose_kernel(
 def _given_path_kernel(
     tokens, parents, candidate, depth, position, bonus, broken, rates, columns, N, P, seed, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row: see `bench.simulate`."""
+    """One row: see `eyas_lab.bench.simulate`."""
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = n < N
     depth_N = tl.load(depth + row * N + n, mask=inside, other=-1)
@@ -210,7 +210,7 @@ def given_path(
     tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
     rates_D: Tensor, seed: int, stride: int, host_result_BX: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the columns of a path that is accepted at given rates (`bench.simulate`)."""
+    """Fill the columns of a path that is accepted at given rates (`eyas_lab.bench.simulate`)."""
     B, N = tokens_BN.shape
     _given_path_kernel[(B,)](
         tokens_BN.contiguous(), parents_BN.contiguous(), acceptable_BN.contiguous().view(torch.uint8), depth_BN.contiguous(), position_B,

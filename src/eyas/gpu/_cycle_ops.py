@@ -98,7 +98,7 @@ def given_path(
     rates_D: Tensor, seed: int, stride: int,
 ) -> Tensor:  # fmt: skip
     """Return the path to a deepest candidate, cut where a test with the rate of its depth fails, as
-    `Cycle.host_result_BX` (`bench.simulate`)."""
+    `Cycle.host_result_BX` (`eyas_lab.bench.simulate`)."""
     inputs = (tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, bonus_B, has_nan_B, rates_D, seed, stride)
     cycle_kernels().given_path(*inputs, columns := _empty_path(*inputs))
     return columns

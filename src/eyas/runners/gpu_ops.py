@@ -64,7 +64,7 @@ class GpuOps(Ops):
     def given_path(
         self, draft: Draft, verdict: Verdict, position_B: Tensor, rates_D: Tensor, seed: int, stride: int
     ) -> Verdict:
-        """Return the verdict of simulated acceptance (`bench.simulate`), of a draft that `choose` has verified."""
+        """Return the verdict of simulated acceptance (`eyas_lab.bench.simulate`), of a draft that `choose` has verified."""
         tree = draft.tree
         return unpack_verdict(gpu.given_path(
             draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, verdict.bonus_B, verdict.has_nan_B,

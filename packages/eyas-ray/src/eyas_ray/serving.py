@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 class ReplicaServer:
-    """The server of `eyas serve` in a process of Ray's: `cluster.replica.Server`."""
+    """The server of `eyas serve` in a process of Ray's: `replica.Server`."""
 
     def __init__(self, app: FastAPI, service: Service) -> None:
         self.app = app

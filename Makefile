@@ -16,7 +16,7 @@ CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving]
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
-# Ray, what it brings, and an object store on this machine, for packages/eyas-ray/tests and runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
+# Ray, what it brings, and an object store on this machine, for packages/eyas-ray/tests and packages/eyas-ray/runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
 SCALE       := ray[serve,data,train] mmh3 kubernetes-validate s3fs moto[s3] flask flask-cors
 SCALE_STAMP := .venv-scale/.installed
 
@@ -88,8 +88,8 @@ clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have w
 scale: $(STAMP) $(SCALE_STAMP) ## several processes on Ray: replicas and workers, killed ones too; the server's contract with a fleet (minutes; `make test` skips them)
 	@echo "==> pytest: packages/eyas-ray/tests, and data in Parquet"
 	@OMP_NUM_THREADS=1 .venv-scale/bin/python -m pytest packages/eyas-ray/tests packages/eyas-train/tests/cli/test_sources.py packages/eyas-train/tests/cli/test_object_stores.py --all -n 0 $(ARGS)
-	@echo "==> runs/scale_contract.py: tests/serve against a fleet"
-	@OMP_NUM_THREADS=1 .venv-scale/bin/python runs/scale_contract.py
+	@echo "==> packages/eyas-ray/runs/scale_contract.py: tests/serve against a fleet"
+	@OMP_NUM_THREADS=1 .venv-scale/bin/python packages/eyas-ray/runs/scale_contract.py
 
 interop: $(STAMP) ## our heads in vLLM, speculators, OpenVINO, and llama.cpp (LLAMA_CPP=FOLDER): texts, logits, acceptance (minutes; 5 GB)
 	@$(MAKE) --no-print-directory --keep-going $(ENGINES:=/.installed) || echo "==> what could not be installed is skipped"

@@ -127,6 +127,12 @@ def machine() -> dict[str, object]:
     }
 
 
+def shown_script(script: Path) -> str:
+    """Return the path of a script in this repository, as a command line names it."""
+    root = Path(__file__).resolve().parents[1]
+    return str(script.resolve().relative_to(root)) if script.resolve().is_relative_to(root) else f"runs/{script.name}"
+
+
 def write(
     path: Path, record: Mapping[str, Any], before: Mapping[str, object] | None = None, quiet: bool = False
 ) -> None:
@@ -135,7 +141,7 @@ def write(
     Args:
         before: the machine at the beginning.
     """
-    command = " ".join(["python", f"runs/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = " ".join(["python", shown_script(Path(sys.argv[0])), *sys.argv[1:]])
     load = {"load_after": machine()["load_1min"]} if before else {}
     whole = {"command": command, "machine": before or machine(), **load, **record}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,13 +36,15 @@ RUNS = Path(__file__).parents[1] / "runs"
 TINY = shlex.split(
     "--seeds 1 --limit 3 --max-new-tokens 8 --tree 5/3/2 --ttt 2 --batch-tokens 64 --max-length 48 --draft-vocab 12"
 )
-SCRIPTS = sorted(path.stem for path in RUNS.glob("*.py") if not path.stem.startswith("_"))
+FOLDERS = [RUNS, *sorted(RUNS.parent.glob("packages/*/runs"))]
+SCRIPTS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("[!_]*.py"))}
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module of runs/ by its name."""
-    monkeypatch.syspath_prepend(str(RUNS))
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(folder))
 
     def load(name: str) -> ModuleType:
         try:
@@ -87,7 +89,7 @@ def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monke
     with pytest.raises(SystemExit) as ended:
         command(name).main()
     assert ended.value.code == 0
-    assert f"python runs/{name}.py" in capsys.readouterr().out
+    assert f"python {SCRIPTS[name].relative_to(RUNS.parent)}" in capsys.readouterr().out
 
 
 def test_bits_are_counted(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,9 @@ def test_predictions_are_those_of_the_record(command: Any) -> None:
     """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/predict.md keeps its old figures."""
     check = command("predict_check")
     record = json.loads((RUNS.parent / "docs" / "results" / "predict.json").read_text(encoding="utf-8"))
-    assert check.tables(record) in check.PAGE.read_text(encoding="utf-8"), "run: python runs/predict_check.py --tables"
+    assert check.tables(record) in check.PAGE.read_text(encoding="utf-8"), (
+        "run: python packages/eyas-lab/runs/predict_check.py --tables"
+    )
 
 
 def test_several_gpus_on_paper(command: Any) -> None:

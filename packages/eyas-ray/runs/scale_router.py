@@ -1,6 +1,6 @@
 """Which replica answers the next turn of a conversation? Three ways to choose, in the same load.
 
-    python runs/scale_router.py --output docs/results/scale_router.json
+    python packages/eyas-ray/runs/scale_router.py --output docs/results/scale_router.json
 
     two choices   Ray's default: the less busy of two replicas
     sessions      eyas' fleets: `ConsistentHashRouter`, by the name that `eyas_ray.gate` gives a conversation
@@ -21,16 +21,20 @@ import json
 import os
 import random
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import ray
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import machine, parser, rotated, run, write
 from ray import serve
 from rich.progress import track

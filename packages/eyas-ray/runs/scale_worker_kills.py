@@ -1,6 +1,6 @@
 """Workers that are killed at random while a command works: is a line lost, doubled or changed?
 
-    .venv-scale/bin/python runs/scale_worker_kills.py --output docs/results/scale_worker_kills.json --kills 5
+    .venv-scale/bin/python packages/eyas-ray/runs/scale_worker_kills.py --output docs/results/scale_worker_kills.json --kills 5
 
 The embedded model. Each command of --commands runs once in one process and once with --workers 2, of which one after
 another gets SIGKILL at a random moment; then both results are compared: the lines of `generate --input` and `regenerate`
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import bundled_prompts, machine, parser, run, words, write
 
 from eyas.errors import InputError

@@ -1,6 +1,6 @@
 """The tests of the server (tests/serve) against a fleet of replicas.
 
-    python runs/scale_contract.py --replicas 2
+    python packages/eyas-ray/runs/scale_contract.py --replicas 2
 
 Those that all use one server are run, unchanged; those that make one of their own are left out (tests/serve/conftest.py).
 """
@@ -13,10 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import parser, run
 from _servers import served
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "serve"
+TESTS = Path(__file__).resolve().parents[3] / "tests" / "serve"
 # what tests/serving.py gives its own server
 OPTIONS = ("--name", "tiny", "--rows", 4, "--max-tokens", 512, "--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 

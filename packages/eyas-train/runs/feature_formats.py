@@ -1,6 +1,6 @@
 """Formats for features on disk: our safetensors shards, Arrow by `datasets`, and MDS by `mosaicml-streaming`.
 
-    python runs/feature_formats.py --output docs/results/feature_formats.json
+    python packages/eyas-train/runs/feature_formats.py --output docs/results/feature_formats.json
 
 Each writes the same random features in bfloat16 and reads them again: all examples in the order of the file, then in a
 random order, all layers and then one layer of them. What is read is a tensor of bfloat16, and is compared with what was
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import parser, run, write
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 """From one GPU to a fleet, by arithmetic: requests a second, where drafting stops paying, GPU hours of a corpus.
 
-    python runs/scale_arithmetic.py --output docs/results/scale_arithmetic.json
+    python packages/eyas-ray/runs/scale_arithmetic.py --output docs/results/scale_arithmetic.json
 
 For targets of 8B and 70B parameters (Llama 3's dimensions) with a typical EAGLE-3 head, `eyas_lab.predict` gives the seconds
 of a pass and of a draft for so many requests at a time. A request has 1,024 tokens of context and an answer of 250.
@@ -11,10 +11,12 @@ GPU's memory with the weights (keys and values in bfloat16) are left out too.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import parser, run, write
 
 from eyas_lab.predict import MACHINES, Prediction, Settings, read_head, read_model

@@ -1,6 +1,6 @@
 """Compute the memory and the tokens a second of each GPU that trains an EAGLE-3 head.
 
-    python runs/training_arithmetic.py --output docs/results/training_arithmetic.json
+    python packages/eyas-train/runs/training_arithmetic.py --output docs/results/training_arithmetic.json
 
 For targets of 8B and 70B parameters (Llama 3's dimensions) in bfloat16, and a head of one layer over 32,000 tokens: bytes
 of features, bytes of the head's training state, and what a batch costs where the target's layers wait in the CPU's
@@ -10,8 +10,11 @@ NVLink.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import parser, run, write
 
 TARGETS = {

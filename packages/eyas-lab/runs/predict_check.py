@@ -1,8 +1,8 @@
 """Predictions of `eyas predict` for this CPU against measurements: docs/results/predict.json, and the tables of
 docs/predict.md.
 
-    python runs/predict_check.py --nestling models/nestling --output docs/results/predict.json
-    python runs/predict_check.py --output docs/results/predict.json --tables      # the tables of a record, into the page
+    python packages/eyas-lab/runs/predict_check.py --nestling models/nestling --output docs/results/predict.json
+    python packages/eyas-lab/runs/predict_check.py --output docs/results/predict.json --tables      # the tables of a record, into the page
 
 The CPU is measured by reference models (`eyas_lab.predict.measure`), then passes of real models and of a random LLaMA of
 1.1B weights, by turns and several times, so that what else runs on the machine meets both sides alike. No constant of
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 
 import _markdown
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import bundled_prompts, drafter, machine, parser, progress, run, tree, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,8 +46,8 @@ from eyas_lab.predict.heads import Acceptance
 from eyas_lab.predict.measure import measure
 from eyas_lab.predict.models import model_of
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "predict.md"
-BEGIN, END = "<!-- tables: python runs/predict_check.py --tables -->", "<!-- end of tables -->"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "predict.md"
+BEGIN, END = "<!-- tables: python packages/eyas-lab/runs/predict_check.py --tables -->", "<!-- end of tables -->"
 TOKENS = (1, 2, 4, 8, 16, 32)
 TREES = ((4, 3, 1), (8, 4, 2), (12, 4, 4))
 ALLOWED = 0.20

@@ -2,7 +2,7 @@
 regenerated data (EAGLE-1, table 6).
 
     eyas regenerate --data chat.jsonl.gz --output out/own.jsonl
-    python runs/data_source.py --data chat.jsonl.gz out/own.jsonl --chats HELDIN.jsonl.gz           (work in out/data_source)
+    python packages/eyas-train/runs/data_source.py --data chat.jsonl.gz out/own.jsonl --chats HELDIN.jsonl.gz    (work in out/data_source)
 
 --data: first the fixed answers, then the regenerated ones. Conversations are paired by what the
 user says; one that ends early cuts its partner to as many turns. So both heads see the same
@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import _heads
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import add_option, open_text, run
 from _heads import Head
 

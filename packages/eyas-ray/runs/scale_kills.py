@@ -1,6 +1,6 @@
 """Replicas that are killed under load: is a request lost, or answered twice?
 
-    python runs/scale_kills.py --output docs/results/scale_kills.json --kills 10
+    python packages/eyas-ray/runs/scale_kills.py --output docs/results/scale_kills.json --kills 10
 
 `eyas serve --replicas N` with the embedded model on a free port of the loopback. Clients ask it for greedy texts, every
 second one as a stream, while one replica after another gets SIGKILL; the next one when as many as before serve again.
@@ -29,6 +29,8 @@ from typing import Any
 
 import httpx2
 import psutil
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import parser, run, write
 from _servers import Process, served
 

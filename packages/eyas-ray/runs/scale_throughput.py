@@ -1,6 +1,6 @@
 """Answers a second with 1, 2 and 4 processes: `eyas regenerate --workers N`, and `eyas serve --replicas N`.
 
-    python runs/scale_throughput.py --output docs/results/scale_throughput.json
+    python packages/eyas-ray/runs/scale_throughput.py --output docs/results/scale_throughput.json
 
 The embedded model, on this machine's cores, which the processes share. A file is answered twice for each number of
 workers, with half of the questions and with all of them; the difference of the two times leaves Ray's start and the
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import machine, parser, run, write
 from _servers import served
 

@@ -1,6 +1,6 @@
 """Memory and speed of EAGLE-3's training with long examples.
 
-    python runs/long_training.py --output docs/results/long_training.json
+    python packages/eyas-train/runs/long_training.py --output docs/results/long_training.json
 
 For each length a process of its own trains a head by one step, with one example of that length, of which every token
 counts. The target is a small Llama with random weights (two layers of 128, 65,536 positions). Memory is the highest that
@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 from _common import numbers, parser, run, write
 from _records import RECORDS
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eyas.checkpoints._int8 import SCALE, from_int8
 from eyas.errors import CheckpointError, InputError, first_line
 from eyas.files import CHECKSUMS, is_altered
 
@@ -128,7 +129,10 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     tensors = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
     for name, tensor in tensors.items():
         check_finite(path.name, name, tensor)
-    return tensors
+        scale = tensors.get(name + SCALE)
+        if scale is not None and tensor.dtype == torch.int8 and scale.shape != tensor.shape[:1]:
+            raise CheckpointError(f"{path.name}: {name + SCALE} must hold one number for each row of {name}")
+    return from_int8(tensors)
 
 
 def check_finite(file: str, name: str, tensor: Tensor) -> None:

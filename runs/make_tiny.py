@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from eyas import checkpoints, tiny
 from eyas.core.target import Target
 from eyas.drafters.eagle3 import DRAFT_IDS, choose_draft_vocabulary
-from eyas.files import CHECKSUMS, sha256_of_folder, write_atomically, write_text
+from eyas.files import CHECKSUMS, sha256_of_folder, to_int8, write_atomically, write_text
 from eyas.targets.fingerprints import fingerprint
 
 SHAPE = dict(  # the architecture of the embedded model
@@ -251,7 +251,7 @@ def quantise_stage(args: argparse.Namespace) -> None:
     """Pack a model for the repository: int8 matrices, its tokenizer, configuration and chat template."""
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / CHECKSUMS).unlink(missing_ok=True)  # those of the model before
-    save_file(checkpoints.to_int8(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
+    save_file(to_int8(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
     for name in COPIED:
         (args.output / name).write_bytes((args.model / name).read_bytes())
     exact, packed = load_file(args.model / "model.safetensors"), tiny.model(args.output).state_dict()
@@ -266,7 +266,7 @@ def head_stage(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     tensors = load_file(args.model / "model.safetensors")
     tensors.pop("embed_tokens.weight", None)  # the target's
-    save_file(checkpoints.to_int8(tensors), args.output / "model.safetensors")
+    save_file(to_int8(tensors), args.output / "model.safetensors")
     record = (args.model / "training.json").read_text()
     (args.output / "training.json").write_text(re.sub(r"(?<= )/[^ ]*/", "", record))  # no folders of the machine
     folder = args.output.parent

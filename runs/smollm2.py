@@ -26,9 +26,9 @@ from _common import open_text, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from eyas import checkpoints, named
+from eyas import named
 from eyas.errors import InputError
-from eyas.files import CHECKSUMS, sha256_of_folder, write_atomically, write_text
+from eyas.files import CHECKSUMS, from_int8, sha256_of_folder, to_int8, write_atomically, write_text
 
 SOURCES = ("dolly_qa", "dolly_3k", "rasbt_instruction_1100", "gsm8k", "gpteacher_codegen", "gpteacher_roleplay")
 MAX_CHARACTERS = 2500  # of a question
@@ -96,9 +96,9 @@ def chats(args: argparse.Namespace) -> None:
 
 def ship(args: argparse.Namespace) -> None:
     """Copy a trained head with its matrices in int8, and write the package's checksums again."""
-    tensors = checkpoints.from_int8(load_file(args.answers / "model.safetensors"))
+    tensors = from_int8(load_file(args.answers / "model.safetensors"))
     args.output.mkdir(parents=True, exist_ok=True)
-    save_file(checkpoints.to_int8(tensors), args.output / "model.safetensors")
+    save_file(to_int8(tensors), args.output / "model.safetensors")
     config = json.loads((args.answers / "config.json").read_text()) | {"torch_dtype": "float32"}
     write_text(args.output / "config.json", json.dumps(config, indent=2) + "\n")
     record = (args.answers / "training.json").read_text()

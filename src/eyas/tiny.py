@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import ModelError, one_line
-from eyas.files import is_altered
+from eyas.files import from_int8, is_altered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -64,8 +64,6 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
     from safetensors.torch import load_file
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
-
-    from eyas.checkpoints import from_int8
 
     _check(folder, PACKED, "config.json", "generation_config.json")
     try:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas import checkpoints, tiny
-from eyas.checkpoints import from_int8, to_int8
 from eyas.errors import CheckpointError
+from eyas.files import from_int8, to_int8
 
 needs_weights = pytest.mark.skipif(
     not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"

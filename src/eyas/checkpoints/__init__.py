@@ -7,9 +7,8 @@ formats. This package knows no network and no model: a drafter checks names and 
 `expect`.
 """
 
-from eyas.checkpoints._int8 import from_int8, to_int8
 from eyas.checkpoints._weights import ExportTarget, Format, Weights, expect, load, save
 
 __all__ = [
-    "ExportTarget", "Format", "Weights", "expect", "from_int8", "load", "save", "to_int8",
+    "ExportTarget", "Format", "Weights", "expect", "load", "save",
 ]  # fmt: skip

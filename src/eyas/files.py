@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "CHECKSUMS", "SCALE", "from_int8", "is_altered", "kept_sha256", "parse_json", "sha256_of_file", "sha256_of_folder", "sync_folder", "to_int8",
-    "user_cache", "write_atomically", "write_errors", "write_text",
+    "CHECKSUMS", "SCALE", "from_int8", "is_altered", "kept_sha256", "parse_json", "sha256_of_file",
+    "sha256_of_folder", "sync_folder", "to_int8", "user_cache", "write_atomically", "write_errors", "write_text",
 ]  # fmt: skip
 
 CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecimal"}

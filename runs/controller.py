@@ -2,11 +2,15 @@
 over plain decoding.
 
     python runs/controller.py [--seeds 10] [--only TEXT] [--output FILE.json]
+    python runs/controller.py --remembered [--seeds 10]
 
 Each scenario is a machine (costs of a pass and a draft), a text and a head; tests/simulated.py says
 what is made up. The best that stays the same is the fastest of 46 fixed trees, the fallback alone,
 and plain decoding, chosen afterwards. Where a text changes midway, the controller can be faster
 than that. docs/controller.md shows the table. Needs no model and no quiet machine.
+
+--remembered: the first 100 cycles of a process over plain decoding, of one that knows nothing and of one that
+begins with what 800 cycles of another process taught.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from _common import parser
 from _markdown import table
 
-from curves import curve
+from curves import LIMIT, curve
+from eyas.adaptive import AdaptiveController
 from eyas.adaptive.cost import Costs
+from eyas.adaptive.memory import Remembered
 from eyas.core.dormant import Policy
 from eyas.core.drafter import TreeSize
 from simulated import FALLBACK, FLAT, FixedPolicy, SimulatedMachine, controller
@@ -148,10 +154,55 @@ def measure(chosen: dict[str, Scenario], seeds: int, policy: Callable[[Scenario]
     return rows
 
 
+class Kept:
+    """A memory without a file."""
+
+    def __init__(self) -> None:
+        self.remembered: Remembered | None = None
+
+    def read(self) -> Remembered | None:
+        return self.remembered
+
+    def is_due(self) -> bool:
+        return True
+
+    def keep(self, remembered: Remembered) -> None:
+        self.remembered = remembered
+
+
+def first_cycles(costs: Costs, rows: int, skill: float, seed: int) -> tuple[float, float]:
+    """Return the speed of the first 100 cycles over plain decoding: without a memory, and with one."""
+    kept: Any = Kept()
+    world: dict[str, Any] = {"skill": lambda t: skill, "rows": rows, "moods": 0.5}
+
+    def run(memory: Any, seed: int, cycles: int) -> float:
+        policy = AdaptiveController(lambda: costs, LIMIT, fallback=FALLBACK, memory=memory)
+        return SimulatedMachine(costs, seed=seed, **world).run(policy, cycles).speedup()
+
+    run(kept, seed, 800)
+    return run(None, 1000 + seed, 100), run(kept, 1000 + seed, 100)
+
+
+def remembered(seeds: int) -> None:
+    print(table(("a further node costs", "rows", "skill of the head", "without", "with"), ()), flush=True)
+    for name, costs in (("0.2 of a pass", STEEP), ("0.1", MIDDLE), ("0.03", curve(0.03, 0.05))):
+        for rows in (1, 4, 16):
+            for skill in (0.2, 0.5, 1.0):
+                pairs = [first_cycles(costs, rows, skill, seed) for seed in range(seeds)]
+                means = (f"{sum(column) / seeds:.3f}" for column in zip(*pairs, strict=True))
+                print("|", " | ".join((name, str(rows), str(skill), *means)), "|", flush=True)
+
+
 def main() -> None:
     args = parser(
-        __doc__, output=(None, "the record, JSON"), seeds=10, only=("", "scenarios whose name contains it")
+        __doc__,
+        output=(None, "the record, JSON"),
+        seeds=10,
+        only=("", "scenarios whose name contains it"),
+        remembered=(False, "what the next process gains from the last one"),
     ).parse_args()
+    if args.remembered:
+        return remembered(args.seeds)
     print(
         table(("scenario", "best fixed over plain", "auto over best fixed, mean", "least of the seeds"), ()), flush=True
     )

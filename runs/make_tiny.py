@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from eyas import checkpoints, tiny
 from eyas.core.target import Target
 from eyas.drafters.eagle3 import DRAFT_IDS, choose_draft_vocabulary
-from eyas.files import CHECKSUMS, sha256_of_folder, write_atomically, write_text
+from eyas.files import CHECKSUMS, sha256_of_folder, to_int8, write_atomically, write_text
 from eyas.targets.fingerprints import fingerprint
 
 SHAPE = dict(  # the architecture of the embedded model
@@ -251,7 +251,7 @@ def quantise_stage(args: argparse.Namespace) -> None:
     """Pack a model for the repository: int8 matrices, its tokenizer, configuration and chat template."""
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / CHECKSUMS).unlink(missing_ok=True)  # those of the model before
-    save_file(tiny.quantise(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
+    save_file(to_int8(load_file(args.model / "model.safetensors")), args.output / tiny.PACKED)
     for name in COPIED:
         (args.output / name).write_bytes((args.model / name).read_bytes())
     exact, packed = load_file(args.model / "model.safetensors"), tiny.model(args.output).state_dict()
@@ -261,13 +261,12 @@ def quantise_stage(args: argparse.Namespace) -> None:
 
 
 def head_stage(args: argparse.Namespace) -> None:
-    """Copy a trained head into the package, its weights in float16; and the checksums of everything
+    """Copy a trained head into the package, its matrices in int8; and the checksums of everything
     there, for `eyas doctor`."""
     args.output.mkdir(parents=True, exist_ok=True)
     tensors = load_file(args.model / "model.safetensors")
     tensors.pop("embed_tokens.weight", None)  # the target's
-    tensors = {name: value.half() if value.is_floating_point() else value for name, value in tensors.items()}
-    save_file(tensors, args.output / "model.safetensors")
+    save_file(to_int8(tensors), args.output / "model.safetensors")
     record = (args.model / "training.json").read_text()
     (args.output / "training.json").write_text(re.sub(r"(?<= )/[^ ]*/", "", record))  # no folders of the machine
     folder = args.output.parent
@@ -275,7 +274,7 @@ def head_stage(args: argparse.Namespace) -> None:
     for f in files:
         f.chmod(0o644)
     config = json.loads((args.model / "config.json").read_text())
-    config["torch_dtype"] = "float16"
+    config["torch_dtype"] = "float32"
     config["eyas"]["target_fingerprint"] = fingerprint(Target(tiny.model(folder)))
     (args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / CHECKSUMS).write_text(json.dumps(sha256_of_folder(folder), indent=1) + "\n")

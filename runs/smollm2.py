@@ -8,7 +8,7 @@
 The answers between the first two commands are made by `eyas regenerate` (runs/smollm2.sh has all
 commands in order). They take hours, so `pack` keeps them as token ids beside the line of their
 question, 2 MB a million tokens, and `chats` makes the chats again wherever the questions are. `ship` puts
-a trained head into the package eyas-tiny, its weights in float16.
+a trained head into the package eyas-tiny, its matrices in int8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 from eyas import named
 from eyas.errors import InputError
-from eyas.files import CHECKSUMS, sha256_of_folder, write_atomically, write_text
+from eyas.files import CHECKSUMS, from_int8, sha256_of_folder, to_int8, write_atomically, write_text
 
 SOURCES = ("dolly_qa", "dolly_3k", "rasbt_instruction_1100", "gsm8k", "gpteacher_codegen", "gpteacher_roleplay")
 MAX_CHARACTERS = 2500  # of a question
@@ -95,12 +95,11 @@ def chats(args: argparse.Namespace) -> None:
 
 
 def ship(args: argparse.Namespace) -> None:
-    """Copy a trained head in float16, and write the package's checksums again."""
-    tensors = load_file(args.answers / "model.safetensors")
+    """Copy a trained head with its matrices in int8, and write the package's checksums again."""
+    tensors = from_int8(load_file(args.answers / "model.safetensors"))
     args.output.mkdir(parents=True, exist_ok=True)
-    halves = {name: value.half() if value.is_floating_point() else value for name, value in tensors.items()}
-    save_file(halves, args.output / "model.safetensors")
-    config = json.loads((args.answers / "config.json").read_text()) | {"torch_dtype": "float16"}
+    save_file(to_int8(tensors), args.output / "model.safetensors")
+    config = json.loads((args.answers / "config.json").read_text()) | {"torch_dtype": "float32"}
     write_text(args.output / "config.json", json.dumps(config, indent=2) + "\n")
     record = (args.answers / "training.json").read_text()
     write_text(args.output / "training.json", re.sub(r"(?<= )/[^ ]*/", "", record))  # no folders of the machine

@@ -8,9 +8,10 @@
     sync_folder         makes a rename in a folder durable
     write_text          a small file as a whole
     write_errors        the system's errors while a file is written, as one clear error
+    to_int8, from_int8  matrices rounded to int8 with a scale for each row, and back
     user_cache          the folder of measurements and compiled kernels of this machine
 
-This module does not know what the files hold.
+Else this module does not know what the files hold.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from eyas.errors import InputError, first_line
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = [
-    "CHECKSUMS", "is_altered", "kept_sha256", "parse_json", "sha256_of_file", "sha256_of_folder", "sync_folder", "user_cache",
-    "write_atomically", "write_errors", "write_text",
+    "CHECKSUMS", "SCALE", "from_int8", "is_altered", "kept_sha256", "parse_json", "sha256_of_file",
+    "sha256_of_folder", "sync_folder", "to_int8", "user_cache", "write_atomically", "write_errors", "write_text",
 ]  # fmt: skip
 
 CHECKSUMS = "checksums.json"  # {"path below the folder": "SHA-256 in hexadecimal"}
+SCALE = ".scale"  # tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
 
 
 def user_cache() -> Path:
@@ -167,3 +172,29 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file as a whole. InputError when it cannot be written."""
     with write_errors(path), write_atomically(path) as stream:
         stream.write(text.encode())
+
+
+def to_int8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Round matrices of floats to int8, with the largest absolute value of a row at 127; convert other floats to float32.
+    Kernels that draft with int8 weights round in the same way."""
+    import torch
+
+    packed = {}
+    for name, value in tensors.items():
+        wide = value.float() if value.is_floating_point() else value
+        packed[name] = wide
+        if value.is_floating_point() and wide.ndim == 2:
+            scale = wide.abs().amax(1).clamp(min=1e-12) / 127
+            packed[name] = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+            packed[name + SCALE] = scale
+    return packed
+
+
+def from_int8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with float32 matrices in place of those that `to_int8` packed; all others as they are."""
+    scales = {name + SCALE for name, value in tensors.items() if not value.is_floating_point()} & tensors.keys()
+    return {
+        name: value.float() * tensors[name + SCALE][:, None] if name + SCALE in scales else value
+        for name, value in tensors.items()
+        if name not in scales
+    }

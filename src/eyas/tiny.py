@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import ModelError, one_line
-from eyas.files import is_altered
+from eyas.files import from_int8, is_altered
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
@@ -27,9 +26,7 @@ __all__ = [
     "MISSING",
     "PACKED",
     "SMALL_TREE",
-    "dequantise",
     "model",
-    "quantise",
     "tokenizer",
     "with_small_tree",
 ]
@@ -57,32 +54,6 @@ BEST = "mtp"
 # Dynamic trees adapt (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"
-SCALE = ".scale"  # tensor `x.scale` [rows] belongs to the int8 matrix `x` [rows, columns]
-
-
-def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Round matrices to int8 with one scale per output channel (row); convert all other tensors to float32."""
-    import torch
-
-    packed = {}
-    for name, value in tensors.items():
-        wide = value.float()
-        if wide.ndim != 2:
-            packed[name] = wide
-            continue
-        scale = wide.abs().amax(1).clamp(min=1e-12) / 127
-        packed[name] = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-        packed[name + SCALE] = scale
-    return packed
-
-
-def dequantise(packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the float32 tensors that `quantise` packed."""
-    return {
-        name: value.float() * packed[name + SCALE][:, None] if name + SCALE in packed else value.float()
-        for name, value in packed.items()
-        if not name.endswith(SCALE)
-    }
 
 
 def model(folder: Path = FOLDER) -> PreTrainedModel:
@@ -96,7 +67,7 @@ def model(folder: Path = FOLDER) -> PreTrainedModel:
 
     _check(folder, PACKED, "config.json", "generation_config.json")
     try:
-        tensors = dequantise(load_file(folder / PACKED))
+        tensors = from_int8(load_file(folder / PACKED))
         config = LlamaConfig.from_pretrained(folder)
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(

@@ -39,8 +39,9 @@ from eyas.adaptive import cost
 from eyas.adaptive.bandit import MIN_NOISE, Arm, Bandit
 from eyas.adaptive.cost import Costs
 from eyas.adaptive.goodput import PRIOR_CHANCE, Acceptance, Array, Plan, best
+from eyas.adaptive.memory import Memory, Remembered
 from eyas.adaptive.nodes import NodeChoice, PassSeconds
-from eyas.adaptive.records import first_chance
+from eyas.adaptive.records import AcceptanceCheck, first_chance, trained_chance
 from eyas.core.dormant import Decision
 from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.requests import Step
@@ -54,6 +55,9 @@ PRIOR_TOKENS = 2.0  # assumed tokens per cycle, for methods without dynamic tree
 PLAN_VARIANCE = 0.1  # tokens squared; variance of the yield that a plan predicts
 PRIOR_TRUST = (
     0.85  # the accepted tokens that are assumed of a head that never drafted, over those that its plan expects
+)
+REMEMBERED_VARIANCE = (
+    0.2  # tokens squared: how much the yield of the same drafts differs between the texts of processes
 )
 MAX_EXPLORE_SHARE = 0.01  # the share of the time that larger trees may take beyond that of the planned ones
 CYCLES_BEFORE_EXPLORING = 8  # drafted cycles before the first larger tree
@@ -139,6 +143,9 @@ class AdaptiveController:
         fallback: a method that `chooses_nodes`, which drafts while this one does not; None: nothing does.
         skips_padding: as `Runner.skips_padding`.
         chance: the share of first draft tokens that is assumed to be accepted, until trees have been drafted.
+        memory: keeps what was learnt for the next process; None: nothing does.
+        trained: the share of first draft tokens that were accepted in the head's training; a head that accepts much
+            fewer gets a warning. None: it is not known.
     """
 
     def __init__(
@@ -150,6 +157,8 @@ class AdaptiveController:
         fallback: Drafter | None = None,
         skips_padding: bool = True,
         chance: float = PRIOR_CHANCE,
+        memory: Memory | None = None,
+        trained: float | None = None,
     ) -> None:
         self.max_tree = max_tree
         self.samples_children = samples_children
@@ -162,6 +171,19 @@ class AdaptiveController:
         self._states: dict[int, BatchState] = {}
         self._limits: tuple[int | None, ...] = ()  # `CycleInput.draft_limits` of the current cycle
         self._prompts = PromptReading()
+        self._memory = memory
+        self._check = AcceptanceCheck(trained)
+        self._is_greedy = False  # whether all rows of the current cycle are
+
+    @cached_property
+    def _remembered(self) -> Remembered:
+        """What an earlier process learnt; read once, before the first plan."""
+        found = None if self._memory is None else self._memory.read()
+        if found is None:
+            return Remembered()
+        if self.acceptance is not None and not self.acceptance.begin_with(found.trees):
+            return Remembered()
+        return found
 
     @cached_property
     def _costs(self) -> Costs:
@@ -174,6 +196,7 @@ class AdaptiveController:
     def decide(self, cycle_input: CycleInput) -> Decision:
         """Return the decision about the cycle that begins with this input."""
         rows, self._limits = cycle_input.active_rows, cycle_input.draft_limits
+        self._is_greedy = cycle_input.adjustments is None and all(cycle_input.sampling[b].greedy for b in rows)
         if self.samples_children and any(not cycle_input.sampling[b].greedy for b in rows):
             return Decision(arm=SAMPLED)
         if self.chooses_nodes:
@@ -217,10 +240,20 @@ class AdaptiveController:
             if decision.arm == DRAFT and decision.chooser is None and kind in state.bandit.medians:
                 state.method.update(tokens, kind)
             state.bandit.observe(decision.arm, kind, tokens, step.seconds)
+        if decision.arm != BASE and self._is_greedy:
+            self._check.observe([s for s in steps if not self._limits or self._limits[s.row] != 0])
         if decision.arm != BASE and decision.chooser is None:
             self._after_drafting(state, step, rows)
         if state.bandit.may_choose:
             self._choose(state, rows)
+        if self._memory is not None and self._memory.is_due():
+            self._memory.keep(self._learnt())
+
+    def _learnt(self) -> Remembered:
+        """Return what the next process may begin with."""
+        trees = () if self.acceptance is None else self.acceptance.sums
+        drafted = {key: state.method.mean for key, state in self._states.items() if state.method.kinds}
+        return Remembered(trees, tuple((dict(self._remembered.tokens) | drafted).items()))
 
     def observe_prompt(self, tokens: int, seconds: float | None) -> None:
         """Learn from a prompt that is read for drafts, or would be."""
@@ -279,13 +312,18 @@ class AdaptiveController:
     def _batch_state(self, rows: int) -> BatchState:
         key = rows.bit_length()
         if key not in self._states:
-            drafting = Arm(PRIOR_TOKENS, 1.0, 1 / rows, TEXT_DRIFT)
+            before = dict(self._remembered.tokens).get(key)
+            variance = 1.0 if before is None else REMEMBERED_VARIANCE
+            drafting = Arm(before or PRIOR_TOKENS, variance, 1 / rows, TEXT_DRIFT)
             # without guesses a cycle yields one token; with them, one or more
-            base = Arm(1.0, 0.0, MIN_NOISE, TEXT_DRIFT) if self.fallback is None else replace(drafting, mean=1.0)
+            base = Arm(1.0, 0.0, MIN_NOISE, TEXT_DRIFT)
+            if self.fallback is not None:
+                base = Arm(1.0, 1.0, 1 / rows, TEXT_DRIFT)
             self._states[key] = state = BatchState(Bandit({BASE: base, DRAFT: drafting}), replace(drafting))
             if self.acceptance is not None:
                 state.size, accepted, _ = self._plan(rows)
-                drafting.mean = state.method.mean = 1 + PRIOR_TRUST * accepted
+                trust = PRIOR_TRUST if before is None else 1.0
+                drafting.mean = state.method.mean = 1 + trust * accepted
             drafting.prior_seconds = state.method.prior_seconds = self._costs.cycle(state.size, rows)
         return self._states[key]
 
@@ -356,7 +394,7 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
         fallback: whether another method may draft where this one does not pay. A method without a
             model has no fallback.
         compared: the method runs against others, so costs that were measured on a busy machine are
-            measured again.
+            measured again, and nothing is known from earlier runs.
     """
     if method_name(drafter) == "vanilla":
         return None
@@ -371,4 +409,6 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
         other,
         target.runner.skips_padding,
         first_chance(drafter),
+        None if compared else Memory.of(drafter),
+        trained_chance(drafter),
     )

@@ -36,6 +36,7 @@ from eyas.speedup import sizes
 __all__ = ["PRIOR_CHANCE", "Acceptance", "Array", "Plan", "best"]
 
 MEMORY = 64  # number of trees in an average; the weight of earlier ones decays exponentially
+REMEMBERED = 16  # number of trees that those of earlier processes count for
 PRIOR = 3  # weight of the assumed tree, in trees
 PRIOR_CHANCE = 0.7  # confidence of the first child in the assumed tree
 PRIOR_RATIO = 0.2  # confidence of each further child over that of the child before it
@@ -144,6 +145,21 @@ class Acceptance:
                 k = (k + trees * math.log1p(-accepted) / math.log1p(-predicted)) / (1 + trees)
             exponents.append(k)
         return np.array(exponents)
+
+    @property
+    def sums(self) -> tuple[tuple[float, ...], ...]:
+        """What the trees so far have shown, by depth, for `begin_with`."""
+        self._add_waiting()
+        return tuple(tuple(row) for row in self._sums_4E.tolist())
+
+    def begin_with(self, sums: Sequence[Sequence[float]]) -> bool:
+        """Begin with the `sums` of another process, which count as REMEMBERED trees at most; return whether they fit."""
+        sums_4E = np.array(sums)
+        if sums_4E.shape != self._sums_4E.shape or not sums_4E[0, 0]:
+            return False
+        self._sums_4E[:] = sums_4E * np.minimum(1.0, REMEMBERED / np.maximum(sums_4E[0], 1e-9))
+        self._accepted_S = None
+        return True
 
     def __call__(self, size: TreeSize) -> float:
         """Return the expected accepted draft tokens of one of `all_sizes`."""

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.errors import CheckpointError, InputError, first_line
-from eyas.files import CHECKSUMS, is_altered
+from eyas.files import CHECKSUMS, SCALE, from_int8, is_altered
 
 __all__ = [
     "GGUF", "check_finite", "check_sum", "find", "mapping", "read_config", "read_pickle", "read_tensors", "short", "write",
@@ -128,7 +128,10 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     tensors = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
     for name, tensor in tensors.items():
         check_finite(path.name, name, tensor)
-    return tensors
+        scale = tensors.get(name + SCALE)
+        if scale is not None and not tensor.is_floating_point() and scale.shape != tensor.shape[:1]:
+            raise CheckpointError(f"{path.name}: {name + SCALE} must hold one number for each row of {name}")
+    return from_int8(tensors)
 
 
 def check_finite(file: str, name: str, tensor: Tensor) -> None:

@@ -1,0 +1,132 @@
+"""What one process learnt of a head's drafts, the next one begins with; and a warning where a head accepts far less than
+in its training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from curves import LIMIT, curve
+from eyas.adaptive import AdaptiveController
+from eyas.adaptive.memory import FIRST_KEPT, KEPT_EVERY, Memory, Remembered
+from eyas.adaptive.records import CHECKED_CYCLES
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from heads import make
+from simulated import FALLBACK, SimulatedMachine, cycle_of
+
+MIDDLE, CHEAP = curve(0.1, 0.05), curve(0.03, 0.05)
+
+
+def memory(folder: Path) -> Memory:
+    return Memory(folder / "paid.json", {"head": "a"})
+
+
+def controller(costs: Any, folder: Path | None, **others: Any) -> AdaptiveController:
+    kept = None if folder is None else memory(folder)
+    return AdaptiveController(lambda: costs, LIMIT, fallback=FALLBACK, memory=kept, **others)
+
+
+def first_cycles(costs: Any, folder: Path | None, skill: float, rows: int) -> SimulatedMachine:
+    machine = SimulatedMachine(costs, skill=lambda t: skill, rows=rows, moods=0.5, seed=50)
+    return machine.run(controller(costs, folder), 100)
+
+
+@pytest.mark.parametrize(
+    ("costs", "skill", "rows", "gain"), [(MIDDLE, 0.2, 1, 1.005), (MIDDLE, 0.2, 4, 1.01), (CHEAP, 1.0, 4, 1.03)]
+)
+def test_the_next_process_begins_where_the_last_one_ended(
+    costs: Any, skill: float, rows: int, gain: float, tmp_path: Path
+) -> None:
+    """A head that does not pay is not tried at length again; one that pays has its trees at once."""
+    SimulatedMachine(costs, skill=lambda t: skill, rows=rows, moods=0.5).run(controller(costs, tmp_path), 800)
+    new, knowing = (first_cycles(costs, folder, skill, rows).speedup() for folder in (None, tmp_path))
+    assert knowing > gain * new
+
+
+def test_the_file_is_written_now_and_then(tmp_path: Path) -> None:
+    """After 64 cycles, 128, 256, ... and then every 1,024: short runs leave something, long ones do not write all the time."""
+    kept = memory(tmp_path)
+    due = [cycle for cycle in range(1, 4 * KEPT_EVERY + 1) if kept.is_due()]
+    assert due == [FIRST_KEPT * 2**n for n in range(5)] + [2 * KEPT_EVERY, 3 * KEPT_EVERY, 4 * KEPT_EVERY]
+
+
+def test_nothing_is_written_before_drafts_were_seen(tmp_path: Path) -> None:
+    """Plain cycles alone say nothing about a head: the next process begins as this one did."""
+    costs = curve(0.3, 0.5)
+    machine = SimulatedMachine(costs, rows=16).run(controller(costs, tmp_path), 100)
+    assert machine.share("draft") == 0
+    found = memory(tmp_path).read()
+    assert found is not None
+    assert found.tokens == ()
+    policy = controller(costs, tmp_path)
+    again = SimulatedMachine(costs, rows=16).run(policy, 100)
+    assert again.share("draft") == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", '{"key": {"head": "a"}}', '{"key": {"head": "b"}, "remembered": {"trees": [], "tokens": [[1, 3.0]]}}',
+        '{"key": {"head": "a"}, "remembered": {"trees": [[NaN]], "tokens": []}}',
+        '{"key": {"head": "a"}, "remembered": {"trees": [[-1.0]], "tokens": []}}',
+        '{"key": {"head": "a"}, "remembered": {"trees": [], "tokens": [[1, 0.5]]}}',
+        '{"key": {"head": "a"}, "remembered": {"trees": 1, "tokens": []}}',
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_counts_for_nothing(content: str, tmp_path: Path) -> None:
+    (tmp_path / "paid.json").write_text(content)
+    assert memory(tmp_path).read() is None
+
+
+def test_sums_of_other_trees_are_left_out(tmp_path: Path) -> None:
+    """A smaller limit has fewer levels: the file of another version of the options must not be half used."""
+    memory(tmp_path).keep(Remembered(((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), ((1, 9.0),)))
+    new, other = (SimulatedMachine(MIDDLE).run(controller(MIDDLE, folder), 60) for folder in (None, tmp_path))
+    kinds = [[(decision.arm, decision.tree_size) for decision in machine.decisions] for machine in (new, other)]
+    assert kinds[0] == kinds[1]
+
+
+def test_other_weights_have_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = Target(zoo.tiny("llama"), "tiny-llama")
+    first, second = (make("eagle1", target) for _ in range(2))
+    assert Memory.of(first).path == Memory.of(second).path
+    assert second.net is not None
+    with torch.no_grad():
+        next(iter(second.net.parameters())).add_(1)
+    assert Memory.of(first).path != Memory.of(second).path
+    Memory.of(first).keep(Remembered((), ((1, 2.5),)))
+    assert Memory.of(first).read() == Remembered((), ((1, 2.5),))
+    assert Memory.of(second).read() is None
+    assert json.loads(Memory.of(first).path.read_text())["key"]["method"] == "eagle1"
+
+
+@pytest.mark.parametrize(
+    ("trained", "skill", "warned"), [(0.6, 0.3, True), (0.6, 1.0, False), (None, 0.3, False), (0.2, 0.3, False)]
+)
+def test_a_head_that_accepts_less_than_half_of_its_training_is_named_once(
+    trained: float | None, skill: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a pass over more tokens for nothing, the head goes on drafting whatever it accepts."""
+    costs = curve(0.0, 0.0)
+    machine = SimulatedMachine(costs, skill=lambda t: skill * 0.5)
+    machine.run(controller(costs, None, trained=trained), 4 * CHECKED_CYCLES)
+    found = [record.getMessage() for record in caplog.records if "in its training" in record.getMessage()]
+    assert len(found) == warned
+
+
+def test_sampled_rows_say_nothing_about_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    """At a high temperature the target accepts fewer drafts of a good head."""
+    costs = curve(0.0, 0.0)
+    policy = controller(costs, None, trained=0.9)
+    machine = SimulatedMachine(costs, skill=lambda t: 0.1)
+    decide = policy.decide
+    policy.decide = lambda _: decide(cycle_of(1, Sampling(2.0)))  # type: ignore[method-assign]
+    machine.run(policy, 2 * CHECKED_CYCLES)
+    assert not caplog.records

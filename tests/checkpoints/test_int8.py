@@ -1,0 +1,71 @@
+"""Heads whose matrices are stored in int8 with a scale for each row."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eyas import checkpoints, tiny
+from eyas.errors import CheckpointError
+from eyas.files import from_int8, to_int8
+
+needs_weights = pytest.mark.skipif(
+    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
+)
+
+
+def test_the_largest_value_of_each_row_is_exact_and_others_are_within_half_a_step() -> None:
+    x_ND = (
+        torch.randn(7, 33, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        * torch.logspace(-4, 3, 7)[:, None]
+    )
+    read = from_int8(to_int8({"x": x_ND}))["x"]
+    largest_N1 = x_ND.abs().amax(1, keepdim=True)
+    assert ((read - x_ND).abs() <= largest_N1 / 127 / 2 * 1.001).all()
+    place_N1 = x_ND.abs().argmax(1, keepdim=True)
+    torch.testing.assert_close(read.gather(1, place_N1), x_ND.gather(1, place_N1))
+
+
+def test_what_was_rounded_once_is_rounded_to_itself() -> None:
+    once = to_int8({"x": torch.randn(5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float32)})
+    twice = to_int8(from_int8(once))
+    assert torch.equal(once["x"], twice["x"])
+
+
+def test_vectors_ids_and_scales_of_others_stay() -> None:
+    tensors = {
+        "norm.weight": torch.ones(3, dtype=torch.float16),
+        "norm.weight.scale": torch.ones(3, dtype=torch.float32),
+        "d2t": torch.arange(4),
+        "codes": torch.ones(2, 2, dtype=torch.int8),
+    }
+    read = from_int8(to_int8(tensors))
+    assert read.keys() == tensors.keys()
+    assert torch.equal(read["d2t"], tensors["d2t"])
+    assert torch.equal(read["codes"], tensors["codes"])
+    assert read["codes"].dtype == torch.int8
+
+
+@needs_weights
+def test_a_head_in_int8_is_read_as_its_float32_copy_is(tmp_path: Path) -> None:
+    source = tiny.HEADS["eagle1"]
+    packed = load_file(source / "model.safetensors")
+    assert any(value.dtype == torch.int8 for value in packed.values())
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(from_int8(packed), tmp_path / "model.safetensors")
+    ours, theirs = checkpoints.load(source), checkpoints.load(tmp_path)
+    assert ours.config == theirs.config
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    assert all(torch.equal(value, theirs.tensors[name]) for name, value in ours.tensors.items())
+
+
+@needs_weights
+def test_scales_that_do_not_fit_their_matrix_are_refused(tmp_path: Path) -> None:
+    source = tiny.HEADS["eagle1"]
+    packed = load_file(source / "model.safetensors")
+    name = next(key for key in packed if key.endswith(".scale"))
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(packed | {name: packed[name][:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="one number for each row"):
+        checkpoints.load(tmp_path)

@@ -305,7 +305,7 @@ MUTATIONS = (
     mutation(
         "a sibling that q cannot have drawn is tried",
         drawn("three", "two"),
-        rewrite("core.verify:_verify_by_rejection", "TESTED & (Q[ROWS, TOKEN] > 0)", "TESTED"),
+        rewrite("core.verify:_verify_by_rejection", "TESTED & (Q > 0)", "TESTED"),
         words=LAW,
     ),
     # positions of the noise
@@ -313,7 +313,7 @@ MUTATIONS = (
         "bonus position off by one",
         SLOW_DRAWN,
         rewrite(
-            "core.verify:_verify_by_rejection",
+            "core.verify:_draw_bonus",
             "NOISE.gumbel(POSITION[:, None], VOCAB)",
             "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)",
         ),
@@ -430,7 +430,7 @@ MUTATIONS = (
         "another row's noise for the bonus",
         verified_alone(True),
         rewrite(
-            "core.verify:_verify_by_rejection",
+            "core.verify:_draw_bonus",
             "NOISE.gumbel(POSITION[:, None], VOCAB)",
             "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)",
         ),
@@ -500,7 +500,11 @@ MUTATIONS = (
     mutation(
         "a block's bonus with the noise of the root",
         ("core.test_verify", "test_a_block_against_a_slow_one", ()),
-        rewrite("core.verify:_verify_block", "(POSITION + END + 1)[:, None]", "(POSITION + 1)[:, None]"),
+        rewrite(
+            "core.verify:_verify_block",
+            "_draw_bonus(LEFT, POSITION + END + 1, NOISE)",
+            "_draw_bonus(LEFT, POSITION + 1, NOISE)",
+        ),
     ),
     mutation(
         "a block's uniform numbers by absolute position",
@@ -529,11 +533,7 @@ MUTATIONS = (
     mutation(
         "greedy rows are verified as drawn",
         ("core.test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
-        rewrite(
-            "core.verify:verify",
-            "NOISE.greedy_B if CHOSEN is None else NOISE.greedy_B | CHOSEN",
-            "~(NOISE.greedy_B | True) if CHOSEN is None else CHOSEN",
-        ),
+        rewrite("core.verify:verify", "NOISE.greedy_B", "~(NOISE.greedy_B | True)"),
     ),
     # q without the row's temperature
     mutation(

@@ -52,9 +52,8 @@ class Rule:
         """Verify a deterministic tree: `draw` at every node, then `accept_path`."""
         draw_BN, has_nan_B = self.draw(scores_BNV, draft.tree, position_B, noise)
         if draft.tree.nodes == 1:  # plain decoding
-            return Verdict(
-                torch.zeros_like(draw_BN), draft.tokens_BN, torch.ones_like(position_B), draw_BN[:, 0], has_nan_B
-            )
+            path_BP, length_B = torch.zeros_like(draw_BN), torch.ones_like(position_B)
+            return Verdict(path_BP, draft.tokens_BN, length_B, draw_BN[:, 0], has_nan_B)
         return replace(self.accept_path(draft, draw_BN), has_nan_B=has_nan_B)
 
     def draw(
@@ -106,99 +105,127 @@ def verify(
     draw_BN, _ = ops.draw(scores_BNV, tree, position_B, noise)
     check_siblings(tree, draft.tokens_BN)
     accepted_BN, bonus_B = accepted_nodes(tree, draft.tokens_BN, draw_BN)
-    verify_sampled = _verify_block if draft.block_verification else _verify_by_rejection
-    drawn, sampled = draft.q_BNV.shape[1], draft
-    if drawn < tree.nodes:
-        sampled = replace(draft, tree=tree.first_nodes(drawn), tokens_BN=draft.tokens_BN[:, :drawn])
-    sampled_accepted_BN, sampled_bonus_B = verify_sampled(
-        sampled, draft.q_BNV, scores_BNV[:, :drawn], position_B, noise
-    )
-    sampled_accepted_BN = pad(sampled_accepted_BN, (0, tree.nodes - drawn))
-    deterministic_B = noise.greedy_B if draft.deterministic_B is None else noise.greedy_B | draft.deterministic_B
+    sampled_accepted_BN, sampled_bonus_B = _verify_sampled(draft, draft.q_BNV, scores_BNV, position_B, noise)
+    deterministic_B = noise.greedy_B
+    if draft.deterministic_B is not None:
+        deterministic_B = deterministic_B | draft.deterministic_B
     accepted_BN = torch.where(deterministic_B[:, None], accepted_BN, sampled_accepted_BN)
     bonus_B = torch.where(deterministic_B, bonus_B, sampled_bonus_B)
     return verdict_of(tree, draft.tokens_BN, accepted_BN, bonus_B)
 
 
-def _verify_by_rejection(
+def _verify_sampled(
     draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Verify by recursive rejection, node by node down the accepted path, child by child in draw order; all rows at
-    once.
+) -> tuple[Tensor, Tensor]:
+    """Verify the nodes that were sampled from q: the first ones of the tree, whose others are guesses without a q.
 
     Returns:
         bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
     """
-    tree, rows = draft.tree, torch.arange(draft.tree.rows, device=scores_BNV.device)
-    node_B, accepted_BN = torch.zeros_like(position_B), tree.parents_BN < 0
-    ended_B = torch.zeros_like(noise.greedy_B)
-    final_BV = torch.zeros_like(scores_BNV[:, 0])
+    nodes, sampled = draft.tree.nodes, q_BNV.shape[1]
+    if sampled < nodes:
+        draft = replace(draft, tree=draft.tree.first_nodes(sampled), tokens_BN=draft.tokens_BN[:, :sampled])
+    verify_draft = _verify_block if draft.block_verification else _verify_by_rejection
+    accepted_BN, bonus_B = verify_draft(draft, q_BNV, scores_BNV[:, :sampled], position_B, noise)
+    return pad(accepted_BN, (0, nodes - sampled)), bonus_B
+
+
+def _verify_by_rejection(
+    draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
+) -> tuple[Tensor, Tensor]:
+    """Verify by recursive rejection, node by node down the accepted path, child by child in draw order; all rows at
+    once. Returns as `_verify_sampled`."""
+    tree = draft.tree
+    rows = torch.arange(tree.rows, device=scores_BNV.device)
+    node_B = torch.zeros_like(position_B)
     bonus_position_B = position_B + 1
+    accepted_BN = tree.parents_BN < 0
+    ended_B = torch.zeros_like(noise.greedy_B)
+    bonus_BV = torch.zeros_like(scores_BNV[:, 0])
     for _ in range(tree.max_depth + 1):
-        p_BV, q_BV = scores_BNV[rows, node_B].softmax(-1), q_BNV[rows, node_B]
-        next_B, descended_B = node_B, ended_B
+        p_BV = scores_BNV[rows, node_B].softmax(-1)
+        q_BV = q_BNV[rows, node_B]
+        next_B = node_B
+        descended_B = ended_B
         for sibling, child_B, exists_B in _children(tree, node_B):
             token_B = draft.tokens_BN[rows, child_B]
-            chance_B = p_BV[rows, token_B] / q_BV[rows, token_B]
-            tested_B = exists_B & ~descended_B & (q_BV[rows, token_B] > 0)
-            taken_B = tested_B & noise.accepts(chance_B, bonus_position_B, sibling)
-            refused_B = (tested_B & ~taken_B)[:, None]
-            p_BV = torch.where(refused_B, _residual(p_BV, q_BV), p_BV)
-            q_BV = torch.where(refused_B, _without(q_BV, token_B), q_BV)
-            next_B, descended_B = torch.where(taken_B, child_B, next_B), descended_B | taken_B
-        newly_B = ~ended_B & (next_B == node_B)
-        final_BV = torch.where(newly_B[:, None], p_BV, final_BV)
-        ended_B = ended_B | newly_B
+            p_token_B = p_BV[rows, token_B]
+            q_token_B = q_BV[rows, token_B]
+            tested_B = exists_B & ~descended_B & (q_token_B > 0)
+            taken_B = tested_B & noise.accepts(p_token_B / q_token_B, bonus_position_B, sibling)
+            refused_B1 = (tested_B & ~taken_B)[:, None]
+            p_BV = torch.where(refused_B1, _residual(p_BV, q_BV), p_BV)
+            q_BV = torch.where(refused_B1, _without(q_BV, token_B), q_BV)
+            next_B = torch.where(taken_B, child_B, next_B)
+            descended_B = descended_B | taken_B
+        ends_here_B = ~ended_B & (next_B == node_B)
+        bonus_BV = torch.where(ends_here_B[:, None], p_BV, bonus_BV)
+        ended_B = ended_B | ends_here_B
         bonus_position_B = torch.where(ended_B, bonus_position_B, bonus_position_B + 1)
         node_B = torch.where(ended_B, node_B, next_B)
         accepted_BN = accepted_BN.scatter(1, node_B[:, None], True)
-    gumbel_BV = noise.gumbel(bonus_position_B[:, None], final_BV.shape[-1])[:, 0]
-    return accepted_BN, (final_BV.log() + gumbel_BV).argmax(-1)
+    return accepted_BN, _draw_bonus(bonus_BV, bonus_position_B, noise)
 
 
 def _verify_block(
     draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
 ) -> tuple[Tensor, Tensor]:
     """Verify a block: test every prefix of the chain with a uniform number of its own, and accept the longest that
-    passes.
+    passes. w, left and passes are the words at the top of this file. Returns as `_verify_sampled`.
 
     The numbers are keyed by (position of the root, length of the prefix). If they were keyed by a
     token's absolute position, the next cycle would read the numbers of the failed longer prefixes
     again, although their outcome is known by then.
-
-    Returns:
-        bool [B, N] accepted nodes, the root included; int64 [B] bonus tokens.
     """
-    tree, N = draft.tree, draft.tree.nodes
-    order_N = torch.arange(N, device=position_B.device)
+    tree = draft.tree
+    last = tree.nodes - 1
+    order_N = torch.arange(tree.nodes, device=position_B.device)
     torch._assert_async((tree.parents_BN == order_N - 1).all(), "block verification needs a chain")
-    weight_B, goes_on_B = torch.ones_like(scores_BNV[:, 0, 0]), tree.acceptable_BN[:, 0]
-    end_B, final_BV = torch.zeros_like(position_B), torch.zeros_like(scores_BNV[:, 0])
-    for n in range(N):
-        p_BV, here_B = scores_BNV[:, n].softmax(-1), goes_on_B
-        next_B1 = draft.tokens_BN[:, min(n + 1, N - 1), None]
-        p_next_B, q_next_B = (x_BV.gather(1, next_B1)[:, 0] for x_BV in (p_BV, q_BNV[:, n]))
-        goes_on_B = here_B & tree.acceptable_BN[:, n + 1] & (q_next_B > 0) if n + 1 < N else torch.zeros_like(here_B)
-        left_BV = (weight_B[:, None] * p_BV - torch.where(goes_on_B[:, None], q_BNV[:, n], 0.0)).clamp(min=0)
+    w_B = torch.ones_like(scores_BNV[:, 0, 0])
+    exists_B = tree.acceptable_BN[:, 0]  # whether the row's chain has node n
+    length_B = torch.zeros_like(position_B)  # of the longest prefix that has passed
+    bonus_BV = torch.zeros_like(scores_BNV[:, 0])
+    for n in range(tree.nodes):
+        p_BV = scores_BNV[:, n].softmax(-1)
+        next_B1 = draft.tokens_BN[:, min(n + 1, last), None]
+        p_next_B = p_BV.gather(1, next_B1)[:, 0]
+        q_next_B = q_BNV[:, n].gather(1, next_B1)[:, 0]
+        next_exists_B = torch.zeros_like(exists_B)
+        if n < last:
+            next_exists_B = exists_B & tree.acceptable_BN[:, n + 1] & (q_next_B > 0)
+        q_BV = torch.where(next_exists_B[:, None], q_BNV[:, n], 0.0)
+        left_BV = (w_B[:, None] * p_BV - q_BV).clamp(min=0)
         mass_B = left_BV.sum(-1)
-        passed_B = here_B
-        if n:
-            passed_B = here_B & noise.accepts(mass_B / (mass_B + 1 - weight_B), position_B, n, GumbelNoise.BLOCK)
-        end_B = torch.where(passed_B, n, end_B)
-        final_BV = torch.where(passed_B[:, None], torch.where(mass_B[:, None] > 0, left_BV, p_BV), final_BV)
-        weight_B = torch.where(goes_on_B, (weight_B * p_next_B / q_next_B).clamp(max=1), weight_B)
-    gumbel_BV = noise.gumbel((position_B + end_B + 1)[:, None], final_BV.shape[-1])[:, 0]
-    return order_N <= end_B[:, None], (final_BV.log() + gumbel_BV).argmax(-1)
+        passes_B = exists_B  # the empty prefix always passes
+        if n > 0:
+            chance_B = mass_B / (mass_B + 1 - w_B)
+            passes_B = exists_B & noise.accepts(chance_B, position_B, n, GumbelNoise.BLOCK)
+        length_B = torch.where(passes_B, n, length_B)
+        left_BV = torch.where(mass_B[:, None] > 0, left_BV, p_BV)  # rounding may leave no mass
+        bonus_BV = torch.where(passes_B[:, None], left_BV, bonus_BV)
+        w_next_B = (w_B * p_next_B / q_next_B).clamp(max=1)
+        w_B = torch.where(next_exists_B, w_next_B, w_B)
+        exists_B = next_exists_B
+    accepted_BN = order_N <= length_B[:, None]
+    return accepted_BN, _draw_bonus(bonus_BV, position_B + length_B + 1, noise)
+
+
+def _draw_bonus(weights_BV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Tensor:
+    """Return a token of each row, drawn in proportion to the weights with the noise of its position."""
+    gumbel_BV = noise.gumbel(position_B[:, None], weights_BV.shape[-1])[:, 0]
+    return (weights_BV.log() + gumbel_BV).argmax(-1)
 
 
 def _children(tree: Tree, node_B: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     """Return the children of one node of each row: (sibling number, child node [B], whether the row has
     that child [B]), in node order."""
-    child_BN = (tree.parents_BN == node_B[:, None]) & tree.acceptable_BN
-    rank_BN = child_BN.cumsum(-1)
-    max_children = int(rank_BN[:, -1].max())
-    kth_child = ((child_BN & (rank_BN == k + 1)) for k in range(max_children))
-    return [(k, kth_child_BN.int().argmax(-1), kth_child_BN.any(-1)) for k, kth_child_BN in enumerate(kth_child)]
+    is_child_BN = (tree.parents_BN == node_B[:, None]) & tree.acceptable_BN
+    rank_BN = is_child_BN.cumsum(-1)
+    children = []
+    for sibling in range(int(rank_BN[:, -1].max())):
+        is_sibling_BN = is_child_BN & (rank_BN == sibling + 1)
+        children.append((sibling, is_sibling_BN.int().argmax(-1), is_sibling_BN.any(-1)))
+    return children
 
 
 def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
@@ -218,8 +245,9 @@ def _without(q_BV: Tensor, token_B: Tensor) -> Tensor:
 def accepted_nodes(tree: Tree, tokens_BN: Tensor, draw_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Return the accepted nodes, bool [B, N], and the bonus, int64 [B]. A node is accepted if it and its ancestors
     were drawn at their parents."""
-    drawn_BN = (tokens_BN == draw_BN.gather(1, tree.parents_BN.clamp(min=0))) & tree.acceptable_BN
-    drawn_BN = drawn_BN | (tree.parents_BN < 0)
+    is_root_BN = tree.parents_BN < 0
+    at_parent_BN = draw_BN.gather(1, tree.parents_BN.clamp(min=0))
+    drawn_BN = is_root_BN | ((tokens_BN == at_parent_BN) & tree.acceptable_BN)
     accepted_BN = (drawn_BN[:, None] | ~tree.mask_BNN).all(-1)
     last_B1 = (accepted_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
     return accepted_BN, draw_BN.gather(1, last_B1)[:, 0]
@@ -238,7 +266,8 @@ def verdict_of(tree: Tree, tokens_BN: Tensor, accepted_BN: Tensor, bonus_B: Tens
 def check_siblings(tree: Tree, tokens_BN: Tensor) -> None:
     """Assert that no two acceptable nodes have the same parent and the same token. On a GPU the
     error appears later, as nothing waits for it."""
-    same_BNN = (tokens_BN[:, :, None] == tokens_BN[:, None]) & (tree.parents_BN[:, :, None] == tree.parents_BN[:, None])
+    same_token_BNN = tokens_BN[:, :, None] == tokens_BN[:, None]
+    same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
     both_BNN = tree.acceptable_BN[:, :, None] & tree.acceptable_BN[:, None]
-    duplicate = (same_BNN & both_BNN).triu(1).any()
+    duplicate = (same_token_BNN & same_parent_BNN & both_BNN).triu(1).any()
     torch._assert_async(~duplicate, "siblings with the same token; unite them before verification")

@@ -31,7 +31,7 @@ from eyas.option_texts import Option, field_docstrings, list_options, parse_opti
 Options = TypeVar("Options")
 
 STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would be an option otherwise
-PANELS = ("Prompt", "Server", "Limits", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine")
+PANELS = ("Prompt", "Model", "Server", "Limits", "Speed", "Method", "Data", "Training", "Sampling", "Output", "Machine")
 
 
 def annotate(annotation: Any, **settings: Any) -> Any:
@@ -136,8 +136,8 @@ DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
     "Machine",
     Parameter(
-        help="The draft head's weights. exact: as stored; int8 with the compiled kernels. fp8: on GPUs that multiply it. "
-        "int4: with the compiled kernels. The text stays the same."
+        help="Format of the draft head's weights. exact: as stored, but the compiled kernels round to int8. "
+        "fp8: for GPUs that multiply it. int4: for the compiled kernels. The text stays the same."
     ),
 ]
 

@@ -22,7 +22,7 @@ eyas export HEAD --format vllm --output FOLDER  # EAGLE-1, EAGLE-2, EAGLE-3
 eyas export HEAD --format sglang --output FOLDER  # without explicit layers, vLLM and llama.cpp read it too
 eyas export HEAD --format speculators --target MODEL --output FOLDER  # names its target
 eyas export HEAD --format gguf --target TARGET.gguf --output HEAD.gguf  # llama.cpp; EAGLE-3, DFlash, DFlash 2, DSpark
-eyas generate --draft FOLDER "Why ..."  # every export is read by eyas as well
+eyas generate --target MODEL --draft FOLDER "Why ..."  # eyas reads each export, too
 """
 NOTES = (
     "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do); "

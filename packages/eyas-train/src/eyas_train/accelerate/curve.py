@@ -55,7 +55,7 @@ class Record(NamedTuple):
     acceptance: float
 
 
-# Heads that learned from the target's own answers; docs/accelerate.md has their trainings.
+# Heads that learned from the target's own answers; docs/guide/train.md has their trainings.
 RECORDS = (
     Record("mtp", "embedded", 8_400, 0.228),
     Record("mtp", "embedded", 24_740, 0.366),

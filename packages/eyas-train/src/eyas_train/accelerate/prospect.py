@@ -30,7 +30,7 @@ __all__ = ["CHAIN_DEPTH", "METHODS", "Models", "Prospect", "look", "updated"]
 
 log = logging.getLogger("eyas.accelerate")  # the command line shows its messages
 
-METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/accelerate.md) first
+METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/guide/train.md) first
 CHAIN_DEPTH = 5  # draft tokens of an evaluation's chain (`chain_figures`)
 ROWS = {"cpu": 8}  # conversations that are answered at a time; elsewhere OTHER_ROWS
 OTHER_ROWS = 16

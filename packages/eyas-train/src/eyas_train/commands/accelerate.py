@@ -59,8 +59,8 @@ SHARD_MIB = 64.0  # an interrupt loses one shard
 EXAMPLES = """
 eyas accelerate MODEL --minutes 60 --output HEAD  # with questions of ours
 eyas accelerate MODEL --data prompts.jsonl --output HEAD  # with questions like those that it will get: better
-eyas accelerate MODEL --dry-run  # only what it would do, how long each step takes, and what to expect
-eyas generate --target MODEL --draft HEAD "Why ..."  # what it is for
+eyas accelerate MODEL --dry-run  # only the plan, its minutes and the forecast
+eyas generate --target MODEL --draft HEAD "Why ..."  # then generate with the new head
 """
 NOTES = (
     'Lines of --data: {"prompt": "..."}, {"messages": [...]} or {"conversations": [...]}; replies are made anew.',
@@ -76,13 +76,13 @@ class AccelerateOptions:
     """Questions or chats (JSONL) like those that the model will get, .gz too. Default: questions of
     ours, in English."""
     minutes: Annotated[PositiveFloat, "Training", "N"] = 60.0
-    """The time for everything together."""
+    """Minutes for the whole command."""
     method: Annotated[str | None, "Method", "NAME"] = None
-    """mtp or eagle3. Default: the one from which more is to be expected."""
+    """mtp or eagle3. Default: the method with the better forecast."""
     output: Annotated[str | None, "Output", "FOLDER"] = None
-    """Where the head goes, with its card and a report."""
+    """Folder for the head, its card and a report."""
     dry_run: Annotated[bool, "Output"] = False
-    """Only measure, and say what would be done and what to expect. Nothing is kept."""
+    """Only measure, then print the plan and the expected speed-up. Nothing is kept."""
     as_json: AS_JSON = False
 
 

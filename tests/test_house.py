@@ -66,6 +66,10 @@ def test_the_table_rises_for_an_issue_alone() -> None:
         written(SMALL, larger, None)
     with pytest.raises(ValueError, match="not of the form"):
         written(SMALL, larger, "5 lines more")
+    denser = House(SMALL.lines, {**NUMBERS, "tokens_per_line": 9.6})
+    with pytest.raises(ValueError, match="tokens_per_line: numbers of the whole only fall"):
+        written(SMALL, denser, None)
+    assert written(SMALL, denser, "issue 7: 0 lines for tables").numbers["tokens_per_line"] == 9.6
     allowed = written(SMALL, larger, "issue 7: 8 lines for the guide")
     assert (allowed.total, allowed.allowed) == (45, 45)
     assert House.parse(allowed.text()) == allowed

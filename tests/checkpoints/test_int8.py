@@ -33,6 +33,10 @@ def test_what_was_rounded_once_is_rounded_to_itself() -> None:
     assert torch.equal(once["x"], twice["x"])
 
 
+def test_rows_of_zeros_stay_zeros() -> None:
+    assert torch.equal(from_int8(to_int8({"x": torch.zeros(2, 3, dtype=torch.float32)}))["x"], torch.zeros(2, 3))
+
+
 def test_vectors_ids_and_scales_of_others_stay() -> None:
     tensors = {
         "norm.weight": torch.ones(3, dtype=torch.float16),

@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -220,52 +220,118 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
     """
     if cycle_input.tree_size is not None:
         tree = replace(tree, **cycle_input.tree_size.within(tree.size)._asdict())
-    if (
-        net_steps.build_fused is not None
-        and not has_masks(cycle_input)
-        and (draft := net_steps.build_fused(tree)) is not None
-    ):
-        return draft
-    B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
-    hidden_BQD, adjustments = net_steps.hidden_BD[:, None], net_steps.adjustments(cycle_input)
-    partial_tree = PartialTree.root(cycle_input) if has_masks(cycle_input) else None
-    children = _best_children(net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree, 0)
-    K = children.index.shape[-1]
-    eye_BKK = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
-    value_BX, pick_BK, visible_BKT = children.log_confidence[:, 0], torch.arange(K, device=device).expand(B, K), eye_BKK
-    # all drafted nodes, in the order of drafting: token, log q, value, and index of the parent in
-    # this order (-1: the root)
-    drafted = [(net_steps.ids(children.index[:, 0]), children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))]
-    expanded = [pick_BK]  # indices of the expanded nodes, level by level
-    begin = 0  # index of the first node of the last level
-    for level in range(1, tree.depth):
-        parent_BK = pick_BK // K
-        index_BK = children.index.flatten(1).gather(1, pick_BK)
-        if adjustments is not None:
-            adjustments = adjustments.of_nodes(parent_BK).after_tokens(index_BK)
-        tokens_BK = net_steps.ids(index_BK)
-        hidden_BQD = net_steps.expand(tokens_BK, _take_nodes(hidden_BQD, parent_BK), visible_BKT, level - 1)
-        if partial_tree is not None:
-            partial_tree = partial_tree.with_level(parent_BK, tokens_BK)
-        children = _best_children(net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree, level)
-        parent_value_BK1 = value_BX.gather(1, pick_BK)[..., None]
-        log_confidence_BKK = children.log_confidence.masked_fill(parent_value_BK1 <= tree.log_stop, -math.inf)
-        value_BX = (parent_value_BK1 + log_confidence_BKK).flatten(1)
-        begin += drafted[-1][0].shape[1]
-        parent_BX = expanded[-1].repeat_interleave(K, dim=1)
-        drafted.append((net_steps.ids(children.index).flatten(1), children.log_q.flatten(1), value_BX, parent_BX))
-        pick_BK = _best(value_BX if tree.expand == "value" else log_confidence_BKK.flatten(1), K)[1]
-        expanded.append(begin + pick_BK)
-        visible_BKT = torch.cat([_take_nodes(visible_BKT, pick_BK // K), eye_BKK], dim=-1)
-    tokens_BX, log_q_BX, value_BX, parent_BX = (torch.cat(x, dim=1) for x in zip(*drafted, strict=True))
-    selected_BX = _best(value_BX, tree.nodes - 1)[1] if tree.rerank else torch.cat(expanded, dim=1)
-    selected_BM = selected_BX[:, : tree.nodes - 1].sort(dim=-1).values
-    draft = _kept(cycle_input, tree.depth, selected_BM, tokens_BX, log_q_BX, value_BX, parent_BX)
-    if not tree.rerank:  # the kept nodes are not those of the highest values, as `Draft.drafted` promises
-        return draft
-    zero_B1 = torch.zeros_like(parent_BX[:, :1])
-    parents_BX = torch.cat([zero_B1 - 1, parent_BX + 1], dim=1)
-    return replace(draft, drafted=FullDraft(parents_BX, torch.cat([zero_B1.to(value_BX.dtype), value_BX], dim=1)))
+    if net_steps.build_fused is not None and not has_masks(cycle_input):
+        draft = net_steps.build_fused(tree)
+        if draft is not None:
+            return draft
+    grower = _Grower.at_root(net_steps, cycle_input, tree)
+    for _ in range(1, tree.depth):
+        grower.grow_level()
+    return grower.draft()
+
+
+@dataclass
+class _Grower:
+    """A dynamic tree while it grows, level by level, with what is needed at the nodes whose children are drafted next."""
+
+    net_steps: DraftNetSteps
+    cycle_input: CycleInput
+    tree: DynamicTree
+    # the nodes whose children were drafted last
+    hidden_BQD: Tensor  # the net's output at them
+    adjustments: Adjustments | None  # penalties and biases after them
+    partial_tree: PartialTree | None  # the tree down to them, where a constraint masks tokens
+    # their children
+    children: _Children
+    value_BX: Tensor  # log value of each child, parent by parent
+    pick_BK: Tensor  # the children that are expanded next, as indices into value_BX
+    visible_BKT: Tensor  # which expanded nodes each of these attends to
+    # all levels so far
+    drafted: list[_DraftedLevel]
+    expanded: list[Tensor]  # [B, K] a level: indices of the expanded nodes among all drafted ones
+    level: int = 0  # depth of the children, less one
+
+    @classmethod
+    def at_root(cls, net_steps: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree) -> _Grower:
+        """Draft the children of the root."""
+        hidden_BQD = net_steps.hidden_BD[:, None]
+        adjustments = net_steps.adjustments(cycle_input)
+        partial_tree = PartialTree.root(cycle_input) if has_masks(cycle_input) else None
+        children = _best_children(net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree, 0)
+        value_BX = children.log_confidence[:, 0]
+        B, K = value_BX.shape
+        pick_BK = torch.arange(K, device=value_BX.device).expand(B, K)
+        visible_BKT = torch.eye(K, dtype=torch.bool, device=value_BX.device).expand(B, K, K)
+        tokens_BX = net_steps.ids(children.index[:, 0])
+        drafted = _DraftedLevel(tokens_BX, children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))
+        return cls(
+            net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree,
+            children, value_BX, pick_BK, visible_BKT, [drafted], [pick_BK],
+        )  # fmt: skip
+
+    def grow_level(self) -> None:
+        """Expand the picked nodes: draft their children, and pick among these."""
+        K = self.pick_BK.shape[1]
+        parent_BK = self.pick_BK // K
+        parent_value_BK1 = self.value_BX.gather(1, self.pick_BK)[..., None]
+        self._forward(parent_BK)
+        log_confidence_BKK = self.children.log_confidence
+        log_confidence_BKK = log_confidence_BKK.masked_fill(parent_value_BK1 <= self.tree.log_stop, -math.inf)
+        self.value_BX = (parent_value_BK1 + log_confidence_BKK).flatten(1)
+        first = sum(level.tokens_BX.shape[1] for level in self.drafted)  # index of the first new node
+        tokens_BX = self.net_steps.ids(self.children.index).flatten(1)
+        parent_BX = self.expanded[-1].repeat_interleave(K, dim=1)
+        self.drafted.append(_DraftedLevel(tokens_BX, self.children.log_q.flatten(1), self.value_BX, parent_BX))
+        rank_BX = self.value_BX if self.tree.expand == "value" else log_confidence_BKK.flatten(1)
+        self.pick_BK = _best(rank_BX, K)[1]
+        self.expanded.append(first + self.pick_BK)
+        itself_BKK = torch.eye(K, dtype=torch.bool, device=rank_BX.device).expand(rank_BX.shape[0], K, K)
+        ancestors_BKT = _take_nodes(self.visible_BKT, self.pick_BK // K)
+        self.visible_BKT = torch.cat([ancestors_BKT, itself_BKK], dim=-1)
+
+    def _forward(self, parent_BK: Tensor) -> None:
+        """Run the net over the picked nodes, whose parents are these of the last level, and draft their children."""
+        index_BK = self.children.index.flatten(1).gather(1, self.pick_BK)
+        tokens_BK = self.net_steps.ids(index_BK)
+        if self.adjustments is not None:
+            self.adjustments = self.adjustments.of_nodes(parent_BK).after_tokens(index_BK)
+        if self.partial_tree is not None:
+            self.partial_tree = self.partial_tree.with_level(parent_BK, tokens_BK)
+        parent_hidden_BKD = _take_nodes(self.hidden_BQD, parent_BK)
+        self.hidden_BQD = self.net_steps.expand(tokens_BK, parent_hidden_BKD, self.visible_BKT, self.level)
+        self.level += 1
+        self.children = _best_children(
+            self.net_steps,
+            self.cycle_input,
+            self.tree,
+            self.hidden_BQD,
+            self.adjustments,
+            self.partial_tree,
+            self.level,
+        )
+
+    def draft(self) -> Draft:
+        """Keep the best of all drafted nodes, or the expanded ones where the tree is not reranked."""
+        drafted = _DraftedLevel(*(torch.cat(parts, dim=1) for parts in zip(*self.drafted, strict=True)))
+        count = self.tree.nodes - 1
+        selected_BX = _best(drafted.value_BX, count)[1] if self.tree.rerank else torch.cat(self.expanded, dim=1)
+        selected_BM = selected_BX[:, :count].sort(dim=-1).values
+        draft = _kept(self.cycle_input, self.tree.depth, selected_BM, *drafted)
+        if not self.tree.rerank:  # the kept nodes are not those of the highest values, as `Draft.drafted` promises
+            return draft
+        zero_B1 = torch.zeros_like(drafted.parent_BX[:, :1])
+        parents_BX = torch.cat([zero_B1 - 1, drafted.parent_BX + 1], dim=1)
+        value_BX = torch.cat([zero_B1.to(drafted.value_BX.dtype), drafted.value_BX], dim=1)
+        return replace(draft, drafted=FullDraft(parents_BX, value_BX))
+
+
+class _DraftedLevel(NamedTuple):
+    """The drafted nodes of a level, or of all levels one after another."""
+
+    tokens_BX: Tensor
+    log_q_BX: Tensor
+    value_BX: Tensor  # log value
+    parent_BX: Tensor  # index among the nodes of all levels; -1: the root
 
 
 def _take_nodes(x_BQZ: Tensor, row_BK: Tensor) -> Tensor:
@@ -291,10 +357,12 @@ def _best_children(
     logits_BQv = only_allowed(net_steps.head(hidden_BQD), cycle_input, partial_tree, net_steps.draft_ids_v)
     count = min(tree.branch, logits_BQv.shape[-1])
     coupled = tree.noise == "coupled"
-    log_q_BQv = _log_q(apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv)
+    scores_BQv = apply_sampling_rows(logits_BQv, cycle_input.sampling, adjustments) if coupled else logits_BQv
+    log_q_BQv = _log_q(scores_BQv)
+    key_BQv = log_q_BQv  # the children are ranked by it
     noisy = coupled and not cycle_input.noise.all_greedy
-    # the children are ranked by it
-    key_BQv = log_q_BQv + net_steps.noise(cycle_input, level, logits_BQv.shape[-1]) if noisy else log_q_BQv
+    if noisy:
+        key_BQv = log_q_BQv + net_steps.noise(cycle_input, level, logits_BQv.shape[-1])
     index_BQK = key_BQv.topk(count).indices
     log_q_BQK = log_q_BQv.gather(-1, index_BQK)
     if not noisy and tree.confidence_temperature == 1:
@@ -302,7 +370,8 @@ def _best_children(
     log_confidence_BQK = _log_q(key_BQv / tree.confidence_temperature).gather(-1, index_BQK)
     # rows whose next token is determined: greedy, or known noise
     determined_B11 = cycle_input.noise.greedy_B[:, None, None] | coupled
-    return _Children(index_BQK, log_q_BQK, torch.where(determined_B11, log_confidence_BQK, log_q_BQK))
+    log_confidence_BQK = torch.where(determined_B11, log_confidence_BQK, log_q_BQK)
+    return _Children(index_BQK, log_q_BQK, log_confidence_BQK)
 
 
 def _kept(
@@ -330,8 +399,10 @@ def _kept(
     possible_BM = value_BX.gather(1, selected_BM) > -math.inf
     tree = Tree.build(parents_BN, depth, with_root(torch.ones_like(cycle_input.active_B), possible_BM))
     zero_B = torch.zeros_like(log_q_BX[:, 0])
-    log_q_BN, value_BN = (with_root(zero_B, x_BX.gather(1, selected_BM)) for x_BX in (log_q_BX, value_BX))
-    return Draft(tree, with_root(cycle_input.tokens_B, tokens_BX.gather(1, selected_BM)), log_q_BN, value_BN=value_BN)
+    tokens_BN = with_root(cycle_input.tokens_B, tokens_BX.gather(1, selected_BM))
+    log_q_BN = with_root(zero_B, log_q_BX.gather(1, selected_BM))
+    value_BN = with_root(zero_B, value_BX.gather(1, selected_BM))
+    return Draft(tree, tokens_BN, log_q_BN, value_BN=value_BN)
 
 
 # --- static trees
@@ -421,33 +492,32 @@ def grow_static(
         inner_Q = level.inner_Q
         if number:
             visible_BQT = level.visible_1QT.expand(B, -1, -1)
-            hidden_BND[:, inner_Q] = net_steps.expand(
-                tokens_BN[:, inner_Q], hidden_BND[:, level.parent_Q], visible_BQT, number - 1
-            )
-        adjustments = (
-            None if cycle_input.adjustments is None else cycle_input.adjustments.for_tree(shape, tokens_BN)[:, inner_Q]
-        )
+            parent_hidden_BQD = hidden_BND[:, level.parent_Q]
+            hidden_BQD = net_steps.expand(tokens_BN[:, inner_Q], parent_hidden_BQD, visible_BQT, number - 1)
+            hidden_BND[:, inner_Q] = hidden_BQD
+        adjustments = None
+        if cycle_input.adjustments is not None:
+            adjustments = cycle_input.adjustments.for_tree(shape, tokens_BN)[:, inner_Q]
         partial_tree = PartialTree(shape.parents_BN, tokens_BN, inner_Q)
-        logits_BQV = only_allowed(
-            net_steps.head(hidden_BND[:, inner_Q]), cycle_input, partial_tree, net_steps.draft_ids_v
-        )
+        logits_BQV = net_steps.head(hidden_BND[:, inner_Q])
+        logits_BQV = only_allowed(logits_BQV, cycle_input, partial_tree, net_steps.draft_ids_v)
         scores_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
+        vocab = scores_BQV.shape[-1]
         key_BQV = scores_BQV
         if coupled:
-            key_BQV = scores_BQV + net_steps.noise(cycle_input, number, scores_BQV.shape[-1])
+            key_BQV = scores_BQV + net_steps.noise(cycle_input, number, vocab)
         elif sampled:
             # draws use log of this rounded q, because verification divides by it
             q_BQV = probs(scores_BQV, greedy=False)
-            place_BQ = cycle_input.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
-            key_BQV = torch.where(cycle_input.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
-            key_BQV = key_BQV + cycle_input.noise.gumbel(place_BQ, scores_BQV.shape[-1], GumbelNoise.DRAFT)
-            q_BNV = q_BQV.new_zeros(B, N, q_BQV.shape[-1]) if q_BNV is None else q_BNV
+            q_BNV = q_BQV.new_zeros(B, N, vocab) if q_BNV is None else q_BNV
             q_BNV[:, inner_Q] = q_BQV
+            key_BQV = torch.where(cycle_input.noise.greedy_B[:, None, None], scores_BQV, q_BQV.log())
+            place_BQ = cycle_input.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
+            key_BQV = key_BQV + cycle_input.noise.gumbel(place_BQ, vocab, GumbelNoise.DRAFT)
         key_BQK, token_BQK = key_BQV.topk(level.width)
         log_q_BQK = _log_q(scores_BQV).gather(-1, token_BQK)
-        key_BM, token_BM, log_q_BM = (x.flatten(1)[:, level.flat_M] for x in (key_BQK, token_BQK, log_q_BQK))
-        tokens_BN[:, level.child_M] = token_BM
-        log_q_BN[:, level.child_M] = log_q_BM
-        acceptable_BN[:, level.child_M] = key_BM > -math.inf
+        tokens_BN[:, level.child_M] = token_BQK.flatten(1)[:, level.flat_M]
+        log_q_BN[:, level.child_M] = log_q_BQK.flatten(1)[:, level.flat_M]
+        acceptable_BN[:, level.child_M] = key_BQK.flatten(1)[:, level.flat_M] > -math.inf
     tree = Tree(shape.parents_BN, acceptable_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
     return Draft(tree, tokens_BN, log_q_BN, q_BNV, block_verification and q_BNV is not None)

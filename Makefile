@@ -129,7 +129,7 @@ lint: $(STAMP) ## ruff, formatting, types; prints sizes
 	@echo "==> English of pages and help (tests/prose.py --places: where); tests/test_prose.py holds it"
 	@$(BIN)/python tests/prose.py
 
-check: lint test-all ## lint, types and every case of every test: what must pass before a branch is merged
+check: lint docs test-all ## lint, types, the site and every case of every test: what must pass before a branch is merged
 
 format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff check --fix-only $(LINT)

@@ -17,7 +17,7 @@ from _records import record
 from eyas.files import write_text
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
-RECORD = "smollm2_float32_avx512"  # the bench that the table shows
+RECORD, PROCESSOR = "smollm2_float32_avx512", "with AVX-512"  # the bench that the table shows, and where it ran
 ROWS = {
     "transformers": "transformers `generate`",
     "vanilla": "eyas without drafts",
@@ -48,13 +48,22 @@ def front_table(name: str) -> str:
     low, high = head["speedup_low"], head["speedup_high"]
     return "\n".join(
         [
-            table(["tokens per second", "", ""], lines, numbers=2),
+            f"SmolLM2-135M in {record(name)['machine']['dtype']}, the same weights in every row, {machine_of(name)},",
+            f"greedy, one request at a time ([record](docs/results/{name}.json)):",
+            "",
+            table(["", "tokens/s", "over `generate`"], lines, numbers=2),
             "",
             "The texts of all three rows are equal.",
             f"Drafts alone give {head['speedup']:.2f}x ({low:.2f} to {high:.2f}), by task:",
             f"{by_task(name)}.",
         ]
     )
+
+
+def machine_of(name: str) -> str:
+    """Return the machine of a record in words."""
+    machine = record(name)["machine"]
+    return f"{machine['threads']} cores of an {machine['cpu']} {PROCESSOR}"
 
 
 def by_task(name: str) -> str:
@@ -73,7 +82,7 @@ def page(old: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         sys.exit(f"{PAGE} lacks the line {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{front_table(RECORD)}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{front_table(RECORD)}\n\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from eyas.serve.settings import Settings
 from serving import Running, running
 
 ROOT = Path(__file__).parents[2]
-SERVING = (ROOT / "docs" / "guide" / "serve.md").read_text()
+SERVING = "\n".join((ROOT / "docs" / page).read_text() for page in ("guide/serve.md", "reference/http.md"))
 README = (ROOT / "README.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
 
